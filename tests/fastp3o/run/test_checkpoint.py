@@ -3,8 +3,7 @@
 import json
 import os
 import random
-import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +13,27 @@ from accelerate import Accelerator
 from torch import nn
 
 from fastp3o.config import StageConfig
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES, OnlineDPOConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from fastp3o.rewards.scaling import DifferenceScaler
-from fastp3o.run import checkpoint as content
 from fastp3o.run import checkpoint as store
 from fastp3o.run.checkpoint import RunState, States
-from fastp3o.run.manifest import CorruptStateError, content_checksum, read_manifest
+from fastp3o.run.manifest import (
+    CorruptStateError,
+    Manifest,
+    ResumeError,
+    content_checksum,
+    read_manifest,
+    require_same_run,
+)
+from fastp3o.training.reward_model import RewardModelConfig
+from fastp3o.training.sft import SFTConfig
 from tests.fastp3o.backward import scaled_backward
+from tests.fastp3o.run.faults.injection import flip
 
 CONFIG = {"learning_rate": 0.1}
 
@@ -73,90 +84,54 @@ def test_a_loaded_state_goes_on_as_the_saved_one_would_have(tmp_path, precision)
     assert resumed.train(4, 6, save=False).all() == whole
 
 
-def test_the_last_two_stay_and_nothing_else_is_removed(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "step-12.txt").touch()
-    Trainer(tmp_path).train(1, 4)
-    assert sorted(os.listdir(tmp_path)) == ["mine", "step-000003", "step-000004", "step-12.txt"]
-
-
 def test_there_is_no_pickle_and_large_states_have_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(content, "BYTES_PER_FILE", 20)
-    whole = Trainer(tmp_path).train(1, 1)
-    files = {path.suffix for path in (tmp_path / "step-000001").iterdir()}
-    assert files == {".json", ".safetensors"}
-    assert len(list((tmp_path / "step-000001").glob("*.safetensors"))) > 3
-    expected = whole.optimizer.tensors()
+    monkeypatch.setattr(store, "BYTES_PER_FILE", 20)
+    expected = Trainer(tmp_path).train(1, 1).optimizer.tensors()
+    suffixes = [path.suffix for path in (tmp_path / "step-000001").iterdir()]
+    assert set(suffixes) == {".json", ".safetensors"}
+    assert suffixes.count(".safetensors") > 3
     resumed = Trainer(tmp_path)
     resumed.resume()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.optimizer.tensors().items())
 
 
-def flip_a_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def edit(folder: Path, recomputed: bool, **changes) -> None:
+    content = {"version": 1, **asdict(read_manifest(folder)), **changes}
+    sha256 = content_checksum(content) if recomputed else json.loads((folder / "manifest.json").read_text())["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": sha256}))
 
 
-DAMAGES = {
-    "flipped": flip_a_byte,
-    "missing": Path.unlink,
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "empty": lambda path: path.write_bytes(b""),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "not to be read": lambda path: (path.unlink(), path.mkdir()),
-}
+def put_a_folder_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_of_any_kind_is_named_and_the_state_before_taken(tmp_path, damage):
-    Trainer(tmp_path).train(1, 3)
-    expected = Trainer(tmp_path / "whole").train(1, 2).all()
-    for name in sorted(os.listdir(tmp_path / "step-000003")):
-        folder = tmp_path / f"copy-{name}"
-        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("copy-*", "whole"))
-        DAMAGES[damage](folder / "step-000003" / name)
-        resumed = Trainer(folder)
-        step, (line,) = resumed.resume()
-        assert step == 2
-        assert line.startswith(f"{folder}/step-000003 is corrupt: {name}")
-        assert resumed.all() == expected
-        # Its step can be saved again, and the damaged one goes when two good ones are there.
-        assert len(list(folder.glob("step-000003.corrupt-*"))) == 1
-        resumed.train(3, 3)
-        assert sorted(os.listdir(folder)) == ["step-000002", "step-000003"]
-        assert Trainer(folder).resume() == (3, [])
-
-
-def test_when_all_are_damaged_each_is_named_and_nothing_changes(tmp_path):
-    Trainer(tmp_path).train(1, 3)
-    for folder in tmp_path.iterdir():
-        flip_a_byte(folder / "counters.json")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
-    with pytest.raises(
-        CorruptStateError, match=r"no state is whole.*step-000003 is corrupt: counters.json has another "
-    ):
-        Trainer(tmp_path).resume()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("change", [{"step": 99}, {"evaluated": False}, {"processes": 3}, {"config": {}}])
-def test_an_edited_manifest_is_not_taken(tmp_path, change):
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: edit(folder, False, step=99), "manifest.json is damaged: its checksum is another"),
+        (lambda folder: edit(folder, False, evaluated=False), "manifest.json is damaged: its checksum is another"),
+        (lambda folder: edit(folder, True, version=2), "is of version 2, and this fastp3o reads version 1"),
+        (lambda folder: flip(folder / "counters.json"), "counters.json has another checksum"),
+        (lambda folder: flip(folder / "manifest.json"), "manifest.json is damaged"),
+        (lambda folder: (folder / "counters.json").unlink(), "counters.json is missing"),
+        (lambda folder: put_a_folder_there(folder / "counters.json"), "counters.json cannot be read"),
+    ],
+)
+def test_only_what_the_run_has_written_is_read(tmp_path, spoil, says):
+    """When no state is whole, each problem is named and nothing changes."""
     Trainer(tmp_path).train(1, 2)
-    path = tmp_path / "step-000002" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    spoil(tmp_path / "step-000002")
     step, (line,) = Trainer(tmp_path).resume()
     assert step == 1
-    assert "manifest.json is damaged: its checksum is another" in line
-
-
-def test_a_state_of_another_version_is_not_taken(tmp_path):
-    Trainer(tmp_path).train(1, 1)
-    path = tmp_path / "step-000001" / "manifest.json"
-    content = {"version": 2, **asdict(read_manifest(path.parent))}
-    path.write_text(json.dumps(content | {"sha256": content_checksum(content)}))
-    with pytest.raises(CorruptStateError, match="is of version 2, and this fastp3o reads version 1"):
+    assert says in line
+    spoil(tmp_path / "step-000001")
+    (corrupt,) = tmp_path.glob("*.corrupt-*")
+    corrupt.rename(tmp_path / "step-000002")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    with pytest.raises(CorruptStateError, match=f"no state is whole.*{says}.*step-000001 is corrupt.*{says}"):
         Trainer(tmp_path).resume()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
 
 
 def test_what_file_systems_and_tools_leave_in_a_state_is_no_damage(tmp_path):
@@ -178,18 +153,6 @@ def test_a_whole_state_is_taken_before_it_was_renamed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"]
 
 
-def test_a_state_that_lacks_what_the_run_has_is_refused_and_stays(tmp_path):
-    Trainer(tmp_path).train(1, 2)
-    (tmp_path / "step-000002").rename(tmp_path / "step-000002.unfinished-0123456789ab")
-    resumed = Trainer(tmp_path)
-    resumed.states.other_tensors = lambda: {"reference_mean.a": torch.zeros(2)}
-    with pytest.raises(
-        ValueError, match=r"0123456789ab lacks reference_mean\.a, which this run has: was its --precision ano"
-    ):
-        resumed.resume()
-    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002.unfinished-0123456789ab"]
-
-
 def test_the_folders_of_the_first_state_are_on_the_disk_too(tmp_path, monkeypatch):
     synced = set()
     sync = os.fsync
@@ -207,13 +170,49 @@ def test_weights_that_are_not_finite_replace_no_state(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002"]
 
 
-def test_a_full_disk_leaves_the_states_that_are_there(tmp_path, monkeypatch):
-    trainer = Trainer(tmp_path).train(1, 2)
+# Which runs may go on from a state
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "save_tensors", full)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.states.save(trainer.states.progress(3, evaluated=True), CONFIG, {})
-    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002"]
+BEFORE = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r:f"}
+HASHES = {"model": "1", "prompts": "2", "reward function": "3"}
+
+
+def resume(*, before=BEFORE, hashes=HASHES, processes=1, **changes) -> list[str]:
+    manifest = Manifest(4, True, 1, P3OConfig(**before).plain(), HASHES, {})
+    return require_same_run(manifest, P3OConfig(**(before | {"resume": True} | changes)), hashes, processes)
+
+
+CONFIGS = [P3OConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardModelConfig, *OFFLINE_OBJECTIVES.values()]
+FIXED = {"model", "seed", "batch_size", "prompts_per_update", "lora_rank", "clipping", "reference", "eval_prompts"}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_may_change_is_an_option(config):
+    assert config.changeable() <= {field.name for field in fields(config)}
+    assert not config.changeable() & (FIXED | {"objective"})
+
+
+def test_what_takes_effect_is_said_in_one_line_each():
+    assert resume(output_dir="moved", prompts="moved with the same contents") == []
+    assert resume(learning_rate=0.5, kl_coef=0.1, hashes=HASHES | {"reward function": "9"}, processes=2) == [
+        "resuming with another kl_coef: 0.05 before, 0.1 now",
+        "resuming with another learning_rate: 1e-06 before, 0.5 now",
+        "resuming with another source of the reward function",
+        "resuming on another number of processes: 1 before, 2 now",
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 8}])
+def test_what_would_be_another_run_is_refused_by_name(changes):
+    with pytest.raises(ResumeError, match=r"--resume: this would be another run: .*or a new --output_dir") as refused:
+        resume(**changes)
+    assert all(f"--{name}" in str(refused.value) for name in changes)
+    with pytest.raises(ResumeError, match=r"the content another .*: --model \(m\), --prompts \(p\)"):
+        resume(hashes=HASHES | {"prompts": "9", "model": "8"})
+
+
+def test_a_reference_that_is_a_mean_keeps_its_precision():
+    changed = ["resuming with another precision: fp32 before, fp16 now"]
+    assert resume(before=BEFORE | {"precision": "fp32"}, precision="fp16") == changed
+    with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Give what was before"):
+        resume(before=BEFORE | {"precision": "fp32", "reference_decay": 0.9}, precision="fp16")

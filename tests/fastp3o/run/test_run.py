@@ -5,28 +5,32 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from fastp3o.run import signals as stopping
+from fastp3o.run.best import Best
 from fastp3o.run.manifest import ResumeError
 from fastp3o.run.run import Run, Steps
 from fastp3o.run.signals import Stops
 from tests.fastp3o.runs import assert_equal, weights
 
 STEPS = 4
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +63,20 @@ def take_step(run: Run) -> None:
     run.optimizer.step(torch.zeros(()))
 
 
-def finish(run: Run) -> list[int]:
+def finish(run: Run, breaks_off_after: int = 0, signalled: tuple[int, str, int] = (0, "", 0)) -> list[int]:
+    """signalled: a step, the phase in whose work a signal comes, and its number."""
     steps = []
     for step in run:
-        with run.saved_if_not_finite(step), run.phase("update"):
-            take_step(run)
+        for phase in ("rollout", "update"):
+            with run.saved_if_not_finite(step), run.phase(phase):
+                if phase == "update":
+                    take_step(run)
+                if (step, phase) == signalled[:2]:
+                    os.kill(os.getpid(), signalled[2])
         run.report(step, {"loss": step / 2}, tokens=10, shown=("loss",))
         steps.append(step)
+        if step == breaks_off_after:
+            break
     return steps
 
 
@@ -86,40 +97,17 @@ def test_steps_are_reported_evaluated_and_saved_as_configured(workplace, tiny_mo
     assert saved - {"trackers"} == {"checkpoint-000002", "checkpoint-000004", "model", "state"}
 
 
-def test_a_resumed_run_goes_on_behind_the_last_saved_step(workplace, tiny_model, tokenizer):
-    run = start(tiny_model, tokenizer, save_every=2)
-    for step in run:
-        take_step(run)
-        run.phases.seconds["update"] = 1.0
-        run.report(step, {"loss": 0.0}, tokens=1, shown=())
-        if step == 3:
-            break
-    evaluations = []
-    resumed = start(tiny_model, tokenizer, lambda: evaluations.append(1) or {"score": 0.0}, resume=True)
-    assert finish(resumed) == [3, 4]
-    assert [line["step"] for line in lines("metrics.jsonl")] == [1, 2, 3, 4]
-    assert len(evaluations) == 1  # at the end: the start was evaluated by the run that began
-
-
-def test_lost_metrics_are_said(workplace, tiny_model, tokenizer, capsys):
-    finish(start(tiny_model, tokenizer, save_every=2, steps=2))
-    Path("run/metrics.jsonl").unlink()
-    assert finish(start(tiny_model, tokenizer, save_every=2, resume=True)) == [3, 4]
-    assert "run/metrics.jsonl is gone, and with it the metrics up to step 2" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("optimizer_steps", [0, 1])
 def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_model, tokenizer, optimizer_steps):
     run = start(tiny_model, tokenizer)
-    with pytest.raises(NotFiniteError, match=r"step 2: a reward is NaN; .* in run/stopped-in-000002"):  # noqa: PT012
-        for step in run:
-            if step == 1:
-                take_step(run)
-                continue
-            with run.saved_if_not_finite(step):
-                for _ in range(optimizer_steps):
-                    take_step(run)
-                raise NotFiniteError("a reward is NaN")
+    steps = iter(run)
+    next(steps)
+    take_step(run)
+    says = r"step 2: a reward is NaN; .* in run/stopped-in-000002"
+    with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(next(steps)):  # noqa: PT012
+        for _ in range(optimizer_steps):
+            take_step(run)
+        raise NotFiniteError("a reward is NaN")
     assert Path("run/stopped-in-000002/model/config.json").exists()
     # Between the optimizer steps of an update there is nothing that could be resumed exactly.
     assert Path("run/state").exists() == (optimizer_steps == 0)
@@ -127,10 +115,9 @@ def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_m
 
 def test_before_the_first_step_no_model_is_written(workplace, tiny_model, tokenizer):
     run = start(tiny_model, tokenizer)
-    with pytest.raises(NotFiniteError, match="step 1: a reward is NaN; nothing was trained before that"):  # noqa: PT012
-        for step in run:
-            with run.saved_if_not_finite(step):
-                raise NotFiniteError("a reward is NaN")
+    says = "step 1: a reward is NaN; nothing was trained before that"
+    with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(next(iter(run))):
+        raise NotFiniteError("a reward is NaN")
     assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
     finish(start(tiny_model, tokenizer))  # it can be begun again, without a flag
 
@@ -141,92 +128,40 @@ def test_so_many_checkpoints_are_kept(workplace, tiny_model, tokenizer, kept, le
     assert sorted(path.name for path in Path("run").glob("checkpoint*")) == [f"checkpoint-{n:06}" for n in left]
 
 
-def test_a_runs_name_reaches_the_trackers_that_have_names(workplace, tiny_model, tokenizer, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, **options: asked.update(options))
-    start(tiny_model, tokenizer, run_name="first")
-    assert asked["init_kwargs"] == {"wandb": {"name": "first"}, "trackio": {"name": "first"}}
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [("rollout", signal.SIGTERM), ("update", signal.SIGINT), ("rollout", signal.SIGHUP), ("update", signal.SIGUSR1)],
+)
+def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, tokenizer, capfd, phase, number):
+    def begin(folder: str, **changes) -> Run:
+        settings = {"output_dir": folder, "eval_every": 2, "save_every": 2} | changes
+        return start(tiny_model, tokenizer, lambda: {"score": 1.0}, **settings)
 
-
-def whole(tiny_model, tokenizer, **changes) -> dict[str, torch.Tensor]:
-    """The weights of an unbroken run."""
-    folder = "whole"
-    finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2, output_dir=folder, **changes))
-    return weights(folder)
-
-
-def kill_in(step_of_signal: int, number: signal.Signals, run: Run, *, before_optimizer: bool) -> None:
-    for step in run:
-        with run.phase("rollout"):
-            if step == step_of_signal and before_optimizer:
-                os.kill(os.getpid(), number)
-        with run.phase("update"):
-            take_step(run)
-            if step == step_of_signal and not before_optimizer:
-                os.kill(os.getpid(), number)
-        run.report(step, {"loss": step / 2}, tokens=10, shown=("loss",))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.parametrize("before_optimizer", [False, True])
-def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, tokenizer, capfd, number, before_optimizer):
-    expected = whole(tiny_model, tokenizer)
-    run = start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2)
-    handler = signal.getsignal(number)
+    finish(begin("whole"))
+    run, handler = begin("run"), signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
-        kill_in(2, number, run, before_optimizer=before_optimizer)
+        finish(run, signalled=(2, phase, number))
     assert stopped.value.code == 128 + number
     assert signal.getsignal(number) == handler
-    after = 1 if before_optimizer else 2
+    after = 1 if phase == "rollout" else 2
     out, err = capfd.readouterr()
     assert f"{number.name}: stopped after step {after}; --resume goes on from there\n" in out
     assert f"{number.name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once" in err
     assert os.listdir("run/state") == [f"step-{after:06}"]
     assert not Path("run/model").exists()
-    finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2, resume=True))
+    finish(begin("run", resume=True))
     assert f"resuming after step {after}, from run/state/step-{after:06}" in capfd.readouterr().out
-    assert_equal(weights("run"), expected)
-    # The evaluation that was due after the step is made when the run is resumed.
+    # What was due after the step, evaluation and checkpoint, is made when the run is resumed.
     assert [line["step"] for line in lines("eval.jsonl")] == [0, 2, 4]
     assert [line["step"] for line in lines("metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_a_stop_in_an_evaluation_comes_behind_it(workplace, tiny_model, tokenizer):
-    def evaluate():
-        os.kill(os.getpid(), signal.SIGTERM)
-        return {"score": 1.0}
-
-    with pytest.raises(SystemExit):
-        finish(start(tiny_model, tokenizer, evaluate))
-    assert [line["step"] for line in lines("eval.jsonl")] == [0]
-    assert os.listdir("run/state") == ["step-000000"]
-    resumed = start(tiny_model, tokenizer, lambda: {"score": 1.0}, resume=True)
-    assert finish(resumed) == [1, 2, 3, 4]
-    assert [line["step"] for line in lines("eval.jsonl")] == [0, 4]
+    for name in ("model", "checkpoint-000002", "checkpoint-000004"):
+        assert_equal(*(load_file(Path(folder, name, "model.safetensors")) for folder in ("run", "whole")))
 
 
 def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(workplace, tiny_model, tokenizer):
-    run = start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2)
-    for step in run:
-        take_step(run)
-        run.phases.seconds["update"] = 1.0
-        run.report(step, {"loss": 0.0}, tokens=1, shown=())
-        if step == 5:
-            break
+    finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2), breaks_off_after=5)
     assert finish(start(tiny_model, tokenizer, lambda: {"score": 2.0}, steps=4, resume=True)) == []
     assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (4, 2)]
-
-
-def test_a_checkpoint_that_a_stop_came_before_is_made_up_for(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer, output_dir="whole", save_every=2))
-    run = start(tiny_model, tokenizer, save_every=2)
-    with pytest.raises(SystemExit):
-        kill_in(2, signal.SIGTERM, run, before_optimizer=False)
-    assert os.listdir("run/state") == ["step-000002"]
-    finish(start(tiny_model, tokenizer, resume=True, save_every=2))
-    for name in ("checkpoint-000002", "checkpoint-000004"):
-        made, expected = (load_file(Path(folder, name, "model.safetensors")) for folder in ("run", "whole"))
-        assert_equal(made, expected)
 
 
 def test_states_are_saved_by_time(workplace, tiny_model, tokenizer):
@@ -236,48 +171,37 @@ def test_states_are_saved_by_time(workplace, tiny_model, tokenizer):
     assert os.listdir("rarely/state") == ["step-000004"]
 
 
-def test_a_finished_run_only_writes_its_model_again(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer))
-    before = weights("run")
-    shutil.rmtree("run/model")
-    assert finish(start(tiny_model, tokenizer, resume=True)) == []
-    assert_equal(weights("run"), before)
-
-
-def test_a_run_cannot_end_before_its_state(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer))
-    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    with pytest.raises(ResumeError, match=r"run/state/step-000004 is after step 4, and this run would end at 2"):
-        start(tiny_model, tokenizer, steps=2, resume=True)
-    with pytest.raises(ResumeError, match="--seed"):
-        start(tiny_model, tokenizer, resume=True, seed=5)
-    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-    assert finish(start(tiny_model, tokenizer, steps=6, resume=True)) == [5, 6]
-
-
-def test_another_starting_model_under_the_same_name_is_noticed(workplace, tiny_model, tokenizer):
+def test_what_would_be_another_run_is_refused_and_what_may_change_takes_effect(
+    workplace, tiny_model, tokenizer, monkeypatch, capsys
+):
     shutil.copytree(tiny_model, "start")
     finish(start("start", tokenizer))
-    model = load_policy("start")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    with pytest.raises(ResumeError, match=r"run/state/step-000004 is after step 4, and this run would end at 2"):
+        start("start", tokenizer, steps=2, resume=True)
+    with pytest.raises(ResumeError, match="--seed"):
+        start("start", tokenizer, resume=True, seed=5)
+    policy = load_policy("start")
     with torch.no_grad():
-        model.head().weight.mul_(1.001)
-    model.model.save_pretrained("start")
+        policy.head().weight.mul_(1.001)
+    shutil.move("start", "as it was")
+    policy.model.save_pretrained("start")
     with pytest.raises(ResumeError, match=r"the content another than when the run began: --model \(start\)"):
         start("start", tokenizer, resume=True)
+    shutil.rmtree("start")
+    shutil.move("as it was", "start")
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
-
-def test_a_changed_learning_rate_takes_effect_and_is_said(workplace, tiny_model, tokenizer, capsys):
-    finish(start(tiny_model, tokenizer))
     capsys.readouterr()
-    finish(start(tiny_model, tokenizer, steps=5, resume=True, learning_rate=0.25))
-    assert capsys.readouterr().out.splitlines() == [
-        "resuming with another learning_rate: 1e-05 before, 0.25 now",
-        "resuming after step 4, from run/state/step-000004",
-        "test 5/5: loss 2.5",
-        "progress: run/progress.png",
-        "model: run/model",
-    ]
-    assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25]
+    options = {}
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, **given: options.update(given))
+    changes = {"steps": 6, "learning_rate": 0.25, "run_name": "first"}
+    assert finish(start("start", tokenizer, resume=True, **changes)) == [5, 6]
+    assert "resuming with another learning_rate: 1e-05 before, 0.25 now\n" in capsys.readouterr().out
+    assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25] * 2
+    # TensorBoard hides the steps after the state, and trackers that have names get the run's.
+    named = {"name": "first"}
+    assert options["init_kwargs"] == {"tensorboard": {"purge_step": 5}, "wandb": named, "trackio": named}
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model, tokenizer):
@@ -307,23 +231,84 @@ def test_divergence_leaves_the_good_state_and_says_which(workplace, tiny_model, 
     assert finish(start(tiny_model, tokenizer, resume=True))[-1] == 4
 
 
-def test_tensorboard_hides_the_steps_that_are_done_again(workplace, tiny_model, tokenizer):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+# The best evaluation, whose model is kept
 
-    def steps(run: Run) -> None:
-        for step in run:
-            with run.phase("update"):
-                take_step(run)
-            run.report(step, {"loss": 0.0}, tokens=1, shown=())
-            if step == 3:
-                break
 
-    steps(start(tiny_model, tokenizer, save_every=2, report_to="tensorboard"))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    time.sleep(1)  # TensorBoard reads files in the order of their names, which have seconds
-    finish(start(tiny_model, tokenizer, save_every=2, resume=True, report_to="tensorboard"))
-    events = EventAccumulator("run/trackers").Reload()
-    assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4]
+SCORES = [0.0, 2.0, 5.0, 5.0, 3.0, 4.0, 9.0]
+
+
+def start_with_scores(tiny_model, tokenizer, steps=6, **changes) -> Run:
+    """Evaluations find SCORES, one after the other."""
+
+    def evaluate() -> dict[str, float]:
+        return {"score": SCORES[len(lines("eval.jsonl")) if Path("run/eval.jsonl").exists() else 0]}
+
+    settings = {"eval_every": 1, "save_every": 1, "keep_best": "score"} | changes
+    return start(tiny_model, tokenizer, evaluate, steps, **settings)
+
+
+def assert_best_is(step: int) -> None:
+    best = json.loads(Path("run/best/evaluation.json").read_text())
+    assert best == {"step": step, "score": SCORES[step]}
+    kept, saved = (load_file(f"run/{name}/model.safetensors") for name in ("best", f"checkpoint-{step:06}"))
+    assert_equal(kept, saved)
+
+
+def test_early_stopping_ends_the_run_and_keeps_the_best(workplace, tiny_model, tokenizer, capsys):
+    # 5 comes twice: an equal one is not better.
+    assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3)) == [1, 2, 3, 4, 5]
+    assert_best_is(2)
+    assert "--early_stopping: no evaluation since was better than score 5 after step 2" in capsys.readouterr().out
+    assert Path("run/model").exists()
+    assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3, resume=True)) == []
+    assert finish(start_with_scores(tiny_model, tokenizer, resume=True)) == [6]
+    assert_best_is(6)
+    assert "best score 9 after step 6: run/best" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_the_best_of_an_unbroken_one(workplace, tiny_model, tokenizer):
+    finish(start_with_scores(tiny_model, tokenizer), breaks_off_after=4)
+    assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3, resume=True)) == [4, 5]
+    assert_best_is(2)
+
+
+def test_the_lowest_is_best_where_it_is_asked_for_and_a_metric_must_be_there(workplace, tiny_model, tokenizer):
+    finish(start_with_scores(tiny_model, tokenizer, steps=2, best_is="lowest"))
+    assert json.loads(Path("run/best/evaluation.json").read_text())["step"] == 0
+    with pytest.raises(UserError, match="--keep_best accuracy: evaluations have score"):
+        finish(start_with_scores(tiny_model, tokenizer, keep_best="accuracy", overwrite=True))
+
+
+@pytest.mark.parametrize("lowest", [True, False])
+def test_any_number_is_better_than_none_and_none_is_never_better(lowest):
+    best = Best("reward/a", lowest=lowest, best=None, since=0)
+    assert best.improves(1, {"reward/a": float("nan")})
+    assert not best.improves(2, {"reward/a": float("nan")})
+    assert best.since == 1
+    assert best.improves(3, {"reward/a": 0.0})
+    assert (best.best["step"], best.since) == (3, 0)
+    assert not best.improves(4, {"reward/a": float("nan")})
+
+
+# Signals of a run stay its own: processes that a reward starts are stopped as anywhere else
+
+
+# A signal right after the fork meets a gap before the child has its handlers, in some of many tries.
+@pytest.mark.parametrize("waited", [*[0.0] * 20, 0.2])
+def test_a_worker_that_is_stopped_ends(waited, capfd):
+    with Stops(Accelerator(cpu=True)) as stops:
+        worker = FORK.Process(target=time.sleep, args=(20,))
+        worker.start()
+        worker.join(waited)
+        worker.terminate()
+        worker.join(5)
+        code = worker.exitcode
+        worker.kill()
+        assert code == -signal.SIGTERM
+        assert stops.received == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.received == signal.SIGTERM
+    assert capfd.readouterr().err.count("stopping as soon as") == 1
 
 
 def take_signals() -> None:
@@ -338,10 +323,22 @@ def take_signals() -> None:
 
 
 def test_a_second_signal_ends_at_once(capfd):
-    child = multiprocessing.get_context("fork").Process(target=take_signals)
+    child = FORK.Process(target=take_signals)
     child.start()
     child.join(50)
     assert child.exitcode == -signal.SIGINT
     output = capfd.readouterr()
     assert output.out == "(15, False)\n"
     assert "Traceback" not in output.err
+
+
+def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
+    worker = os.fork()
+    if not worker:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(worker, 0)
+    printing = threading.Thread(target=tqdm.write, args=["the next line"], daemon=True)
+    printing.start()
+    printing.join(5)
+    assert not printing.is_alive()

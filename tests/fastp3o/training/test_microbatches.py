@@ -1,3 +1,5 @@
+"""An update's microbatches, and how far their log-probs are from those of other rows and of what sampled."""
+
 from functools import partial
 from itertools import chain
 
@@ -5,14 +7,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel
+from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.groups import Group
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Group, token_ids
+from fastp3o.training import logprob_gaps
+from fastp3o.training.logprob_gaps import logprob_metrics, ratio_noise
 from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
-from tests.fastp3o.groups import groups_of_ids
-from tests.fastp3o.models.model_families import logprobs_alone, random_model
+from fastp3o_kernels import sequence_logprobs
+from tests.fastp3o.groups import groups_of_ids, tokenised
+from tests.fastp3o.models.model_families import FOURS, PAIRS, logprobs_alone, random_model
 
 P, K = 6, 3
 
@@ -73,3 +81,71 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, objective):
                     expected = [logprobs_alone(alone, prompt.ids, response.ids).sum() for response in responses]
                     expected = torch.stack(expected)
                     torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-5)
+
+
+# The gaps between log-probs of what sampled, of an update's rows and of other rows
+
+
+def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> tuple[list[Group], Microbatch]:
+    """A row that holds all groups but the first, with log-probs of the policy, each sequence's moved by `shift`."""
+    chosen = range(1, len(groups.prompts))
+    responses = [groups.responses[p] for p in chosen]
+    (row,) = pack([groups.prompts[p] for p in chosen], responses, Packing(1000), groups=chosen)
+    with torch.no_grad():
+        logprobs = labelled_logprobs(model, row)
+    sums = sequence_logprobs(logprobs, row.cu_seqlens).view(len(chosen), -1) + shift
+    return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, sums, logprobs, logprobs, sums, sums)
+
+
+@pytest.mark.parametrize("groups", [PAIRS, FOURS], ids=["pairs", "fours"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_in_fp32_both_ways_agree(family, groups):
+    model = PackedModel(random_model(family))
+    assert ratio_noise(model, *rollouts_and_microbatch(model, groups)) < 1e-4
+
+
+def test_a_difference_of_all_responses_is_measured_in_nats():
+    model = PackedModel(random_model("llama"))
+    noise = ratio_noise(model, *rollouts_and_microbatch(model, FOURS, shift=0.5))
+    torch.testing.assert_close(noise, torch.tensor(0.5), atol=1e-4, rtol=0.0)
+
+
+def test_the_other_row_is_no_longer_than_the_one_that_trains(monkeypatch):
+    """Where many responses share a long prompt, each with its own prompt would be several times as long."""
+    model, lengths = PackedModel(random_model("llama")), []
+    rollouts, microbatch = rollouts_and_microbatch(model, FOURS)
+    monkeypatch.setattr(
+        logprob_gaps,
+        "labelled_logprobs",
+        lambda policy, row: (lengths.append(row.tokens), labelled_logprobs(policy, row))[1],
+    )
+    assert ratio_noise(model, rollouts, microbatch) < 1e-4
+    own = [rollouts[p] for p in microbatch.row.groups]
+    alone = [len(group.prompt.ids) + len(response.ids) for group in own for response in group.responses]
+    fitting = [sum(alone[:count]) for count in range(1, len(alone)) if sum(alone[:count]) <= microbatch.row.tokens]
+    assert lengths == fitting[-1:]
+
+
+def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model, tokenizer):
+    policy = load_policy(tiny_model)
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
+    rollouts = sampler(tokenised(tokenizer, ["a", "a longer prompt", "bb", "c"]), 2, 0)
+    microbatches = []
+    for (row,) in (pack(*token_ids(rollouts[n : n + 2]), Packing(1000), groups=range(n, n + 2)) for n in (0, 2)):
+        with torch.no_grad():
+            old = labelled_logprobs(policy, row)
+        sums = sequence_logprobs(old, row.cu_seqlens).view(2, 2)
+        microbatches.append(Microbatch(row, torch.zeros(2, 2), old, old, sums, sums))
+
+    def gaps(groups):
+        return logprob_metrics(policy, groups, [microbatches[1:], microbatches[:1]], old_are_policys=True)
+
+    assert gaps(rollouts)["sampler_gap"] < 1e-4
+    # One response of eight is off by 0.5 and another by 1.
+    for (p, k), off in {(1, 0): 0.5, (3, 1): -1.0}.items():
+        response = rollouts[p].responses[k]
+        rollouts[p].responses[k] = response._replace(logprobs=[*response.logprobs, off])
+    assert gaps(rollouts)["sampler_gap"] == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
+    assert gaps(rollouts)["sampler_kl"] == pytest.approx((0.5 - 1.0) / 8, abs=1e-4)
+    rollouts[2].responses[1] = rollouts[2].responses[1]._replace(logprobs=None)
+    assert gaps(rollouts).keys() == {"ratio/noise"}

@@ -1,35 +1,27 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastp3o.endpoint import EndpointError
+from fastp3o.errors import UserError
+from fastp3o.named_function import FunctionError
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.preferences import NashMDConfig, OnlineDPOConfig
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.manifest import ResumeError
-from fastp3o.run.signals import StoppedError
+from fastp3o.training import sft
 from fastp3o.training.loop import train
-from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
+from tests.fastp3o.training.test_supervised import sft_config
 
 
 def test_a_run_leaves_a_model_that_transformers_loads_and_raises_the_reward(workplace, tiny_model):
     train(config(tiny_model, "run", updates=30, eval_prompts="prompts.jsonl", eval_every=10, samples_every=15))
     steps = metrics("run")
     assert [step["step"] for step in steps] == list(range(1, 31))
-    for name in (
-        "reward",
-        "reward_difference",
-        "kl",
-        "ratio_mean",
-        "ratio_max",
-        "clip_fraction",
-        "entropy",
-        "grad_norm",
-    ):
-        assert all(isinstance(step[name], float) for step in steps), name
     evaluations = metrics("run", "eval.jsonl")
     assert [evaluation["step"] for evaluation in evaluations] == [0, 10, 20, 30]
     assert evaluations[0]["kl"] == 0
@@ -48,65 +40,43 @@ def test_the_same_seed_gives_the_same_run(workplace, tiny_model):
     assert metrics("first") != metrics("third")
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model):
-    evaluated = {"eval_prompts": "prompts.jsonl", "eval_every": 1, "lr_schedule": "cosine"}
-    train(config(tiny_model, "whole", **evaluated))
-    # The calls: an evaluation at 0, then an update and an evaluation each; the fifth raises KeyboardInterrupt.
-    interrupted = {"reward": "rewards_for_tests:fails_on_fifth_call"} | evaluated
-    with pytest.raises(StoppedError):
-        train(config(tiny_model, "resumed", **interrupted))
-    assert metrics("resumed")[-1]["step"] == 2
-    train(config(tiny_model, "resumed", **interrupted, resume=True))
-    assert metrics("whole") == metrics("resumed")
-    assert metrics("whole", "eval.jsonl") == metrics("resumed", "eval.jsonl")
-    assert_equal(weights("whole"), weights("resumed"))
-
-
-@pytest.mark.parametrize("clipping", ["joint", "token"])
-def test_microbatches_do_not_matter(workplace, tiny_model, clipping):
-    # Metrics that count prompts are weighted by tokens with token clipping: no response may end early.
-    settings = {"clipping": clipping, "prompts_per_minibatch": 8, "updates": 2}
-    train(config(tiny_model, "one", **settings))
-    train(config(tiny_model, "eight", tokens_per_row=1, **settings))
-    for one, eight in zip(metrics("one"), metrics("eight"), strict=True):
-        assert one.keys() == eight.keys()
-        for name in one.keys() - {"packing_efficiency"}:
-            assert one[name] == pytest.approx(eight[name], rel=2e-3, abs=2e-4), name
-    first, second = weights("one"), weights("eight")
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"prompts_per_minibatch": 8}, {"tokens_per_row": 1}),
+        # Metrics that count prompts are weighted by tokens with token clipping: no response may end early.
+        ({"prompts_per_minibatch": 8, "clipping": "token"}, {"tokens_per_row": 1}),
+        ({}, {"share_prompts": False}),
+        ({}, {"offload": True, "gradient_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_microbatches_packing_and_what_saves_memory_do_not_matter(workplace, tiny_model, settings, changes):
+    for folder, own in (("plain", {}), ("changed", changes)):
+        train(config(tiny_model, folder, updates=2, **settings, **own))
+    for plain, changed in zip(metrics("plain"), metrics("changed"), strict=True):
+        names = plain.keys() - {"packing_efficiency", "ratio/noise"}
+        assert changed.keys() == plain.keys()
+        assert {n: changed[n] for n in names} == pytest.approx({n: plain[n] for n in names}, rel=2e-3, abs=2e-4)
+    first, second = weights("plain"), weights("changed")
     assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
 
 
-@pytest.mark.parametrize("changes", [{"share_prompts": False}, {"tokens_per_row": 50}, {"offload": True}])
-def test_the_packing_does_not_matter(workplace, tiny_model, changes):
-    train(config(tiny_model, "plain", updates=3))
-    train(config(tiny_model, "changed", updates=3, **changes))
-    for plain, changed in zip(metrics("plain"), metrics("changed"), strict=True):
-        for name in plain.keys() - {"packing_efficiency", "ratio/noise"}:
-            assert plain[name] == pytest.approx(changed[name], rel=2e-3, abs=2e-4), name
-
-
-def test_lora_trains_adapters_over_its_own_base_and_leaves_a_whole_model(workplace, tiny_model):
-    settings = {"lora_rank": 4, "eval_prompts": "prompts.jsonl", "learning_rate": 1e-2, "save_every": 1}
-    train(config(tiny_model, "run", updates=2, **settings))
+@pytest.mark.parametrize(
+    ("changes", "trains"),
+    [({"lora_rank": 4, "learning_rate": 1e-2}, "proj"), ({"trainable_layers": 1}, "layers.1. model.norm.weight")],
+)
+def test_what_trains_moves_and_its_reference_is_the_start(workplace, tiny_model, changes, trains):
+    settings = {"eval_prompts": "prompts.jsonl", "updates": 2} | changes
+    train(config(tiny_model, "run", **settings))
     before, after = metrics("run", "eval.jsonl")
-    assert before["kl"] == 0
-    assert after["kl"] != 0
+    assert before["kl"] == 0 != after["kl"]
     start, end = weights_of_start(tiny_model), weights("run")
     moved = {name for name, weight in start.items() if not torch.equal(weight, end[name])}
-    assert moved == {name for name in start if "proj" in name}
-    # The base alone as the reference is what a second copy of the starting model would be.
-    train(config(tiny_model, "second", updates=2, reference=tiny_model, **settings))
+    assert moved == {name for name in start if any(part in name for part in trains.split())}
+    # The base without its adapters is what a second copy of the starting model would be.
+    train(config(tiny_model, "second", reference=tiny_model, **settings))
     assert metrics("run") == metrics("second")
-    train(config(tiny_model, "run", updates=3, resume=True, **settings))
-    train(config(tiny_model, "whole", updates=3, **settings))
-    assert_equal(weights("run"), weights("whole"))
-
-
-def test_frozen_layers_stay(workplace, tiny_model):
-    train(config(tiny_model, "run", trainable_layers=1, updates=2))
-    start, end = weights_of_start(tiny_model), weights("run")
-    moved = {name for name, weight in start.items() if not torch.equal(weight, end[name])}
-    assert moved == {name for name in start if "layers.1." in name or name == "model.norm.weight"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -127,118 +97,74 @@ def test_rounding_is_logged_and_warned_of(workplace, tiny_model, capsys):
     assert capsys.readouterr().out.count("rounding alone moves log-ratios") == 1
 
 
-def test_sequences_beyond_the_reach_of_absolute_positions_are_refused(workplace, tokenizer, tmp_path):
-    settings = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=0, bos_token_id=0)).save_pretrained("gpt2")
-    tokenizer.save_pretrained("gpt2")
-    with pytest.raises(
-        ValueError, match=r"up to 66 tokens together, and the positions of GPT2LMHeadModel .gpt2. end at 64"
-    ):
-        train(config("gpt2", "run", max_prompt_tokens=60))
-
-
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
-def test_the_first_ratio_is_exactly_one(workplace, tiny_model, precision):
-    train(config(tiny_model, "run", precision=precision, updates=1, inner_epochs=1, prompts_per_minibatch=8))
+def test_the_first_ratio_is_exactly_one(workplace, tiny_model, precision, compiled):
+    settings = {"precision": precision, "updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
+    train(config(tiny_model, "run", compile_layers=compiled, **settings))
     (step,) = metrics("run")
     assert step["ratio_mean"] == step["ratio_max"] == 1
     assert step["clip_fraction"] == 0
 
 
-def test_gradient_checkpointing_changes_nothing(workplace, tiny_model):
-    train(config(tiny_model, "plain", updates=2))
-    train(config(tiny_model, "checkpointed", updates=2, gradient_checkpointing=True))
-    first, second = weights("plain"), weights("checkpointed")
-    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
-
-
-def test_a_nan_reward_stops_the_run_after_saving(workplace, tiny_model):
-    broken = config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call")
-    with pytest.raises(NotFiniteError, match=r"update 3: a reward is NaN or infinite \(16 values\)"):
-        train(broken)
-    AutoModelForCausalLM.from_pretrained("run/stopped-in-000003/model")
-    # The function gives NaN once: the run goes on as if nothing had happened.
-    train(replace(broken, resume=True))
-    train(config(tiny_model, "whole"))
-    assert_equal(weights("run"), weights("whole"))
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model):
-    with pytest.raises(NotFiniteError, match=r"the loss or the gradient is NaN or infinite .*No state was"):
-        train(config(tiny_model, "run", learning_rate=1e30))
-
-
-def test_resuming_where_there_is_no_state_begins(workplace, tiny_model, capsys):
-    train(config(tiny_model, "whole", updates=1))
-    train(config(tiny_model, "run", updates=1, resume=True))
-    assert "--resume: there is no state in run/state yet, the run begins" in capsys.readouterr().out
-    assert_equal(weights("whole"), weights("run"))
-
-
-@pytest.mark.parametrize("changes", [{}, {"reward_scaling": "absolute"}, {"precision": "fp16"}])
-def test_a_stop_within_an_update_counts_its_rewards_once(workplace, tiny_model, changes):
-    settings = {"reward": "rewards_for_tests:stops_on_third_call"} | changes
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    ("function", "changes", "error"),
+    [
+        ("stops_on_third_call", {}, SystemExit),
+        ("stops_on_third_call", {"reward_scaling": "absolute"}, SystemExit),
+        ("stops_on_third_call", {"precision": "fp16"}, SystemExit),
+        ("nan_on_third_call", {}, NotFiniteError),
+        ("raises_on_third_call", {"save_every": 2}, FunctionError),
+    ],
+)
+def test_a_run_that_ends_within_an_update_goes_on_before_it(workplace, tiny_model, function, changes, error):
+    settings = {"reward": f"rewards_for_tests:{function}"} | changes
+    with pytest.raises(error) as ended:
         train(config(tiny_model, "run", **settings))
     # The rewards of update 3 had entered the deviation that rewards are divided by.
     assert metrics("run")[-1]["step"] == 2
+    if error is not SystemExit:
+        assert "update 3: " in str(ended.value)
+        AutoModelForCausalLM.from_pretrained("run/stopped-in-000003/model")
     train(config(tiny_model, "run", resume=True, **settings))
     train(config(tiny_model, "whole", **(settings | {"reward": "rewards_for_tests:vowels"})))
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))
 
 
-def test_columns_travel_with_their_prompts(workplace, tiny_model):
-    """The function asserts that they do; what it adds for the prompt cancels."""
-    evaluated = {"eval_prompts": "answers.jsonl", "gold_reward": "rewards_for_tests:answered"}
-    train(config(tiny_model, "answered", prompts="answers.jsonl", reward="rewards_for_tests:answered", updates=2))
-    train(config(tiny_model, "varied", reward="rewards_for_tests:varied", updates=2, **evaluated))
-    assert_equal(weights("answered"), weights("varied"))
-    assert "gold" in metrics("varied", "eval.jsonl")[0]
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"learning_rate": 1e30}, "the loss or the gradient is NaN or infinite .*No state was"),
+        ({"reward": "rewards_for_tests:huge"}, "update 1: a difference or a sum of rewards is NaN or infinite"),
+    ],
+)
+def test_numbers_that_are_not_finite_stop_the_run(workplace, tiny_model, changes, says):
+    with pytest.raises(NotFiniteError, match=says):
+        train(config(tiny_model, "run", **changes))
 
 
 def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_model):
-    twice = {"reward": "rewards_for_tests:varied,rewards_for_tests:vowels", "reward_weights": "2,0", "updates": 2}
-    train(config(tiny_model, "two", **twice, eval_prompts="prompts.jsonl", length_penalty=0.5))
+    """The first asserts that columns travel with their prompts; what it adds for the prompt cancels."""
+    twice = {"reward": "rewards_for_tests:answered,rewards_for_tests:vowels", "reward_weights": "2,0", "updates": 2}
+    twice |= {"prompts": "answers.jsonl", "eval_prompts": "answers.jsonl", "gold_reward": "rewards_for_tests:answered"}
+    train(config(tiny_model, "two", **twice, length_penalty=0.5))
     train(config(tiny_model, "one", reward="rewards_for_tests:varied", updates=2, length_penalty=0.25))
     # Rewards are divided by their deviation.
     assert_equal(weights("two"), weights("one"))
     for step in metrics("two"):
-        assert step["reward"] == pytest.approx(2 * step["reward/varied"] - step["penalty/length"])
+        assert step["reward"] == pytest.approx(2 * step["reward/answered"] - step["penalty/length"])
         assert step["penalty/length"] == pytest.approx(step["response_length"] / 2)
     last = metrics("two", "eval.jsonl")[-1]
-    assert last["reward"] == pytest.approx(2 * last["reward/varied"])
-    assert last.keys() >= {"reward/vowels", "reward/vowels_std"}
-    assert metrics("one")[0].keys() == metrics("two")[0].keys() - {
-        "reward/varied",
-        "reward/vowels",
-    }
+    assert last["reward"] == pytest.approx(2 * last["reward/answered"]) == pytest.approx(2 * last["gold"])
 
 
-def vowels(responses: list[str]) -> list[float]:
-    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
-
-
-def test_an_endpoint_that_fails_stops_the_run_after_saving(workplace, tiny_model, monkeypatch):
-    """The first request is the check, and one follows in each update; what is asked twice is remembered."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    broken = True
-
-    def reply(question: tuple[dict, int]) -> Reply:
-        body, number = question
-        if broken and number > 3:
-            return Reply(500, b"out of memory")
-        return Reply(body=json.dumps({"rewards": vowels(body["responses"])}).encode())
-
-    with serving("/score", reply, lambda *question: question) as server:
-        remote = config(tiny_model, "run", reward=server.url, reward_batch_size=64, reward_retries=0)
-        with pytest.raises(EndpointError, match=r"update 3: .*/score answered with status 500.*step-000002: --resume"):
-            train(remote)
-        broken = False
-        train(replace(remote, resume=True))
-    train(config(tiny_model, "whole"))
-    assert metrics("run") == metrics("whole")
-    assert_equal(weights("run"), weights("whole"))
+def test_other_prompts_under_the_same_name_are_refused(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=1))
+    source = Path("prompts.jsonl")
+    source.write_text(source.read_text().replace("tree", "trees"))
+    with pytest.raises(ResumeError, match=r"--prompts \(prompts.jsonl\)"):
+        train(config(tiny_model, "run", updates=3, resume=True))
 
 
 def test_a_reward_that_is_only_watched_may_be_no_number(workplace, tiny_model):
@@ -250,18 +176,62 @@ def test_a_reward_that_is_only_watched_may_be_no_number(workplace, tiny_model):
     assert {step["reward/never_a_number"] for step in metrics("watched")} == {None}
 
 
-def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):
-    with pytest.raises(NotFiniteError, match="update 1: a difference or a sum of rewards is NaN or infinite"):
-        train(config(tiny_model, "run", reward="rewards_for_tests:huge"))
+# Dropout of adapters: steps have it, evaluations and rollouts have none
 
 
-def test_a_mended_reward_function_goes_on_and_other_prompts_do_not(workplace, tiny_model, capsys):
-    train(config(tiny_model, "run", updates=1))
-    source = Path("rewards_for_tests.py")
-    source.write_text(source.read_text() + "\n# mended\n")
-    train(config(tiny_model, "run", updates=2, resume=True))
-    assert "resuming with another source of the reward function" in capsys.readouterr().out
-    source = Path("prompts.jsonl")
-    source.write_text(source.read_text().replace("tree", "trees"))
-    with pytest.raises(ResumeError, match=r"--prompts \(prompts.jsonl\)"):
-        train(config(tiny_model, "run", updates=3, resume=True))
+def different(first: str, second: str) -> bool:
+    return any(not torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items())
+
+
+def test_an_evaluation_at_the_end_is_that_of_the_saved_model(workplace, tiny_model):
+    for folder, rate in (("run", 0.5), ("none", 0.0)):
+        sft.train(sft_config(tiny_model, folder, epochs=4, lora_rank=2, lora_dropout=rate))
+    assert different("run", "none")
+    sft.train(sft_config("run/model", "again", epochs=1))
+    end, begin = metrics("run", "eval.jsonl")[-1], metrics("again", "eval.jsonl")[0]
+    assert end["loss"] == pytest.approx(begin["loss"], abs=1e-5)
+
+
+def test_objectives_with_ratios_refuse_it_and_others_train(workplace, tiny_model):
+    settings = {"lora_rank": 2, "lora_dropout": 0.5, "updates": 2}
+    with pytest.raises(UserError, match="--lora_dropout would make ratios random"):
+        config(tiny_model, "run", P3OConfig, **settings)
+    config(tiny_model, "nash", NashMDConfig, **settings, reference=tiny_model)
+    train(config(tiny_model, "run", OnlineDPOConfig, **settings))
+    train(config(tiny_model, "none", OnlineDPOConfig, **(settings | {"lora_dropout": 0.0})))
+    assert different("run", "none")
+    # The first round is sampled, and its log-probs are computed, without it.
+    first, plain = metrics("run")[0], metrics("none")[0]
+    assert all(first[name] == plain[name] for name in ("reward", "kl", "entropy", "sampler_gap", "response_length"))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens_per_row": 60, "eval_prompts": "prompts.jsonl"},
+        {"lora_rank": 2, "gradient_checkpointing": True, "offload": True, "eval_prompts": "prompts.jsonl"},
+        {"trainable_layers": 1, "share_prompts": False},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_compiled_layers_train_what_plain_ones_do(workplace, tiny_model, changes):
+    torch.compiler.reset()
+    counters.clear()
+    settings = {"updates": 2, "learning_rate": 3e-4, "reward": "rewards_for_tests:varied"} | changes
+    train(config(tiny_model, "plain", **settings))
+    train(config(tiny_model, "compiled", compile_layers=True, **settings))
+    torch.testing.assert_close(weights("compiled"), weights("plain"), atol=1e-5, rtol=0.0)
+    for one, two in zip(metrics("plain"), metrics("compiled"), strict=True):
+        assert two | {"ratio/noise": 0} == pytest.approx(one | {"ratio/noise": 0}, abs=1e-4)
+    assert counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.compiled
+def test_a_resumed_run_with_compiled_layers_has_the_bits_of_a_whole_one(workplace, tiny_model):
+    torch.compiler.reset()
+    begun = config(tiny_model, "run", compile_layers=True, updates=2)
+    train(begun)
+    train(replace(begun, updates=4, resume=True))
+    train(config(tiny_model, "whole", compile_layers=True, updates=4))
+    assert_equal(weights("run"), weights("whole"))

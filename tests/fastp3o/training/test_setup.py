@@ -1,11 +1,23 @@
+"""What is built before a run begins, and what is refused or warned of then."""
+
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fastp3o.config import SamplerConfig
+from fastp3o.context import Context
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.policy_gradient import RLOOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.precision import choose_precision
+from fastp3o.training import build as models
+from fastp3o.training.build import sampled_model
 from fastp3o.training.online import print_warnings
 from fastp3o.training.setup import make_accelerator
+from tests.fastp3o.models.model_families import random_model
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
@@ -23,16 +35,54 @@ def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
         make_accelerator(0, choose_precision("fp32", "fp32"))
 
 
-def test_idle_processes_and_few_prompts_are_said(capsys):
-    """A minibatch of as many prompts as processes keeps each of them busy."""
-    for processes, prompts, said in (
-        (4, 64, ""),
-        (5, 64, "so 1 of 5 processes have nothing"),
-        (4, 63, "some come again"),
-    ):
-        accelerator = SimpleNamespace(num_processes=processes, print=print)
-        config = P3OConfig(model="m", output_dir="o", prompts="p", reward="r")
-        print_warnings(SimpleNamespace(accelerator=accelerator), config, prompts)
-        printed = capsys.readouterr().out
-        assert said in printed
-        assert bool(said) == bool(printed)
+@pytest.mark.parametrize(
+    ("objective", "changes", "processes", "prompts", "said"),
+    [
+        # A minibatch of as many prompts as processes keeps each of them busy.
+        (P3OConfig, {}, 4, 64, ""),
+        (P3OConfig, {}, 5, 64, "so 1 of 5 processes have nothing"),
+        (P3OConfig, {}, 4, 63, "some come again"),
+        (P3OConfig, {"top_k": 5}, 4, 64, "--sampler_ratio_cap or --old_logprobs sampler corrects"),
+        (P3OConfig, {"top_p": 0.5, "old_logprobs": "sampler"}, 4, 64, ""),
+        (RLOOConfig, {"min_p": 0.5}, 4, 64, ": --sampler_ratio_cap corrects"),
+        (OnlineDPOConfig, {"top_k": 5}, 4, 64, ""),
+    ],
+)
+def test_idle_processes_few_prompts_and_a_biased_gradient_are_said(
+    capsys, objective, changes, processes, prompts, said
+):
+    accelerator = SimpleNamespace(num_processes=processes, print=print)
+    config = objective(model="m", output_dir="o", prompts="p", reward="r", **changes)
+    print_warnings(SimpleNamespace(accelerator=accelerator), config, prompts)
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert bool(said) == bool(printed)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
+@pytest.mark.parametrize(("device", "memory"), [("cpu", 10**12), ("cuda", 10**12), ("cuda", 0)])
+def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, lora, monkeypatch):
+    made = []
+
+    def copy(policy, device, dtype, *, merges):
+        made.append((dtype, merges))
+        return "copy"
+
+    monkeypatch.setattr(models, "SamplingCopy", copy)
+    monkeypatch.setattr(models, "available_memory", lambda _: memory)
+    policy = PackedModel(random_model("llama"))
+    if lora:
+        add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
+    arithmetic = choose_precision(precision, "fp32")
+    accelerator = SimpleNamespace(device=torch.device(device), print=print)
+    sampled = sampled_model(SamplerConfig(), policy, Context(accelerator, arithmetic, None, None))
+    assert sampled.model is policy
+    # Without room adapters stay as they are; autocast's copy is no more than its passes take.
+    if device == "cuda" and precision == "bf16-autocast":
+        assert made == [(torch.bfloat16, lora)]
+    elif device == "cuda" and lora and memory:
+        assert made == [(arithmetic.weights, True)]
+    else:
+        assert made == []
+        assert sampled.sampled is policy

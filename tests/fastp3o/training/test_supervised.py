@@ -1,13 +1,20 @@
+"""Fine-tuning and reward modelling: their losses against plain ones, what trains, and losses that are not finite."""
+
 import json
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from fastp3o.data.loading import load_rankings
+from fastp3o.models.loading import load_reward_model
 from fastp3o.processes import NotFiniteError
-from fastp3o.training import sft
-from fastp3o.training.reward_model import RewardModelConfig
+from fastp3o.training import reward_model, sft
+from fastp3o.training.reward_model import RewardModelConfig, RewardModelling, bradley_terry
 from fastp3o.training.sft import SFTConfig
-from tests.fastp3o.runs import assert_equal, weights
+from tests.fastp3o.runs import assert_equal, metrics, weights
 
 COMMON = {
     "max_response_tokens": 16,
@@ -17,10 +24,6 @@ COMMON = {
     "report_to": "none",
     "precision": "fp32",
 }
-
-
-def lines(folder: str, name: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
 def sft_config(tiny_model, output_dir, **changes):
@@ -33,45 +36,27 @@ def reward_config(tiny_model, output_dir, **changes):
     return RewardModelConfig(**(COMMON | data | {"model": tiny_model, "output_dir": output_dir} | changes))
 
 
-def test_learning_prompts_too_scores_their_tokens(workplace, tiny_model):
-    sft.train(sft_config(tiny_model, "run", train_on_prompt=True))
-    assert lines("run", "eval.jsonl")[-1]["loss"] < 1
-
-
-def test_microbatches_do_not_matter(workplace, tiny_model):
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_the_loss_is_a_mean_over_labelled_tokens_however_they_are_packed(
+    workplace, tiny_model, tokenizer, train_on_prompt
+):
     for name, size in (("whole", 8192), ("parts", 40)):
-        sft.train(sft_config(tiny_model, name, tokens_per_row=size, epochs=3))
-    for whole, parts in zip(lines("whole", "metrics.jsonl"), lines("parts", "metrics.jsonl"), strict=True):
+        changes = {"tokens_per_row": size, "epochs": 3, "train_on_prompt": train_on_prompt}
+        sft.train(sft_config(tiny_model, name, **changes))
+    for whole, parts in zip(metrics("whole"), metrics("parts"), strict=True):
         assert whole["loss"] == pytest.approx(parts["loss"], rel=1e-4)
 
-
-def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, monkeypatch):
-    schedule = {"epochs": 4, "lr_schedule": "cosine"}
-    sft.train(sft_config(tiny_model, "whole", **schedule))
-
-    original, calls = sft.labelled_logprobs, []
-
-    def breaks_off(model, batch):
-        calls.append(None)
-        if len(calls) == 4:  # an evaluation and two steps, of one row each, are over
-            raise KeyboardInterrupt
-        return original(model, batch)
-
-    monkeypatch.setattr(sft, "labelled_logprobs", breaks_off)
-    with pytest.raises(KeyboardInterrupt):
-        sft.train(sft_config(tiny_model, "resumed", save_every=1, **schedule))
-    monkeypatch.setattr(sft, "labelled_logprobs", original)
-    assert len(lines("resumed", "metrics.jsonl")) == 2
-    sft.train(sft_config(tiny_model, "resumed", save_every=1, resume=True, **schedule))
-    whole, resumed = (
-        [(line["step"], line["loss"], line["grad_norm"]) for line in lines(run, "metrics.jsonl")]
-        for run in ("whole", "resumed")
-    )
-    assert whole == resumed
+    model, losses = AutoModelForCausalLM.from_pretrained(tiny_model), []
+    for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"):
+        prompt, response = tokenizer(f"Say {word}:").input_ids, tokenizer(f" {word}").input_ids
+        ids = torch.tensor([*prompt, *response, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+        losses.append(-logprobs if train_on_prompt else -logprobs[len(prompt) - 1 :])
+    assert metrics("whole", "eval.jsonl")[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("at", [2, 3, 4])
+@pytest.mark.parametrize(("at", "precision"), [(2, "fp32"), (3, "fp16"), (4, "fp32")])
 def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, monkeypatch, precision, at):
     """The next step has been launched by the time the host reads of it, if there is one."""
     settings = {"epochs": 4, "eval_data": None, "precision": precision}
@@ -89,19 +74,130 @@ def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, mon
     with pytest.raises(NotFiniteError, match=f"step {at}: the loss .*model before that is in {stopped}"):
         sft.train(sft_config(tiny_model, "run", **settings))
     assert len(calls) == min(at + 1, 4)
-    assert [line["step"] for line in lines("run", "metrics.jsonl")] == [*range(1, at)]
+    assert [line["step"] for line in metrics("run")] == [*range(1, at)]
     assert [path.name for path in Path("run/state").iterdir()] == [f"step-00000{at - 1}"]
     assert_equal(weights("short"), weights(stopped))
     monkeypatch.setattr(sft, "labelled_logprobs", original)
     sft.train(sft_config(tiny_model, "run", resume=True, **settings))
     assert_equal(weights("whole"), weights("run"))
-    losses = [[line["loss"] for line in lines(run, "metrics.jsonl")] for run in ("whole", "run")]
-    assert losses[0] == losses[1]
+    assert [line["loss"] for line in metrics("run")] == [line["loss"] for line in metrics("whole")]
 
 
 def test_a_step_that_ruins_the_weights_is_named_and_no_state_is_saved(workplace, tiny_model):
     message = r"^step 1: a weight is NaN or infinite \(\d+ values\) after its optimizer step. No state was saved"
     with pytest.raises(NotFiniteError, match=message):
         sft.train(sft_config(tiny_model, "run", learning_rate=1e39))
-    assert len(lines("run", "metrics.jsonl")) == 1
+    assert len(metrics("run")) == 1
     assert not Path("run/state").exists()
+
+
+# Reward models, against the formulas written a second time
+
+
+LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 32}
+
+
+@pytest.fixture
+def data(workplace: Path) -> Path:
+    """Rankings of two to five, and preferences with and without a margin."""
+    words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
+    ranked = [
+        {"prompt": f"Say {word}:", "ranked_responses": [f" {word}", *(" z" * n for n in range(1, 2 + number % 4))]}
+        for number, word in enumerate(words)
+    ]
+    pairs = [
+        {"prompt": f"Say {word} please:", "chosen": f" {word}", "rejected": " zzz", "margin": margin}
+        for word, margin in zip(words, (1, 0.5, None, 0, 2, 1, 3.5, 0), strict=True)
+    ]
+    for name, records in (("ranked", ranked), ("margins", pairs)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return workplace
+
+
+@pytest.fixture
+def judge(tiny_model: str, data: Path) -> str:
+    """A reward model whose scores differ."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained("judge")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
+    return "judge"
+
+
+def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centring: float) -> dict[str, torch.Tensor]:
+    """One pair at a time, in fp64: sums over prompts of means over their pairs."""
+    totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
+    for prompt_scores, m in zip(ranked_scores, margins, strict=True):
+        pairs = list(combinations([score.double() for score in prompt_scores], 2))
+        for w, l in pairs:  # noqa: E741
+            loss = -torch.log(1 / (1 + torch.exp(-(w - l - m)))) + centring * (w + l) ** 2
+            totals["loss"] = totals["loss"] + loss / len(pairs)
+            totals["accuracy"] += float(w > l) / len(pairs)
+            totals["margin"] = totals["margin"] + (w - l) / len(pairs)
+    return totals
+
+
+@pytest.mark.parametrize("tokens_per_row", [8192, 30])
+@pytest.mark.parametrize("centring", [0.0, 0.3])
+def test_the_loss_is_the_mean_over_a_rankings_pairs(judge, tokenizer, tokens_per_row, centring):
+    """The loss of the scores that transformers gives each response by itself."""
+    examples, _ = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
+    assert len(examples) == 16
+    task = RewardModelling(reward_config(judge, "run", centring=centring, tokens_per_row=tokens_per_row))
+    model = load_reward_model(judge)
+    rows = task.pack(examples[:])
+    responses = sum(map(len, examples["ranked_ids"]))
+    # Every response once, every prompt once.
+    assert sum(len(row.ends_at) for row in rows) == responses > 3 * 8
+    once = sum(map(len, examples["prompt_ids"])) + sum(len(ids) for ranked in examples["ranked_ids"] for ids in ranked)
+    assert sum(row.tokens for row in rows) == once
+    sums: dict[str, torch.Tensor] = {}
+    for row in rows:
+        loss, metrics = task.loss(model, row, 1.0)
+        for name, value in {"loss": loss, **{name: total for name, (total, _) in metrics.items()}}.items():
+            sums[name] = sums.get(name, 0) + value
+    assert sum(map(task.count, rows)) == 16
+    alone = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    with torch.no_grad():
+        ranked_scores = [
+            [alone(torch.tensor([prompt + ids]), use_cache=False).logits[0, 0] for ids in ranked]
+            for prompt, ranked in zip(examples["prompt_ids"], examples["ranked_ids"], strict=True)
+        ]
+    expected = oracle(ranked_scores, examples["margin"], centring)
+    for name, value in expected.items():
+        assert sums[name].item() == pytest.approx(float(value), rel=1e-4), name
+    assert ("centre" in sums) == bool(centring)
+
+
+def test_the_gradient_is_that_of_the_formula():
+    torch.manual_seed(0)
+    values = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    better, worse = torch.triu_indices(4, 4, offset=1)
+    for margin, centring in ((0.0, 0.0), (0.7, 0.0), (0.0, 0.2), (0.7, 0.2)):
+        sums = bradley_terry(values[better], values[worse], 1 / 6, margins=margin, centring=centring)
+        expected = oracle([list(values)], [margin], centring)["loss"]
+        torch.testing.assert_close(sums["loss"], expected)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, values)[0] for loss in (sums["loss"], expected)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "trains"),
+    [
+        ({"lora_rank": 4}, "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj score"),
+        ({"trainable_layers": 1}, "layers.1. model.norm score"),
+    ],
+)
+def test_parts_of_a_model_learn_rankings_and_the_head_with_them(data, tiny_model, settings, trains):
+    changes = {"train_data": "ranked.jsonl", "eval_data": "ranked.jsonl", "epochs": 40} | settings
+    reward_model.train(reward_config(tiny_model, "run", **changes))
+    before, after = metrics("run", "eval.jsonl")
+    assert before["accuracy"] == pytest.approx(0.5)
+    assert after["accuracy"] > 0.9
+    assert after["accuracy_low"] <= after["accuracy"] + 1e-6 <= after["accuracy_high"] + 2e-6
+    assert Path("run/calibration.png").stat().st_size > 10_000
+    start = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).state_dict()
+    start["score.weight"].zero_()
+    trained = AutoModelForSequenceClassification.from_pretrained("run/model").state_dict()
+    changed = {name for name, weight in trained.items() if not torch.equal(weight, start[name])}
+    assert changed == {name for name in start if any(part in name for part in trains.split())}

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ LONGEST = 60.0  # seconds from the start to the end of processes that wait for e
 
 def in_child(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
     """The exit status of a fork that does `work`; what it prints goes to `log`."""
-    return wait(fork(work, log, prepare))
+    return wait_together([fork(work, log, prepare)])[0]
 
 
 def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
@@ -49,10 +50,6 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def fork_together(
@@ -88,6 +85,21 @@ def wait_together(pids: Sequence[int], longest: float = LONGEST) -> list[int]:
             raise TimeoutError(f"a process had not ended after {longest:.0f} s")
         time.sleep(0.005)
     return [statuses[pid] for pid in pids]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.Random(path.name).randrange(len(content))] ^= 1
+    path.write_bytes(content)
+
+
+# What a disk does to a file.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "zeros": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 512),
+    "gone": Path.unlink,
+}
 
 
 class FileCalls:

@@ -1,4 +1,5 @@
-"""Whatever stops a run, and wherever: `--resume` ends with the bits of a run that was not stopped.
+"""Whatever stops a run of one or two processes, and wherever: `--resume` ends with the bits of a run that was not
+stopped. Where one of two processes has the fault, the other ends too, and says why.
 
 A sample of each fault is part of the suite; `-m "faults or not faults"` tries all of them, and ends with the
 table of benchmarks/README.md. FASTP3O_KILLS: random kills and signals of each run.
@@ -10,204 +11,187 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.fastp3o.run.faults.damages import DAMAGES
-from tests.fastp3o.run.faults.injection import KILLED, FileCalls, fork, in_child, wait
-from tests.fastp3o.run.faults.scenes import SCENES, Scene
+from tests.fastp3o.run.faults.injection import DAMAGES, KILLED, fork, wait_together
+from tests.fastp3o.run.faults.scenes import COUNTS, SCENES, Scene
+from tests.fastp3o.torchrun import torchrun
 
-Count = Callable[[str, str], None]
+MakeScene = Callable[..., Scene]
 
-# The suite takes every 25th fault of a kind, of which every other one with the power lost; or one of the parts of all.
-KILLS = [
-    pytest.param((7, 50), False, id="kill-sample"),
-    pytest.param((32, 50), True, id="power-sample"),
-    *(
-        pytest.param((part, 8), power, id=f"{'power' if power else 'kill'}-part{part}", marks=pytest.mark.faults)
-        for power in (False, True)
-        for part in range(8)
-    ),
+# The processes of a run, and the one with the fault.
+PLACES = {"alone": (1, 0), "main": (2, 0), "other": (2, 1)}
+# The first call with a fault in the suite, and how many lie between two.
+SAMPLES = {"alone": (7, 50), "main": (99, 200), "other": (2, 40)}
+FAULTS = [
+    *(("killed", resumes, place) for resumes in (False, True) for place in PLACES),
+    *(("power lost: what is not synced is lost by half,", resumes, "alone") for resumes in (False, True)),
+    *(("disk full", False, place) for place in PLACES),
+    *(("SIGTERM", False, place) for place in ("main", "other")),
 ]
-SAMPLE = [
-    pytest.param((7, 25), id="sample"),
-    *(pytest.param((part, 8), id=f"part{part}", marks=pytest.mark.faults) for part in range(8)),
-]
-VARIANTS = [pytest.param(name, marks=() if name == "P3O" else pytest.mark.faults) for name in SCENES]
+# None: the sample of the suite.
+PARTS = [None, *(pytest.param(part, marks=pytest.mark.faults) for part in range(8))]
+TRIES = os.environ.get("FASTP3O_KILLS")
+at_night = pytest.mark.faults
 
 
 @pytest.fixture
-def sft(workplace: Path, tiny_model: str) -> Scene:
-    return Scene("SFT", tiny_model, workplace)
+def scene(workplace: Path, tiny_model: str) -> MakeScene:
+    """scene(name="SFT", processes=1)"""
+    return lambda name="SFT", processes=1: Scene(name, tiny_model, workplace, processes)
 
 
-def numbers(total: int, sample: tuple[int, int]) -> Iterator[int]:
-    first, step = sample
-    return iter(range(1 + first, total + 1, step))
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("fault", "resumes", "place"), FAULTS)
+def test_a_fault_before_a_file_system_call(scene: MakeScene, fault: str, resumes: bool, place: str, part):
+    processes, process = PLACES[place]
+    run = scene(processes=processes)
+    work, total = run.train, run.calls[process]
+    stopped = None
+    if resumes:
+        stopped, work = run.stopped_with_a_state(), run.resume
+        shutil.copytree(stopped, run.run)
+        total = run.count_calls(work)[process]
+    first, step = SAMPLES[place] if part is None else (part, 8)
+    for number in range(1 + first, total + 1, step):
+        run.clear()
+        if stopped:
+            shutil.copytree(stopped, run.run)
+        told = ""
+        if fault == "SIGTERM":
+            statuses = run.do_with_fault(work, process, stop_before=number)
+            said = "--resume goes on from there" in run.told()
+            assert not said or statuses == [128 + signal.SIGTERM] * processes
+            told = "stopped with a line, " if said else "outside of the loop, "
+        elif fault == "disk full":  # from then on; it has space again for `result`
+            statuses = run.do_with_fault(work, process, full_from=number)
+            assert all(statuses) or not any(statuses)
+            assert not any(statuses) or "No space left on device" in run.logs[process].read_text()
+        else:
+            statuses = run.do_with_fault(work, process, kill_before=number, power="power" in fault)
+            assert statuses[process] == KILLED
+            for other in {0, processes - 1} - {process}:  # with an error if there was anything left to do together
+                said = run.logs[other].read_text()
+                assert statuses[other] == 0 or "onnection" in said.splitlines()[-1], said
+        kind = "a resumed run" if resumes else "a run with two saves"
+        run.result(f"{fault} before file-system calls of {kind}, {processes} process(es)", told)
 
 
-def cause(power: bool) -> str:
-    return "power lost (what is not synced is lost by half)" if power else "killed"
+@pytest.mark.parametrize("name", SCENES)
+def test_killed_after_its_first_state(scene: MakeScene, name: str):
+    """Every stage, objective, precision and choice of what trains."""
+    run = scene(name)
+    run.stopped_with_a_state(part=0.6).rename(run.run)
+    assert "--resume" in run.result("killed after the first state, in all kinds of training")
 
 
-@pytest.mark.parametrize(("sample", "power"), KILLS)
-def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
-    for number in numbers(sft.calls[0], sample):
-        sft.clear()
-        calls = FileCalls(sft.run, kill_before=number, power=power)
-        assert in_child(sft.train, sft.log, calls.install) == KILLED
-        count(f"{cause(power)} before each file-system call of a run with two saves", sft.result())
-
-
-def halfway(scene: Scene) -> Path:
-    """A run with a state, stopped after it; to be copied."""
-    scene.clear()
-    killed = FileCalls(scene.run, kill_before=scene.calls[0] // 2)
-    assert in_child(scene.train, scene.log, killed.install) == KILLED
-    assert scene.states()
-    stopped = scene.folder / "stopped"
-    shutil.rmtree(stopped, ignore_errors=True)
-    scene.run.rename(stopped)
-    return stopped
-
-
-@pytest.mark.parametrize(("sample", "power"), KILLS)
-def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
-    stopped = halfway(sft)
-    shutil.copytree(stopped, sft.run)
-    (total,) = sft.count_calls(sft.resume)
-    for number in numbers(total, sample):
-        sft.clear()
-        shutil.copytree(stopped, sft.run)
-        calls = FileCalls(sft.run, kill_before=number, power=power)
-        assert in_child(sft.resume, sft.log, calls.install) == KILLED
-        count(f"{cause(power)} before each file-system call of a resumed run", sft.result())
-
-
-@pytest.mark.parametrize("sample", SAMPLE)
-def test_a_disk_that_is_full(sft: Scene, count: Count, sample: tuple[int, int]):
-    """The disk is full from one call on; then there is space again."""
-    for number in numbers(sft.calls[0], sample):
-        sft.clear()
-        calls = FileCalls(sft.run, full_from=number)
-        status = in_child(sft.train, sft.log, calls.install)
-        if status:
-            assert "No space left on device" in sft.log.read_text()
-        count("disk full from each file-system call on, then space again", sft.result())
-
-
-@pytest.mark.parametrize("size", [0, 100, 3000, *(pytest.param(2**n, marks=pytest.mark.faults) for n in range(6, 19))])
-def test_no_file_longer_than(sft: Scene, count: Count, size: int):
+@pytest.mark.parametrize("size", [0, 100, 3000, *(pytest.param(2**n, marks=at_night) for n in range(6, 19))])
+def test_no_file_longer_than(scene: MakeScene, size: int):
     """A write that stops in the middle of a file, as on a disk that gets full."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-    log = Path(os.devnull)
-    in_child(sft.train, log, limit)
-    count("writes that stop within a file, at 16 lengths", sft.result())
+    run = scene()
+    run.logs = [Path(os.devnull)]
+    run.do(run.train, lambda number: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    run.result("writes that stop within a file, at 16 lengths")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_killed_at_random(workplace: Path, tiny_model: str, count: Count, name: str):
-    scene = Scene(name, tiny_model, workplace)
-    tries = int(os.environ.get("FASTP3O_KILLS", "2"))
-    chance = random.Random(name)
-    for number in range(tries):
-        scene.clear()
-        kills = 1 + number % 3
-        for kill in range(kills):
-            pid = fork(scene.resume if kill else scene.train, scene.log)
-            time.sleep(scene.seconds * chance.uniform(0.1, 1))
-            os.kill(pid, signal.SIGKILL)
-            wait(pid)
-        count("killed at random, one to three times", scene.result())
+@pytest.mark.parametrize(("processes", "process"), [(1, 0), *(pytest.param(2, n, marks=at_night) for n in (0, 1))])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "P3O" else at_night) for name in SCENES])
+def test_killed_at_random(scene: MakeScene, name: str, processes: int, process: int):
+    run, chance = scene(name, processes), random.Random(f"{name} {process}")
+    for number in range(int(TRIES or 3 - processes)):
+        run.clear()
+        for kill in range(1 + number % 3):
+            pids = run.start(run.resume if kill else run.train)
+            time.sleep(run.seconds * chance.uniform(0.1, 1))
+            os.kill(pids[process], signal.SIGKILL)
+            wait_together(pids)
+        run.result(f"`kill -9` at random, one to three times, {processes} process(es)")
 
 
-@pytest.mark.parametrize("tries", [1, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.parametrize("name", VARIANTS[:3])
-def test_asked_to_stop_at_random(
-    workplace: Path,
-    tiny_model: str,
-    count: Count,
-    name: str,
-    number: signal.Signals,
-    tries: int,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    scene = Scene(name, tiny_model, workplace)
-    scratch = workplace / "scratch"
-    scratch.mkdir()
+@pytest.mark.parametrize(
+    ("to", "number"),
+    [
+        *(((0,), number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)),
+        *(
+            pytest.param(to, number, marks=at_night)
+            for to in ((0, None), (None, 1), (0, 1))
+            for number in (signal.SIGTERM, signal.SIGUSR1)
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["P3O", *(pytest.param(name, marks=at_night) for name in ("SFT", "reward model"))])
+def test_asked_to_stop_at_random(scene: MakeScene, name, to, number, tmp_path_factory, monkeypatch):
+    """to: for each process whether it is the one, or None."""
+    scratch = tmp_path_factory.mktemp("scratch")
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    chance = random.Random(int(number))
-    for _ in range(int(os.environ.get("FASTP3O_KILLS", tries))):
-        scene.clear()
-        pid = fork(scene.train, scene.log)
-        time.sleep(scene.seconds * chance.uniform(0.1, 0.9))
-        os.kill(pid, number)
-        status = wait(pid)
-        said = "--resume goes on from there" in scene.log.read_text()
+    run, chance = scene(name, len(to)), random.Random(f"{number} {to}")
+    for _ in range(int(TRIES or 1)):
+        run.clear()
+        pids = run.start(run.train)
+        time.sleep(run.seconds * chance.uniform(0.1, 0.9))
+        for process in to:
+            if process is not None:
+                os.kill(pids[process], number)
+        statuses = wait_together(pids)
+        said = "--resume goes on from there" in run.told()
         # Before the loop there is nothing to save, and after it nothing to stop.
-        assert (status == 128 + number) == said, scene.log.read_text()
+        assert (statuses == [128 + number] * len(to)) == said, run.told()
         assert not list(scratch.iterdir())
         told = "stopped with a line, " if said else "outside of the loop, "
-        count("SIGTERM, SIGINT, SIGUSR1 and SIGHUP at random times", told + scene.result())
+        run.result("SIGTERM, SIGINT, SIGUSR1 and SIGHUP at random times", told)
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=at_night)])
 @pytest.mark.parametrize("alone", [False, True], ids=["with-the-state-before", "alone"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_of_the_newest_state(sft: Scene, count: Count, damage: str, alone: bool):
-    assert in_child(sft.train, sft.log) == 0
-    older, newest = sft.states()
-    finished = sft.folder / "finished"
-    sft.run.rename(finished)
-    for name in sorted(os.listdir(finished / "state" / newest)):
-        sft.clear()
-        shutil.copytree(finished, sft.run)
-        DAMAGES[damage](sft.run / "state" / newest / name)
-        what = "each file of the newest state flipped, cut, padded or removed"
+def test_damaged_files_of_the_newest_state(scene: MakeScene, damage: str, alone: bool, processes: int):
+    run = scene(processes=processes)
+    assert not any(run.do(run.train))
+    older, newest = run.states()
+    finished = run.folder / "finished"
+    run.run.rename(finished)
+    names = sorted(os.listdir(finished / "state" / newest))
+    assert sum("model" in name for name in names) == processes
+    for name in names:
+        run.clear()
+        shutil.copytree(finished, run.run)
+        DAMAGES[damage](run.run / "state" / newest / name)
+        what = f"each file of the newest state flipped, cut, padded or removed, {processes} process(es)"
         if alone:
-            shutil.rmtree(sft.run / "state" / older)
-            assert in_child(sft.resume, sft.log) == 1
-            assert f"no state is whole. run/state/{newest} is corrupt: {name}" in sft.log.read_text()
-            count(f"{what}, and there is no other", "refused with the file's name")
+            shutil.rmtree(run.run / "state" / older)
+            assert run.do(run.resume) == [1] * processes
+            for log in run.logs:
+                assert f"no state is whole. run/state/{newest} is corrupt: {name}" in log.read_text()
+            COUNTS[f"{what}, and there is no other"]["refused with the file's name"] += 1
         else:
-            count(f"{what}, with one before it", sft.result())
-            assert f"run/state/{newest} is corrupt: {name}" in sft.log.read_text()
+            run.result(f"{what}, with one before it")
+            assert f"run/state/{newest} is corrupt: {name}" in run.told()
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
-def test_damaged_ends_of_logs(sft: Scene, count: Count, damage: str, name: str):
-    shutil.copytree(halfway(sft), sft.run)
-    with (sft.run / name).open("ab") as file:
-        file.write({"cut": b'{"step": 9, "lo', "zeros": b"\0" * 512}[damage])
-    count("a cut line, and zeros, at the end of each log", sft.result())
-
-
-def test_a_second_process_is_refused(sft: Scene, count: Count):
-    first = fork(sft.train, sft.log)
+def test_a_second_process_is_refused(scene: MakeScene):
+    run = scene()
+    (first,) = run.start(run.train)
     deadline = time.monotonic() + 60
-    while not (sft.run / "config.yaml").exists():
+    while not (run.run / "config.yaml").exists():
         assert time.monotonic() < deadline
         time.sleep(0.002)
     os.kill(first, signal.SIGSTOP)
-    second_log = sft.folder / "second.txt"
-    assert in_child(sft.resume, second_log) == 1
+    second_log = run.folder / "second.txt"
+    assert wait_together([fork(run.resume, second_log)]) == [1]
     os.kill(first, signal.SIGCONT)
     assert "another process trains in run (process" in second_log.read_text()
-    assert wait(first) == 0
-    assert sft.outcome() == sft.expected
-    count("two processes in one folder", "the second refused, the first identical")
+    assert wait_together([first]) == [0]
+    assert run.outcome() == run.expected
+    COUNTS["two processes in one folder"]["the second refused, the first identical"] += 1
 
 
-def test_killed_within_the_write_of_a_model(sft: Scene, count: Count):
+def test_killed_within_the_write_of_a_model(scene: MakeScene):
     """safetensors writes in Rust, where no call of Python can be seen."""
 
-    def half_a_file() -> None:
+    def half_a_file(number: int) -> None:
         from transformers import modeling_utils
 
         def write(tensors: dict, filename: str, **_: object) -> None:
@@ -216,7 +200,33 @@ def test_killed_within_the_write_of_a_model(sft: Scene, count: Count):
 
         modeling_utils.safe_save_file = write
 
-    assert in_child(sft.train, sft.log, half_a_file) == KILLED
-    assert not (sft.run / "model").exists()
-    assert not (sft.run / "checkpoint-000002").exists()
-    count("killed within the write of a model", sft.result())
+    run = scene()
+    assert run.do(run.train, half_a_file) == [KILLED]
+    assert not (run.run / "model").exists()
+    assert not (run.run / "checkpoint-000002").exists()
+    run.result("killed within the write of a model")
+
+
+def test_one_process_goes_on_with_what_two_left(scene: MakeScene):
+    run = scene(processes=2)
+    for process, part in ((0, 0.5), (1, 0.9)):
+        run.stopped_with_a_state(process, part).rename(run.run)
+        assert run.furthest_alone() <= 1e-4
+        COUNTS["either process killed, and one alone goes on"]["the same up to rounding"] += 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("fault", ["kill_before", "full_from"])
+def test_torchrun_starts_again(scene: MakeScene, fault: str, process: int):
+    run = scene(processes=2)
+    number = int(0.6 * run.calls[process])
+    _, _, settings = SCENES["SFT"]
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    flags += ["--model", run.model, "--output_dir", "run", "--resume"]
+    faulty = [str(process), fault, str(number), "sft.py", *flags]
+    done = torchrun(Path(__file__).with_name("faulty_process.py"), *faulty, options=("--max-restarts", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step" in done.stdout
+    assert run.outcome() == run.expected
+    COUNTS["`torchrun --max-restarts`: killed, or disk full, in either process"]["identical"] += 1

@@ -1,0 +1,138 @@
+"""What a run leaves in the folders of its models: weights, adapters and a card."""
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fastp3o.models.save import KeptOnDisk
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.run.card import Training
+from fastp3o.training import sft
+from fastp3o.training.config import RewardModelConfig, SFTConfig
+from fastp3o.training.loop import train
+from tests.fastp3o.run.faults.injection import in_child
+from tests.fastp3o.runs import assert_equal, config, weights
+
+SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}
+SUPERVISED |= {"learning_rate": 1e-2, "lora_rank": 2}
+
+
+def fine_tune(model: str, folder: str, **changes) -> None:
+    settings = SUPERVISED | {"model": model, "output_dir": folder, "train_data": "sft.jsonl"}
+    sft.train(SFTConfig(**(settings | changes)))
+
+
+def adapter(folder: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "adapter_model.safetensors")
+
+
+def names(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()} - {"state", "config.yaml", "metrics.jsonl", "fastp3o.lock"}
+
+
+def test_each_choice_saves_its_folders(workplace, tiny_model):
+    for choice in ("both", "merged", "adapter"):
+        fine_tune(tiny_model, choice, lora_save=choice, save_every=2)
+    assert names("both") == {"model", "adapter", "checkpoint-000002", "checkpoint-000004"}
+    assert names("merged") == {"model", "checkpoint-000002", "checkpoint-000004"}
+    assert names("adapter") == {"adapter", "checkpoint-000002", "checkpoint-000004"}
+    assert names("adapter/checkpoint-000002") == {"adapter"}
+    assert "adapter" in names("both/checkpoint-000002")
+    assert "adapter" not in names("merged/checkpoint-000002")
+    assert_equal(weights("both"), weights("merged"))
+    assert_equal(adapter("both/adapter"), adapter("adapter/adapter"))
+    assert_equal(adapter("both/checkpoint-000004/adapter"), adapter("both/adapter"))
+    assert_equal(adapter("both/checkpoint-000002/adapter"), adapter("adapter/checkpoint-000002/adapter"))
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), "adapter/adapter")
+    merged = merged.merge_and_unload().state_dict()
+    assert all(torch.allclose(merged[name], weight, atol=1e-6) for name, weight in weights("both").items())
+    modes = {path.stat().st_mode & 0o777 for name in ("model", "adapter") for path in Path("both", name).iterdir()}
+    os.umask(umask := os.umask(0))
+    assert modes == {0o666 & ~umask}
+    # A finished run saves the other way when it is resumed.
+    fine_tune(tiny_model, "both", lora_save="merged", save_every=2, resume=True)
+    assert names("both") == names("merged")
+    fine_tune(tiny_model, "both", lora_save="adapter", save_every=2, resume=True)
+    assert names("both") == names("adapter")
+    assert_equal(adapter("both/adapter"), adapter("adapter/adapter"))
+
+
+def test_gathered_weights_that_a_full_disk_has_no_room_for_are_an_error(tmp_path):
+    """Runs in a child process, since the limit stays."""
+
+    def gather() -> None:
+        kept = KeptOnDisk(tmp_path / "gathered", drop=False)
+        weights = [torch.arange(n, dtype=torch.bfloat16).reshape(2, -1) for n in (10, 10_000, 10)]
+        copies = [kept(weight) for weight in weights]
+        assert torch.equal(copies[0], weights[0])
+        assert [copy.numel() for copy in copies[1:]] == [0, 0]
+        kept.require_written()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    assert in_child(gather, tmp_path / "log.txt", limit) == 1
+    assert (tmp_path / "log.txt").read_text().endswith("OSError: [Errno 27] File too large\n")
+
+
+def made(settings: RewardModelConfig | P3OConfig, stage: str = "SFT", **kind: bool) -> str:
+    training = Training(settings, stage, 3, 7, "fp32", Path("eval.jsonl"))
+    return training.card(**({"classifies": False, "adapter": False} | kind))
+
+
+def test_a_run_leaves_a_card_with_each_model(workplace, tiny_model):
+    settings = {"updates": 2, "lora_rank": 2, "save_every": 1, "eval_prompts": "prompts.jsonl", "kl_coef": 0.125}
+    train(config(tiny_model, "run", **settings))
+    for folder in ("model", "adapter", "checkpoint-000001", "checkpoint-000001/adapter"):
+        adapter = folder.endswith("adapter")
+        found = ModelCard.load(Path("run", folder, "README.md"))
+        assert found.data.tags == ["fastp3o", "p3o", "rlhf", *(["lora"] if adapter else [])]
+        assert found.data.library_name == ("peft" if adapter else "transformers")
+        assert found.data.pipeline_tag == "text-generation"
+        assert (found.data.base_model, found.data.datasets, found.data.license) == (None, None, None)
+        step = 1 if "checkpoint" in folder else 2
+        assert f"- steps: {step} of 2, in precision fp32" in found.text
+        assert "- objective: p3o, P3O (arXiv 2310.00212): clipped differences of rewards, [paper]" in found.text
+        assert "- reward: a Python function" in found.text
+        assert "| `kl_coef` | 0.125 |" in found.text
+        assert ("## Evaluation after step 2" in found.text) == (step == 2)
+        assert "| `reward` | " in found.text
+        # Names alone.
+        assert f"`{Path(tiny_model).name}`" in found.text
+        assert not any(place in str(found) for place in (str(Path(tiny_model).parent), "/tmp", "run/"))
+
+
+def test_names_of_the_hub_are_metadata(workplace):
+    settings = {"model": "organisation/model", "output_dir": "secret", "prompts": "b/data:config,prompts.jsonl,a/data"}
+    settings |= {"reward": "organisation/judge"}
+    found = ModelCard(made(P3OConfig(**settings), adapter=True))
+    assert found.data.base_model == "organisation/model"
+    assert found.data.base_model_relation == "adapter"
+    assert found.data.datasets == ["a/data", "b/data"]
+    assert "- reward: organisation/judge" in found.text
+    assert "`prompts.jsonl`, a local one" in found.text
+    whole = ModelCard(made(P3OConfig(**settings)))
+    assert whole.data.base_model_relation == "finetune"
+    assert whole.data.pipeline_tag == "text-generation"
+    judging = RewardModelConfig(model="m", output_dir="o", train_data="t", centring=0.5)
+    judge = ModelCard(made(judging, "reward model", classifies=True))
+    assert judge.data.pipeline_tag == "text-classification"
+    assert judge.data.tags == ["fastp3o", "reward-model", "rlhf"]
+    assert "| `centring` | 0.5 |" in judge.text
+
+
+def test_addresses_keys_and_folders_stay_out(workplace):
+    settings = {"model": "/home/me/base", "output_dir": "/home/me/secret", "prompts": "/home/me/data.jsonl"}
+    settings |= {"reward": "https://me:hunter2@internal.example/score?key=hunter2", "reward_timeout": 7.0}
+    settings |= {"sampler": "vllm", "vllm_url": "http://internal.example:8000", "report_to": "none"}
+    text = made(P3OConfig(**settings))
+    assert not any(secret in text for secret in ("hunter2", "internal.example", "home", "secret"))
+    assert "- reward: an endpoint" in text
+    assert "`data.jsonl`" in text
+    assert "vllm" in text  # the sampler, a choice

@@ -1,0 +1,178 @@
+"""Rollouts of runs: at a temperature, which makes the policy another; truncated; sampled some rounds before they train;
+and in the log.
+"""
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastp3o.errors import UserError
+from fastp3o.objectives.policy_gradient import GRPOConfig
+from fastp3o.objectives.preferences import NashMDConfig
+from fastp3o.training.loop import train
+from fastp3o.training.metrics import chosen_prompts
+from tests.fastp3o.rollouts.vllm.stand_in import standing_in
+from tests.fastp3o.runs import config, metrics
+
+EVALUATED = {"eval_prompts": "prompts.jsonl", "eval_limit": 4}
+ONE_STEP = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"offload": True}], ids=str)
+def test_a_tempered_run_begins_with_ratios_of_one_and_no_gap(workplace, tiny_model, changes):
+    train(config(tiny_model, "run", temperature=0.6, **ONE_STEP, **EVALUATED, **changes))
+    (step,) = metrics("run")
+    assert step["sampler_gap"] < 1e-4
+    assert step["ratio_mean"] == 1.0
+    # Policy and reference are tempered alike.
+    assert abs(metrics("run", "eval.jsonl")[0]["kl"]) < 1e-6
+    assert abs(step["kl"]) < 1e-6
+    saved = json.loads(Path("run/model/generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_k"], saved["top_p"]) == (True, 0.6, 0, 1.0)
+
+
+def test_a_server_samples_from_the_tempered_policy(workplace, tiny_model):
+    """And one whose log-probs are before temperature and truncation is refused."""
+    for changes in ({"temperature": 0.6}, {"min_p": 0.2}):
+        with standing_in(tiny_model) as raw, pytest.raises(UserError, match="--logprobs-mode processed_logprobs"):
+            train(config(tiny_model, "refused", sampler="vllm", vllm_url=raw.url, **changes))
+    with standing_in(tiny_model, processed=True) as server:
+        served = {"sampler": "vllm", "vllm_url": server.url, "temperature": 0.6, "updates": 2}
+        train(config(tiny_model, "run", **served))
+        assert all(step["sampler_gap"] < 1e-4 for step in metrics("run"))
+        train(config(tiny_model, "cut", **served, top_k=4))
+        assert metrics("cut")[0]["sampler_gap"] > 0.1
+    temperatures = {body["temperature"] for _, body in server.requests if body.get("max_tokens") == 6}
+    assert temperatures == {0.6}
+
+
+@pytest.mark.parametrize("changes", [{"old_logprobs": "sampler"}, {"sampler_ratio_cap": 2.0}, {}], ids=str)
+def test_ratios_of_truncated_rollouts(workplace, tiny_model, changes):
+    """To what sampled they are the share of the distribution that was kept, at the first step; to the policy 1."""
+    train(config(tiny_model, "run", GRPOConfig, top_p=0.5, responses_per_prompt=4, **ONE_STEP, **changes))
+    (step,) = metrics("run")
+    assert step["sampler_gap"] > step["sampler_kl"] > 0.5
+    ratio = step["sampler_ratio_mean" if "sampler_ratio_cap" in changes else "ratio_mean"]
+    if changes:
+        assert 0.5 <= ratio < 0.6  # the last token kept goes beyond half, by its own probability
+    else:
+        assert ratio == 1.0
+    assert "top_p" in Path("run/model/generation_config.json").read_text()
+
+
+# Rollouts that are sampled some rounds before they train
+
+
+def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace, tiny_model):
+    train(config(tiny_model, "fresh", updates=5))
+    train(config(tiny_model, "stale", updates=5, rounds_ahead=2))
+    fresh, stale = metrics("fresh"), metrics("stale")
+    assert [step["staleness"] for step in stale] == [0, 1, 2, 2, 2]
+    # The first round is the same one, and the next two are sampled by the same policy with their own seeds.
+    names = ("reward", "response_length", "loss")
+    assert [stale[0][name] for name in names] == [fresh[0][name] for name in names]
+    assert stale[1]["response_length"] != fresh[1]["response_length"] or stale[1]["kl"] != fresh[1]["kl"]
+    assert stale[0]["sampler_gap"] < 1e-4
+    assert all(step["sampler_gap"] > 1e-3 for step in stale[1:])
+    assert {"sampler_kl"} == {name for name in stale[1] if name.startswith("sampler_k")}
+
+
+def test_ratios_to_what_sampled_are_exact(workplace, tiny_model):
+    """At the first step the ratio of a stale response is the policy's probability over the sampler's, not 1."""
+    step = {"updates": 2, "rounds_ahead": 1, "prompts_per_minibatch": 8, "inner_epochs": 1}
+    train(config(tiny_model, "own", **step))
+    train(config(tiny_model, "exact", **step, old_logprobs="sampler"))
+    own, exact = metrics("own"), metrics("exact")
+    assert [step["ratio_max"] for step in own] == [1, 1]
+    assert exact[0]["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert exact[1]["ratio_max"] > 1.001
+    # Both compare what sampled with the policy before the update.
+    assert exact[1]["sampler_gap"] > 1e-3
+    assert exact[1]["ratio/noise"] < 1e-4
+
+
+def test_weights_of_stale_responses_are_capped(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=4, rounds_ahead=2, sampler_ratio_cap=1.0, learning_rate=3e-2))
+    steps = metrics("run")
+    assert steps[0]["sampler_ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert all(step["sampler_ratio_mean"] < 0.9 for step in steps[1:])
+    assert any(0 < step["sampler_ratio_capped"] < 1 for step in steps[1:])
+
+
+# The log of rollouts
+
+
+def logged(folder: str) -> list[dict]:
+    return [json.loads(line) for line in gzip.open(Path(folder, "rollouts.jsonl.gz"))]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_all_of_an_update_adds_up_to_its_metrics(workplace, tiny_model):
+    rewards = {"reward": "rewards_for_tests:varied,rewards_for_tests:vowels", "reward_weights": "2,1"}
+    train(config(tiny_model, "run", **rewards, length_penalty=0.5, responses_per_prompt=3, log_rollouts_prompts=0))
+    steps = metrics("run")
+    assert steps[-1]["kl"] != 0
+    for step in steps:
+        groups = [group for group in logged("run") if group["step"] == step["step"]]
+        responses = [response for group in groups for response in group["responses"]]
+        assert (len(groups), len(responses)) == (8, 24)
+        assert mean([one["reward"] for one in responses]) == pytest.approx(step["reward"])
+        assert mean([one["log_ratio"] for one in responses]) == pytest.approx(step["kl"], abs=1e-6)
+        assert mean([group["kl"] for group in groups]) == pytest.approx(step["kl"], abs=1e-6)
+        assert mean([len(one["ids"]) for one in responses]) == pytest.approx(step["response_length"])
+        assert 1 - mean([one["finished"] for one in responses]) == pytest.approx(step["missing_eos"])
+        assert responses[0]["parts"].keys() == {"reward/varied", "reward/vowels", "penalty/length"}
+        for one in responses:
+            part = one["parts"]
+            expected = 2 * part["reward/varied"] + part["reward/vowels"] - part["penalty/length"]
+            assert one["reward"] == pytest.approx(expected)
+
+
+def test_text_is_that_of_its_tokens_and_log_ratios_are_the_models_own(workplace, tiny_model, tokenizer):
+    train(config(tiny_model, "run", updates=2, save_every=1))
+    start, policy = map(AutoModelForCausalLM.from_pretrained, (tiny_model, "run/checkpoint-000001"))
+    for group in logged("run")[-8:]:
+        prompt = tokenizer(group["prompt"])["input_ids"]
+        for one in group["responses"]:
+            ids = torch.tensor([prompt + one["ids"]])
+            assert tokenizer.decode(one["ids"], skip_special_tokens=True) == one["text"]
+            with torch.no_grad():
+                sums = [
+                    model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
+                    for model in (policy, start)
+                ]
+            assert one["log_ratio"] == pytest.approx((sums[0] - sums[1]).sum().item(), abs=1e-4)
+
+
+def test_the_kl_is_over_the_policys_own_responses(workplace, tiny_model):
+    train(config(tiny_model, "run", NashMDConfig, mixture=0.5, updates=2))
+    for group in logged("run"):
+        own = group["responses"][: 2 - config(tiny_model, "run", NashMDConfig, mixture=0.5).from_mixture]
+        assert group["kl"] == pytest.approx(mean([one["log_ratio"] for one in own]))
+
+
+def test_updates_and_prompts_are_chosen_by_flags(workplace, tiny_model):
+    train(config(tiny_model, "some", log_rollouts=2, log_rollouts_prompts=3))
+    assert [group["step"] for group in logged("some")] == [2, 2, 2, 4, 4, 4]
+    # The data have eight prompts, and each update trains on all: the same ones are logged.
+    assert {group["prompt"] for group in logged("some")[:3]} == {group["prompt"] for group in logged("some")[3:]}
+    train(config(tiny_model, "none", log_rollouts=0))
+    assert not [*Path("none").glob("rollouts*")]
+
+
+def test_the_prompts_that_are_logged_are_those_of_the_lowest_hashes():
+    """They come again in the next epoch."""
+    texts = [f"prompt {number}" for number in range(64)]
+    first = chosen_prompts(texts, 5)
+    assert first == sorted(first)
+    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+    assert sorted(digests[place] for place in first) == sorted(digests)[:5]
+    assert chosen_prompts(texts, 0) == list(range(64))
