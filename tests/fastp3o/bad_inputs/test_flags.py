@@ -99,17 +99,14 @@ def test_the_bounds_are_these():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_no_other_choice_is_taken(name: str):
-    config = EVERY[name]
-    for flag in fields(config):
-        if "choices" in flag.metadata:
-            assert refusal(config, flag.name, "nosuch").startswith(f"--{flag.name} must be one of ")
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_flag_does_nothing_without_what_it_needs(name: str):
+def test_other_choices_and_flags_without_what_they_need_are_refused_and_what_is_required_must_come(name: str):
     config = EVERY[name]
     hints, flags = get_type_hints(type(config)), {flag.name: flag for flag in fields(config)}
+    for flag in flags.values():
+        if "choices" in flag.metadata:
+            assert refusal(config, flag.name, "nosuch").startswith(f"--{flag.name} must be one of ")
+        if flag.metadata.get("required"):
+            assert refusal(config, flag.name, "").startswith(f"--{flag.name} is missing")
     needs = [(flag, flags[flag].metadata.get("needs", ())) for flag in flags] + [*config.further_needs.items()]
     for flag, needed in needs:
         present = [need for need in conditions(needed) if need.flag in flags]

@@ -1,12 +1,11 @@
 """Odd values of every flag: refused in one line, or taken as they read; never a traceback, never in silence.
 
-FASTP3O_FUZZ=1000 tries this many for each script, and `pytest -s` prints the outcomes.
+FASTP3O_FUZZ=1000 tries this many for each script.
 """
 
 import shlex
 import shutil
 from argparse import ArgumentTypeError
-from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers.hf_argparser import string_to_bool
 
 from tests.fastp3o.bad_inputs.working import EXAMPLES, WORKING, configure, run, taken
 
-SCRIPTS = ("p3o", "ppo", "online_dpo", "sft", "reward_model", "preference", "online", "generate", "win_rate")
+SCRIPTS = [script for script in WORKING if not script.startswith("make_") and script != "memory"]
 ODD = (
     *("", " ", "nan", "inf", "-inf", "1e400", "1e-400", "-1", "0", "-0.0", "1", "2", "1.5", "1e30", "9" * 30),
     *("0x10", "1_000", "٣", "true", "None", "null", "a\0b", "é漢", "\udcff", "[]", "{}", ",", "a,b", ":", "x" * 5000),
@@ -27,10 +26,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(
-    script: str, stopping: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    outcomes: Counter[str] = Counter()
+def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(script: str, stopping: Path, monkeypatch, capfd):
     working = shlex.split(WORKING[script])
     names = [field.name for field in fields(configure(script, working))]
 
@@ -38,9 +34,7 @@ def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(
     @given(st.sampled_from(names), st.sampled_from(ODD))
     def attempt(name: str, value: str) -> None:
         flags, before = [*working, f"--{name}={value}"], set(stopping.iterdir())
-        refused = refused_as_a_flag(script, flags)
-        begun = None if refused else taken(lambda: run(script, flags, monkeypatch), capfd)
-        outcomes["taken" if begun else "refused"] += 1
+        begun = None if refused_as_a_flag(script, flags) else taken(lambda: run(script, flags, monkeypatch), capfd)
         # The next one must not find what this one has left.
         for path in set(stopping.iterdir()) - before:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -50,10 +44,9 @@ def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(
             expected = str(begun.config.prompts_per_update) if all_prompts else value
             assert reads_as(getattr(begun.config, name), expected)
 
+    assert taken(lambda: run(script, working, monkeypatch), capfd), "the command without the value works"
+    shutil.rmtree("o", ignore_errors=True)
     attempt()
-    assert EXAMPLES < 100 or outcomes["taken"] > EXAMPLES / 20, "the command without the value works"
-    with capfd.disabled():
-        print(f"\n{script}: {dict(outcomes)}")
 
 
 def refused_as_a_flag(script: str, flags: list[str]) -> bool:
