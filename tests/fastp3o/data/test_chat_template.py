@@ -60,14 +60,6 @@ def test_calls_of_tools_that_the_template_drops_are_refused():
         template.reply(asked, template.prompt(asked), Part("chosen", calling[1:2]))
 
 
-@pytest.mark.parametrize("template", [CHATML, TRIMMED, SYSTEM_IN_USER, SHOUTING])
-def test_ordinary_content_is_as_the_template_writes_it(template: str):
-    tokenizer = byte_tokenizer(template=template)
-    conversation = [{"role": "user", "content": "Hi, <you>"}]
-    whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(tokenizer).prompt(Part("prompt", conversation)) == whole
-
-
 def test_half_a_special_token_at_the_end_of_content_is_not_completed_by_the_template():
     tokenizer = byte_tokenizer(template="{% for m in messages %}{{ m.content }}s>{% endfor %}")
     with pytest.raises(RecordError, match="a message without the text of a special token"):
@@ -106,23 +98,13 @@ def test_whatever_is_said_the_template_alone_places_special_tokens(template: str
     assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [expected.count(token) for token in (BOS_ID, EOS_ID)]
 
 
-def loop_for_ever() -> None:
-    while True:
-        pass
-
-
-def test_a_loop_without_end_ends_and_the_next_has_its_own_time():
+def test_a_loop_without_end_ends_the_next_has_its_own_time_and_what_ends_in_time_is_left_alone():
     for _ in range(2):
-        with pytest.raises(TookTooLongError), time_limit(0.2):
-            loop_for_ever()
-
-
-def test_what_ends_in_time_is_left_alone_afterwards():
+        with pytest.raises(TookTooLongError), time_limit(0.1):
+            time.sleep(9)
     with time_limit(0.1):
         pass
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
-        pass
+    time.sleep(0.2)
 
 
 THINKING = (
@@ -159,35 +141,30 @@ def test_the_template_reads_tools_and_its_arguments_of_records_and_options(tmp_p
     assert not report.unread
 
 
+ASKED = "expected what the chat template reads, got a name that is not in it"
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": TOOLS}, "field 'tools': expected what the chat template reads, got a name that is not in it"),
         ({"tools": {"name": "f"}}, "field 'tools': expected a list of tools, got an object with the fields name"),
         ({"tools": "[{"}, "field 'tools': expected a list of tools, got a string"),
+        ({"tools": [{"name": f"add{EOS}"}]}, "field 'tools': expected no text of a special token"),
         ({"chat_template_kwargs": [1]}, "field 'chat_template_kwargs': expected an object, got a list of 1"),
-        (
-            {"chat_template_kwargs": {"enable_thinkin": False}},
-            "field 'chat_template_kwargs.enable_thinkin': expected what the chat template reads",
-        ),
-        ({"chat_template_kwargs": {"messages": []}}, "field 'chat_template_kwargs.messages': expected what the chat"),
+        ({"chat_template_kwargs": {"enable_thinkin": 1}}, f"field 'chat_template_kwargs.enable_thinkin': {ASKED}"),
+        ({"chat_template_kwargs": {"messages": []}}, f"field 'chat_template_kwargs.messages': {ASKED}"),
+        ({"chat_template_kwargs": {"enable_thinking": EOS}}, "'chat_template_kwargs': expected no text of a special"),
     ],
 )
 def test_what_the_template_would_not_read_is_refused(fields: dict[str, Any], said: str):
-    template = CHATML if fields.get("tools") == TOOLS else THINKING
     with pytest.raises(RecordError) as refused:
-        ChatTemplate(byte_tokenizer(template=template)).variables(fields)
+        ChatTemplate(byte_tokenizer(template=THINKING)).variables(fields)
     assert said in str(refused.value.at("data.jsonl", 1))
 
 
-def test_a_tool_has_no_text_of_a_special_token():
-    with pytest.raises(RecordError, match="no text of a special token"):
-        ChatTemplate(byte_tokenizer(template=THINKING)).variables({"tools": [{"name": f"add{EOS}"}]})
-    with pytest.raises(RecordError, match=r"chat_template_kwargs.*no text of a special token"):
-        ChatTemplate(byte_tokenizer(template=THINKING)).variables({"chat_template_kwargs": {"enable_thinking": EOS}})
-
-
-def test_settings_that_no_template_reads_are_refused():
+def test_tools_and_settings_that_no_template_reads_are_refused():
+    with pytest.raises(RecordError, match="tools"):
+        ChatTemplate(byte_tokenizer(template=CHATML)).variables({"tools": TOOLS})
     for template, said in ((None, "no chat template"), (CHATML, "enable_thinking': expected what the chat template")):
         with pytest.raises(UserError, match=said):
             ChatTemplate(byte_tokenizer(template=template), {"enable_thinking": False})
@@ -207,12 +184,6 @@ def test_a_call_of_a_tool_may_have_no_content_and_content_may_have_parts(content
     assert text == f"user: Hi</s>assistant: {said}!add</s>tool: </s>assistant: "
     reply = messages_response({"messages": history[:2]})[0]
     assert reply.value == [{"role": "assistant", "content": said, "tool_calls": [{"name": "add"}]}]
-
-
-@pytest.mark.parametrize("part", ["Hi", {"type": "image", "image": "x.png"}, {"type": "text"}])
-def test_parts_that_are_no_text_are_refused(part: Any):
-    with pytest.raises(RecordError, match=r"prompt\[0\].content\[1\]"):
-        prompt_field({"prompt": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, part]}]})
 
 
 def test_fields_that_nothing_reads_are_named(tmp_path: Path):

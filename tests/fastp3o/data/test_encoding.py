@@ -115,12 +115,6 @@ def test_prompt_and_response_share_no_token():
     assert (encoded.prompt_ids, encoded.response_ids) == ([0], [[1, 3]])
 
 
-def test_each_truncated_response_counts():
-    encoder = Encoder(PLAIN, 100, 3)
-    assert encode(encoder, texts("Hi", "one, long", "two, long")).responses_truncated == 2
-    assert encode(encoder, texts("Hi", "long one", "ok")).responses_truncated == 1
-
-
 def test_the_text_of_a_special_token_is_text():
     encoder = Encoder(byte_tokenizer(f"{BOS} $A"), 100, 100)
     encoded = encode(encoder, texts(f"{BOS}Hi{EOS}", f"you{EOS}"))
@@ -129,33 +123,15 @@ def test_the_text_of_a_special_token_is_text():
     assert encoded.special_texts == 2
 
 
-def test_a_tokenizer_that_knows_no_other_way_to_write_it_is_refused():
-    vocabulary = {"a": 0, EOS: 1}
-    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
+def test_text_that_the_tokenizer_has_no_text_tokens_for_is_refused():
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, EOS: 1}, unk_token="a")))
     words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.eos_token = EOS
     expected = "field 'chosen': expected text that the tokenizer has text tokens for, got a special token"
     assert expected in problem(Encoder(words, 9, 9), texts("a", f"a {EOS}"))
-
-
-def test_a_text_of_more_characters_than_are_tokenised_in_seconds():
-    encoder = Encoder(PLAIN, 9, 9, max_characters=5)
-    with pytest.raises(RecordError, match="at most 5 characters"):
-        encoder.render(Part("prompt", "Hello!"), ())
-
-
-def test_text_outside_the_vocabulary():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, EOS: 1}, [])), eos_token=EOS)
-    encoder = Encoder(tokenizer, 9, 9)
-    assert "field 'prompt': expected text that the tokenizer knows" in problem(encoder, texts("é", "a"))
-    assert "field 'chosen': expected text that the tokenizer knows" in problem(encoder, texts("a", "é"))
-
-
-def test_one_bad_record_leaves_the_others_of_its_batch():
-    good, bad = texts("Hi", "a", "b"), texts("Hi", "a", "")
-    results = Encoder(PLAIN, 9, 9).encode([good, bad, texts("Ho", "c", "d")])
-    assert [type(result) for result in results] == [Encoded, RecordError, Encoded]
-    assert results[2].response_ids == [[*token_ids("c"), EOS_ID], [*token_ids("d"), EOS_ID]]
+    letter = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, EOS: 1}, [])), eos_token=EOS)
+    assert "field 'prompt': expected text that the tokenizer knows" in problem(Encoder(letter, 9, 9), texts("é", "a"))
+    assert "field 'chosen': expected text that the tokenizer knows" in problem(Encoder(letter, 9, 9), texts("a", "é"))
 
 
 def test_limits_and_tokenizers_that_cannot_work():
@@ -184,9 +160,7 @@ def test_the_response_is_what_the_template_adds():
     encoded = encode(encoder, rendered)
     assert encoded.prompt_ids == token_ids(prompt)
     assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
-
-
-def test_a_template_without_eos_is_closed_by_one():
+    # A template without end of sequence is closed by one.
     encoder, rendered = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
     assert encode(encoder, rendered).response_ids == [[*token_ids("[Hello]"), EOS_ID]]
 
@@ -197,20 +171,25 @@ def test_the_template_alone_decides_on_bos():
     encoder, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
     assert encode(encoder, rendered).prompt_ids == token_ids(rendered.prompt)
     assert encode(encoder, rendered).prompt_ids.count(BOS_ID) == 1
-
-
-def test_a_truncated_conversation_keeps_the_templates_bos():
+    # A truncated conversation keeps it.
     encoder = Encoder(byte_tokenizer(template=BOS + CHATML), 5, None)
     encoded = encode(encoder, encoder.render(Part("prompt", [USER]), ()))
     assert encoded.prompt_ids == [BOS_ID, *token_ids("<|assistant|>")[-4:]]
     assert (encoded.prompt, encoded.prompt_truncated) == (BOS + "nt|>", True)
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused():
-    with pytest.raises(RecordError, match="the same with and without the reply"):
-        chat("{{ messages | length }} messages: {{ messages[0].content }} {{ messages[-1].content }}", REPLY)
-
-
-def test_a_template_that_raises_says_why():
-    with pytest.raises(RecordError, match="only from admins"):
-        chat("{{ raise_exception('only from admins') }}")
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages | length }} of {{ messages[0].content }}{{ messages[-1].content }}", "the same with and without"),
+        ("{{ raise_exception('only from admins') }}", "only from admins"),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "'assistant' that",
+        ),
+    ],
+    ids=["rewrites the prompt", "refuses", "drops a message"],
+)
+def test_a_template_that_makes_no_reply_says_why(template: str, said: str):
+    with pytest.raises(RecordError, match=said):
+        chat(template, REPLY)

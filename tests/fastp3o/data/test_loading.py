@@ -1,6 +1,5 @@
 """The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may come."""
 
-import copy
 import datetime
 import json
 from collections import Counter
@@ -13,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fastp3o.data import encoding, loading
@@ -28,19 +26,10 @@ from fastp3o.data.loading import (
     load_unpaired_preferences,
 )
 from fastp3o.data.sources import Record
+from tests.fastp3o.data.test_encoding import EOS, byte_tokenizer
 
-EOS = "</s>"
 LENGTHS = {"max_prompt_tokens": 100, "max_response_tokens": 100, "max_characters": 1000}
 PAIR = {"prompt": "Hi", "chosen": " you", "rejected": " there"}
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +39,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    return byte_tokenizer(
+        template="{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
-    return tokenizer
 
 
 class Line(str):
@@ -126,24 +113,19 @@ def test_a_prompt_that_no_file_can_hold_as_it_was_given_is_refused_or_skipped(
     assert (len(data), report.skipped) == (1, 1)
 
 
-def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path, chat_tokenizer):
     """A margin of null, as typed files have it, is none."""
-    ranked = [{"prompt": "Hi", "ranked_responses": list(letters)} for letters in ("abc", "ba", "dcba")]
+    ranked = [{"prompt": "Hi", "ranked_responses": list(letters)} for letters in ("abc", "ba")]
+    replies = [[{"role": "assistant", "content": text}] for text in "dcba"]
+    ranked.append({"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies})
     sources = [jsonl(tmp_path, ranked, "ranked.jsonl")]
     sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)], "pairs.jsonl"))
-    data, report = load_rankings(",".join(sources), tokenizer, **LENGTHS)
-    texts = [[tokenizer.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
-    assert texts == [list("abc"), list("ba"), list("dcba"), *[[" you", " there"]] * 4]
+    data, report = load_rankings(",".join(sources), chat_tokenizer, **LENGTHS)
+    texts = [[chat_tokenizer.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
+    assert texts == [list("abc"), list("ba"), ["d;", "c;", "b;", "a;"], *[[" you", " there"]] * 4]
+    assert data["prompt"][:4] == ["Hi", "Hi", "u:Hi;a:", "Hi"]
     assert data["margin"][:] == [0, 0, 0, 0.5, 0, 0, 1e30]
     assert "7 examples, 0 prompts and 0 responses truncated, 0 records" in str(report)
-
-
-def test_ranked_messages(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
-    replies = [[{"role": "assistant", "content": text}] for text in ("you", "me", "us")]
-    source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies}])
-    data, _ = load_rankings(source, chat_tokenizer, **LENGTHS)
-    assert data[0]["prompt"] == "u:Hi;a:"
-    assert [chat_tokenizer.decode(ids) for ids in data[0]["ranked_ids"]] == [f"{t};{EOS}" for t in ("you", "me", "us")]
 
 
 VALUES = ["7", 7, 7.0, 0.1 + 0.2, 2**70, "", False, [], [1, "a", None], {"a": {"b": None}}, "\ud800", "2020-01-01"]
@@ -185,17 +167,17 @@ def test_a_column_that_json_lacks_or_that_is_the_prompt_is_refused(tmp_path, tok
         load_prompts(str(tmp_path / "days.parquet"), tokenizer, max_prompt_tokens=100, columns={"prompt": "f"})
 
 
-def test_data_is_memory_mapped_and_leaves_no_file(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
+def test_data_stay_in_order_are_memory_mapped_and_leave_no_file(tmp_path: Path, tokenizer, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     before = pa.total_allocated_bytes()
-    data, _ = load_prompts(jsonl(tmp_path, [{"prompt": "x" * 90}] * 10_000), tokenizer, max_prompt_tokens=100)
+    records = [{"prompt": f"{number:090}"} for number in range(10_000)]  # more than a batch
+    data, _ = load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
     assert data.data.nbytes > 10_000 * 90
     assert pa.total_allocated_bytes() - before < 10_000
     # Not even while the data are in use, so that nothing can end the process too early.
     assert not list((tmp_path / "scratch").iterdir())
+    assert data["prompt"][:] == [record["prompt"] for record in records]
 
 
 def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
@@ -213,43 +195,6 @@ def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path, tokenizer: PreT
     assert same != fingerprint([PAIR] * 3, "two", max_response_tokens=3)
 
 
-def test_more_records_than_a_batch_stay_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    records = [{"prompt": f"record {i}"} for i in range(2345)]
-    data, report = load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
-    assert data["prompt"][:] == [record["prompt"] for record in records]
-    assert report.examples == 2345
-
-
-def test_nothing_is_remembered_between_tokenizers_or_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"H": 0, "i": 1, "o": 2}, [])))
-    source = jsonl(tmp_path, [{"prompt": "Hi"}])
-    first, _ = load_prompts(source, tokenizer, max_prompt_tokens=100)
-    second, _ = load_prompts(source, small, max_prompt_tokens=100)
-    third, _ = load_prompts(jsonl(tmp_path, [{"prompt": "Ho"}]), small, max_prompt_tokens=100)
-    assert [second[0]["prompt_ids"], third[0]["prompt_ids"]] == [[0, 1], [0, 2]]
-    assert first[0]["prompt_ids"] == tokenizer("Hi").input_ids
-
-
-def test_parquet_and_hub_give_what_json_lines_give(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
-    records = [PAIR, {**PAIR, "prompt": "Ho"}]
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "records.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_list(records))
-    sources = (jsonl(tmp_path, records), str(tmp_path / "records.parquet"), "owner/name")
-    results = [load_preferences(source, tokenizer, **LENGTHS)[0].to_list() for source in sources]
-    assert results[0] == results[1] == results[2]
-
-
-def test_conversations(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
-    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "you"}]
-    source = jsonl(tmp_path, [{"messages": conversation}])
-    data, _ = load_demonstrations(source, chat_tokenizer, **LENGTHS)
-    assert data[0]["prompt"] == "u:Hi;a:"
-    assert chat_tokenizer.decode(data[0]["response_ids"]) == "you;" + EOS
-    assert load_prompts(source, chat_tokenizer, max_prompt_tokens=100)[0][0]["prompt"] == "u:Hi;a:"
-
-
 def test_messages_need_a_chat_template_whatever_is_skipped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}]}])
     with pytest.raises(DataError, match=r"records\.jsonl record 1: .*no chat template"):
@@ -260,45 +205,34 @@ def test_messages_need_a_chat_template_whatever_is_skipped(tmp_path: Path, token
 
 BAD_RECORDS = [
     ({**PAIR, "chosen": None}, "record 2 field 'chosen': expected text, got null"),
-    ({**PAIR, "chosen": 7}, "record 2 field 'chosen': expected text, got the number 7"),
     ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
     ({**PAIR, "prompt": " "}, "record 2 field 'prompt': expected text, got only white space"),
     ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
     ({**PAIR, "chosen": "o" * 2000}, "record 2 field 'chosen': expected at most 1000 characters, got 2000 of them"),
     (Line("{"), "record 2: expected valid JSON, got text that is not"),
     ([PAIR], "record 2: expected an object, got a list of 1"),
-    (3, "record 2: expected an object, got the number 3"),
 ]
 
 
-@pytest.mark.parametrize(("bad", "said"), BAD_RECORDS)
-def test_a_bad_record_stops_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: Any, said: str):
-    source = jsonl(tmp_path, [PAIR, bad])
-    with pytest.raises(DataError) as caught:
-        load_preferences(source, tokenizer, **LENGTHS)
-    assert str(caught.value).startswith(f"{source} {said}")
-
-
-def test_bad_records_are_skipped_and_counted_on_request(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    bad = [record for record, _ in BAD_RECORDS]
-    source = jsonl(
-        tmp_path, [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}, {**PAIR, "prompt": 1}]
-    )
+def test_bad_records_stop_the_run_or_are_skipped_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    for bad, said in BAD_RECORDS:
+        source = jsonl(tmp_path, [PAIR, bad])
+        with pytest.raises(DataError) as caught:
+            load_preferences(source, tokenizer, **LENGTHS)
+        assert str(caught.value).startswith(f"{source} {said}")
     # The first record that has a layout decides: the record without `rejected` is bad for one reason before and after.
+    bad = [record for record, _ in BAD_RECORDS]
+    source = jsonl(tmp_path, [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}])
     data, report = load_preferences(source, tokenizer, skip_bad_records=True, **LENGTHS)
     assert data["prompt"][:] == ["Hi", "Ho"]
-    assert (report.examples, report.skipped) == (2, 2 * len(bad) + 2)
+    assert (report.examples, report.skipped) == (2, 2 * len(bad) + 1)
     assert sum(report.reasons.values()) == report.skipped
-    assert report.reasons["field 'prompt': expected text"] == 4
-    assert str(report).startswith("2 examples, 0 prompts and 0 responses truncated, 20 records skipped (")
-
-
-def test_the_file_of_a_bad_record_is_the_right_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    jsonl(tmp_path, [PAIR, PAIR], "a.jsonl")
-    second = jsonl(tmp_path, [PAIR, PAIR, {**PAIR, "prompt": None}], "b.jsonl")
-    with pytest.raises(DataError) as caught:
-        load_preferences(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)
-    assert str(caught.value) == f"{second} record 3 field 'prompt': expected text, got null"
+    assert report.reasons["field 'prompt': expected text"] == 3
+    assert str(report).startswith("2 examples, 0 prompts and 0 responses truncated, 15 records skipped (")
+    with pytest.raises(
+        DataError, match=r"got none \(0 examples, .* 3 records skipped \(3 × field 'prompt': expected text\)\)"
+    ):
+        load_prompts(jsonl(tmp_path, [{"prompt": 1}] * 3), tokenizer, max_prompt_tokens=100, skip_bad_records=True)
 
 
 def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
@@ -306,27 +240,15 @@ def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path, 
     jsonl(tmp_path, [labelled], "a.jsonl")
     jsonl(tmp_path, [completed], "b.jsonl")
     assert load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)[1].examples == 2
+    jsonl(tmp_path, [labelled, completed], "mixed.jsonl")
     with pytest.raises(DataError, match=r"mixed\.jsonl record 2 field 'label'"):
-        load_demonstrations(jsonl(tmp_path, [labelled, completed], "mixed.jsonl"), tokenizer, **LENGTHS)
-
-
-def test_a_file_of_which_no_record_can_be_used_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(
-        DataError, match=r"got none \(0 examples, .* 3 records skipped \(3 × field 'prompt': expected text\)\)"
-    ):
-        load_prompts(jsonl(tmp_path, [{"prompt": 1}] * 3), tokenizer, max_prompt_tokens=100, skip_bad_records=True)
-
-
-def test_parquet_columns_of_another_type_name_the_record(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "records.parquet")
-    with pytest.raises(DataError, match=r"records\.parquet record 1 field 'prompt': expected text, got the number 1"):
-        load_prompts(str(tmp_path / "records.parquet"), tokenizer, max_prompt_tokens=100)
+        load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)
 
 
 # --- lengths and limits ---------------------------------------------------------------------------------------------
 
 
-def test_truncations_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_truncations_and_texts_of_special_tokens_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     records = [PAIR, {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"}, {**PAIR, "chosen": "abcdefgh"}]
     source = jsonl(tmp_path, records)
     data, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=7)
@@ -335,15 +257,15 @@ def test_truncations_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerF
     assert (report.truncated_prompts, report.truncated_responses) == (1, 1)
     _, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=6)
     assert (report.truncated_prompts, report.truncated_responses) == (1, 5)
-
-
-def test_a_pair_that_is_equal_once_truncated_cannot_be_used(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [{"prompt": "Hi", "chosen": "same start", "rejected": "same end"}])
+    same = {"prompt": "Hi", "chosen": "same start", "rejected": "same end"}  # once truncated
     with pytest.raises(DataError, match="field 'rejected': expected another response than 'chosen'"):
-        load_preferences(source, tokenizer, max_prompt_tokens=9, max_response_tokens=4)
+        load_preferences(jsonl(tmp_path, [same]), tokenizer, max_prompt_tokens=9, max_response_tokens=4)
+    special = jsonl(tmp_path, [PAIR, {**PAIR, "chosen": f" you{EOS}"}])
+    said = str(load_preferences(special, tokenizer, **LENGTHS)[1])
+    assert "truncated, 1 texts with the name of a special token, which is text, 0 records" in said
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("limit", [1, 5])
 def test_limit_takes_usable_records_and_reads_no_further(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, limit: int
 ):
@@ -435,46 +357,9 @@ def test_any_json_gives_usable_records_or_a_data_error(
         assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])
 
 
-def test_the_text_of_special_tokens_is_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [PAIR, {**PAIR, "chosen": f" you{EOS}"}])
-    _, report = load_preferences(source, tokenizer, **LENGTHS)
-    assert "truncated, 1 texts with the name of a special token, which is text, 0 records" in str(report)
-
-
-@pytest.mark.parametrize("others", [{"completion": " me"}, {"response": " me", "completion": " you"}])
-def test_two_readings_of_a_response_are_refused_by_name(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, others: dict[str, str]
-):
-    source = jsonl(tmp_path, [{"prompt": "Hi", "label": " you", **others}])
-    with pytest.raises(DataError, match=r"record 1: expected one response in the fields label, completion|response"):
-        load_demonstrations(source, tokenizer, **LENGTHS)
-    same = dict.fromkeys(others, " you")
-    data, _ = load_demonstrations(jsonl(tmp_path, [{"prompt": "Hi", "label": " you", **same}]), tokenizer, **LENGTHS)
-    assert len(data) == 1
-
-
-def test_a_message_that_the_template_drops_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    template = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    roles = [("user", "Hi"), ("critic", "bad"), ("user", "Ho"), ("assistant", "you")]
-    conversation = [{"role": role, "content": content} for role, content in roles]
-    source = jsonl(tmp_path, [{"messages": conversation[2:]}, {"messages": conversation}])
-    with pytest.raises(DataError) as caught:
-        load_demonstrations(source, tokenizer, **LENGTHS)
-    assert str(caught.value) == (
-        f"{source} record 2 field 'messages': expected a message that the chat template writes, "
-        "got one of 'critic' that it drops"
-    )
-
-
-def test_a_template_that_hangs_stops_the_run_whatever_is_skipped(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_template_that_hangs_stops_the_run_whatever_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(encoding, "TIME_LIMIT", 0.2)
-    tokenizer = copy.deepcopy(tokenizer)
     loops = ["{% for a in range(99999) %}"] * 4 + ["{% endfor %}"] * 4
-    tokenizer.chat_template = "".join(loops)
     source = jsonl(tmp_path, [{"messages": [{"role": "user", "content": "Hi"}]}])
     with pytest.raises(DataError, match=r"the chat template has not ended after 0.2 s, for field 'messages'"):
-        load_prompts(source, tokenizer, max_prompt_tokens=9, skip_bad_records=True)
+        load_prompts(source, byte_tokenizer(template="".join(loops)), max_prompt_tokens=9, skip_bad_records=True)
