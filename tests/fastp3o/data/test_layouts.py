@@ -31,7 +31,7 @@ def read(record: dict[str, Any], responses: int, layouts: tuple[Layout, ...] = L
         ({"prompt": "Hi", "label": " Hello!", "id": 3}, ("Hi", " Hello!")),
         ({"prompt": "Hi", "completion": "Hello!"}, ("Hi", "Hello!")),
         ({"prompt": "Hi", "response": "Hello!"}, ("Hi", "Hello!")),
-        ({"prompt": "Hi", "response": "Hello!", "completion": "Hello!", "label": None}, ("Hi", "Hello!")),
+        ({"prompt": "Hi", "response": "Hello!", "label": "Hello!"}, ("Hi", "Hello!")),
         ({"prompt": [USER], "completion": [GOOD]}, ([USER], [GOOD])),
         ({"messages": [USER, GOOD]}, ([USER], [GOOD])),
         ({"prompt": "Hi", "messages": [USER, GOOD, USER, BAD]}, ([USER, GOOD, USER], [BAD])),
