@@ -68,41 +68,27 @@ def test_gradients_add_up_in_fp32(dtype):
 
 
 @HALVES
-def test_only_what_trains_has_a_master(dtype):
-    model = Weights([1.0, 2.0])
+def test_what_trains_has_a_master_of_the_weights_before_rounding(dtype):
+    model = Weights([1 + 2**-12, 0.1])
     (master,) = master_weights(model, dtype)
-    assert master.tolist() == [1.0, 2.0]
-    assert master.dtype == torch.float32
+    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
+    assert torch.equal(model.weight, master.to(dtype))
     assert model.weight.dtype == model.frozen.dtype == dtype
     assert model.fine.dtype == torch.float32  # buffers keep their precision
 
 
-def test_masters_are_of_the_weights_before_rounding():
-    model = Weights([1 + 2**-12, 0.1])
-    (master,) = master_weights(model, torch.bfloat16)
-    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
-    assert torch.equal(model.weight, master.bfloat16())
-
-
 @HALVES
-def test_masters_move_and_the_weights_are_their_rounding(dtype):
+def test_masters_move_by_steps_that_the_weights_round_away(dtype):
     model = Weights([1.0, -3.0])
     optimizer = optimizer_for(model, dtype, learning_rate=1e-5)
     (master,) = optimizer.parameters.values()
-    seen, moved = [], []
-    for _ in range(50):
-        before = master.detach().clone()
+    for step in range(1, 51):
         optimizer.step(backward(optimizer, [0.5, -0.5]))
-        moved.append(bool((master != before).all()))
+        expected = torch.tensor([1.0 - step * 1e-5, -3.0 + step * 1e-5])
+        torch.testing.assert_close(master.detach(), expected, atol=1e-6, rtol=0.0)
         assert torch.equal(model.weight, master.to(dtype))
         assert master.grad is None
-        seen.append(model.weight[0].item())
-    assert all(moved)
-    torch.testing.assert_close(master.detach(), torch.tensor([1.0 - 50e-5, -3.0 + 50e-5]), atol=1e-6, rtol=0.0)
-    # One step is far below the distance of two numbers of the dtype.
-    assert seen[0] == 1
-    if dtype == torch.float16:
-        assert seen[-1] < 1
+        assert step > 1 or model.weight[0] == 1
 
 
 @HALVES
@@ -202,9 +188,9 @@ def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
     torch.testing.assert_close(master.detach(), torch.tensor([0.999, 1.999]))
 
 
-def test_an_fp16_gradient_that_is_never_finite_stops():
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, torch.float16)
+@pytest.mark.parametrize("dtype", NAMES)
+def test_an_infinite_gradient_stops_at_once_or_once_no_scale_is_low_enough(dtype):
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype)
 
     def step():
         # Its loss is finite.
@@ -213,34 +199,11 @@ def test_an_fp16_gradient_that_is_never_finite_stops():
         optimizer.require_finite()
         return metrics
 
-    for _ in range(12):
+    for _ in range(12 if dtype == torch.float16 else 0):
         assert step()["grad_norm"] == 0
-    with pytest.raises(NotFiniteError, match="the gradient is NaN or infinite at any scale"):
+    with pytest.raises(NotFiniteError, match="at any scale" if dtype == torch.float16 else "the loss or the gradient"):
         step()
-    assert optimizer.parameters["weight"].tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", NAMES)
-def test_a_loss_that_is_not_finite_moves_nothing(dtype):
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, dtype)
-    loss = backward(optimizer, [1.0, 1.0]) * float("nan")
-    optimizer.step(loss)
-    with pytest.raises(NotFiniteError, match="the loss"):
-        optimizer.require_finite()
-    assert [p.tolist() for p in optimizer.parameters.values()] == [[1.0, 2.0]]
-    assert model.weight.tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_scale_an_infinite_gradient_stops_at_once(dtype):
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, dtype)
-    backward(optimizer, [float("inf"), 1.0])
-    optimizer.step(torch.zeros(()))
-    with pytest.raises(NotFiniteError, match="the loss or the gradient"):
-        optimizer.require_finite()
-    assert model.weight.tolist() == [1.0, 2.0]
+    assert optimizer.parameters["weight"].tolist() == optimizer.model.weight.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -262,12 +225,9 @@ def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype
 @pytest.mark.parametrize("dtype", NAMES)
 def test_clipping_within_adamw_is_as_exact_as_before_it(dtype):
     """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
-    model, plain = Weights([1.0, -3.0]), nn.Parameter(torch.tensor([1.0, -3.0]))
-    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer, torchs = (
-        optimizer_for(model, dtype, max_grad_norm=0.3, adam_eps=1e-8),
-        torch.optim.AdamW([plain], **settings),
-    )
+    plain = nn.Parameter(torch.tensor([1.0, -3.0]))
+    torchs = torch.optim.AdamW([plain], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = optimizer_for(Weights([1.0, -3.0]), dtype, max_grad_norm=0.3, adam_eps=1e-8)
     (own,) = optimizer.parameters.values()
     for step in range(20):
         optimizer.step(backward(optimizer, [0.5, step / 8]))
@@ -293,20 +253,14 @@ def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype
     assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
 
 
-def test_frozen_layers_take_no_memory_for_masters(tiny_model):
+def test_frozen_layers_are_rounded_and_take_no_memory_for_masters(tiny_model):
     policy = load_policy(tiny_model)
     freeze_below(policy, 1)
     optimizer = optimizer_for(policy, torch.bfloat16)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     assert 0 < len(trained) < len(list(policy.parameters()))
     assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
-    before = [parameter.clone() for parameter in policy.parameters()]
-    loss = labelled_logprobs(optimizer.model, PAIRS.row()).mean()
-    scaled_backward(optimizer, loss)
-    optimizer.step(loss.detach())
-    for parameter, old in zip(policy.parameters(), before, strict=True):
-        assert parameter.dtype == torch.bfloat16
-        assert parameter.requires_grad or torch.equal(parameter, old)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -326,17 +280,10 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
     assert model.critic.weight.item() == pytest.approx(-(2**-1))
     assert optimizer.learning_rate == 2**-3
-
-
-def test_a_submodule_that_explodes_stops_the_step():
-    model = Weights([1.0])
-    model.critic = nn.Linear(1, 1, bias=False)
-    config = StageConfig(model="", output_dir="")
-    optimizer = Optimizer(
-        Accelerator(cpu=True), model, choose_precision("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
-    )
+    # One that explodes stops the step of all.
+    before = model.weight.tolist()
     scaled_backward(optimizer, model.weight.sum() + float("inf") * model.critic.weight.sum())
     optimizer.step(torch.zeros(()))
     with pytest.raises(NotFiniteError):
         optimizer.require_finite()
-    assert model.weight.item() == 1
+    assert model.weight.tolist() == before

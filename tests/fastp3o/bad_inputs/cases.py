@@ -1,7 +1,7 @@
 """Mistakes that users can make, each with the line that they must read.
 
 A case adds flags to a run that would work, writes files into its folder first, and ends in `message`: an error of its
-own, or one line under argparse's usage. Folders under `models/` are those of `broken_models.py`. A configuration alone
+own, or one line under argparse's usage. Folders under `models/` are those of `conftest.py`. A configuration alone
 refuses FLAGS; whole scripts run for RUNS, and for one of FLAGS of each script. The bounds, choices and needs of single
 flags are in test_flags.py.
 """
@@ -144,7 +144,7 @@ USES = [
     ("generate", "--output_dir models", "--model models/whole lies in --output_dir models"),
     # Models.
     ("p3o", "--model models/no_end", "the tokenizer of models/no_end has no end-of-sequence token"),
-    ("p3o", "--model models/not_finite_where_unused", "NaN or infinite in torch.float32: model.embed_tokens.weight"),
+    ("p3o", "--model models/not_finite", "NaN or infinite in torch.float32: model.embed_tokens.weight"),
     ("p3o", "--model models/int8", "int8/model.safetensors has model.norm.weight in I8; quantized weights are not"),
     ("p3o", "--model models/rope", "cannot load models/rope: its JSON files lack 'nosuch', or name it"),
     ("p3o", "--model models/list_config", "models/list_config/config.json must hold a JSON object, got a list"),
