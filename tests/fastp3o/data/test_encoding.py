@@ -56,12 +56,6 @@ def encode(encoder: Encoder, item: Texts) -> Encoded:
     return result
 
 
-def problem(encoder: Encoder, item: Texts) -> str:
-    (result,) = encoder.encode([item])
-    assert isinstance(result, RecordError)
-    return str(result.at("file", 1))
-
-
 @pytest.mark.parametrize(
     ("adds", "first"),
     [("$A", []), (f"{BOS} $A", [BOS_ID]), (f"$A {EOS}", []), (f"{BOS} $A {EOS}", [BOS_ID])],
@@ -79,14 +73,13 @@ def test_bos_is_found_with_a_vocabulary_of_other_letters():
     assert ids_added_first(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS)) == [0]
 
 
-def test_truncation_and_padding_of_the_tokenizer_file_are_off():
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = EOS
-    tokenizer.backend_tokenizer.enable_truncation(3)
-    tokenizer.backend_tokenizer.enable_padding(length=50)
-    encoded = encode(Encoder(tokenizer, 100, 100), texts("a longer prompt", "and its response"))
-    assert encoded.prompt_ids == token_ids("a longer prompt")
-    assert encoded.response_ids == [[*token_ids("and its response"), EOS_ID]]
+def test_truncation_and_padding_of_the_tokenizer_file_are_off_and_prompt_and_response_share_no_token():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, EOS: 3}, [("a", "b")]))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    encoded = encode(Encoder(fast, 100, 100), texts("aaaaa", "baaaa"))
+    assert (encoded.prompt_ids, encoded.response_ids) == ([0] * 5, [[1, 0, 0, 0, 0, 3]])
 
 
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A"])
@@ -107,14 +100,6 @@ def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response:
     assert encoded.responses_truncated == (len(reply) + 1 > limits[1]) == (response_ids[-1] != EOS_ID)
 
 
-def test_prompt_and_response_share_no_token():
-    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, EOS: 3}, [("a", "b")]))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
-    assert fast("ab").input_ids == [2]
-    encoded = encode(Encoder(fast, 9, 9), texts("a", "b"))
-    assert (encoded.prompt_ids, encoded.response_ids) == ([0], [[1, 3]])
-
-
 def test_the_text_of_a_special_token_is_text():
     encoder = Encoder(byte_tokenizer(f"{BOS} $A"), 100, 100)
     encoded = encode(encoder, texts(f"{BOS}Hi{EOS}", f"you{EOS}"))
@@ -123,15 +108,27 @@ def test_the_text_of_a_special_token_is_text():
     assert encoded.special_texts == 2
 
 
-def test_text_that_the_tokenizer_has_no_text_tokens_for_is_refused():
-    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, EOS: 1}, unk_token="a")))
-    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.eos_token = EOS
-    expected = "field 'chosen': expected text that the tokenizer has text tokens for, got a special token"
-    assert expected in problem(Encoder(words, 9, 9), texts("a", f"a {EOS}"))
-    letter = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, EOS: 1}, [])), eos_token=EOS)
-    assert "field 'prompt': expected text that the tokenizer knows" in problem(Encoder(letter, 9, 9), texts("é", "a"))
-    assert "field 'chosen': expected text that the tokenizer knows" in problem(Encoder(letter, 9, 9), texts("a", "é"))
+LETTER = Tokenizer(models.BPE({"a": 0, EOS: 1}, []))
+WORDS = Tokenizer(models.WordLevel({"a": 0, EOS: 1}, unk_token="a"))
+WORDS.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "item", "said"),
+    [
+        (
+            WORDS,
+            texts("a", f"a {EOS}"),
+            "'chosen': expected text that the tokenizer has text tokens for, got a special",
+        ),
+        (LETTER, texts("é", "a"), "'prompt': expected text that the tokenizer knows"),
+        (LETTER, texts("a", "é"), "'chosen': expected text that the tokenizer knows"),
+    ],
+)
+def test_text_that_the_tokenizer_has_no_text_tokens_for_is_refused(tokenizer: Tokenizer, item: Texts, said: str):
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+    (problem,) = Encoder(fast, 9, 9).encode([item])
+    assert said in str(problem.at("file", 1))
 
 
 def test_limits_and_tokenizers_that_cannot_work():
@@ -146,34 +143,30 @@ def test_limits_and_tokenizers_that_cannot_work():
 # --- chat templates -------------------------------------------------------------------------------------------------
 
 
-def chat(template: str, *responses: dict, adds: str = "$A") -> tuple[Encoder, Texts]:
-    encoder = Encoder(byte_tokenizer(adds, template), 100, 100)
-    parts = tuple(Part("chosen", [response]) for response in responses)
-    return encoder, encoder.render(Part("prompt", [USER]), parts)
+def chat(template: str, *responses: dict, adds: str = "$A", longest: int = 100) -> tuple[Encoded, Texts]:
+    encoder = Encoder(byte_tokenizer(adds, template), longest, 100)
+    rendered = encoder.render(Part("prompt", [USER]), tuple(Part("chosen", [response]) for response in responses))
+    return encode(encoder, rendered), rendered
 
 
 def test_the_response_is_what_the_template_adds():
-    encoder, rendered = chat(CHATML, REPLY)
+    encoded, rendered = chat(CHATML, REPLY)
     prompt = f"<|user|>Hi{EOS}\n<|assistant|>"
-    assert rendered.prompt == prompt
-    assert rendered.responses == (f"Hello{EOS}\n",)
-    encoded = encode(encoder, rendered)
+    assert (rendered.prompt, rendered.responses) == (prompt, (f"Hello{EOS}\n",))
     assert encoded.prompt_ids == token_ids(prompt)
     assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
     # A template without end of sequence is closed by one.
-    encoder, rendered = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
-    assert encode(encoder, rendered).response_ids == [[*token_ids("[Hello]"), EOS_ID]]
+    encoded, _ = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
+    assert encoded.response_ids == [[*token_ids("[Hello]"), EOS_ID]]
 
 
 def test_the_template_alone_decides_on_bos():
-    encoder, rendered = chat(CHATML, adds=f"{BOS} $A")
-    assert BOS_ID not in encode(encoder, rendered).prompt_ids
-    encoder, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
-    assert encode(encoder, rendered).prompt_ids == token_ids(rendered.prompt)
-    assert encode(encoder, rendered).prompt_ids.count(BOS_ID) == 1
+    assert BOS_ID not in chat(CHATML, adds=f"{BOS} $A")[0].prompt_ids
+    encoded, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
+    assert encoded.prompt_ids == token_ids(rendered.prompt)
+    assert encoded.prompt_ids.count(BOS_ID) == 1
     # A truncated conversation keeps it.
-    encoder = Encoder(byte_tokenizer(template=BOS + CHATML), 5, None)
-    encoded = encode(encoder, encoder.render(Part("prompt", [USER]), ()))
+    encoded, _ = chat(BOS + CHATML, longest=5)
     assert encoded.prompt_ids == [BOS_ID, *token_ids("<|assistant|>")[-4:]]
     assert (encoded.prompt, encoded.prompt_truncated) == (BOS + "nt|>", True)
 
