@@ -22,21 +22,12 @@ print(f"sum {ranks.item():.0f}")
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
-@pytest.mark.parametrize(("processes", "said"), [(1, "sum 1"), (2, "sum 3")])
-def test_processes_work_together(program: Path, processes: int, said: str):
-    done = together(program, "work", processes=processes)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count(said) == processes
-
-
-def test_a_call_fails_or_hangs_alone_and_says_so(program: Path):
+def test_processes_work_together_and_a_call_fails_or_hangs_alone_and_says_so(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    for processes, said in ((1, "sum 1"), (2, "sum 3")):
+        done = together(program, "work", processes=processes)
+        assert (done.returncode, done.stdout.count(said)) == (0, processes), done.stdout
     failed = together(program, "fail")
     assert failed.returncode != 0
     assert "lost" in failed.stdout

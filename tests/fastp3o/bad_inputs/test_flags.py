@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from fastp3o.config import Flags, bounds, conditions, field_type
+from fastp3o.config import Flags, bounds, broken_rule, conditions, field_type
 from fastp3o.errors import UserError
 from tests.fastp3o.bad_inputs.working import CONFIGS, WORKING, configure
 
@@ -117,17 +117,6 @@ def test_other_choices_and_flags_without_what_they_need_are_refused_and_what_is_
 
 def another(flag: Field, kind: type) -> Any:
     """A value that is not the default, within the flag's own rules."""
-    rules = flag.metadata
-    if "choices" in rules:
-        return next(choice for choice in rules["choices"] if choice not in (flag.default, None))
-    if kind is bool:
-        return not flag.default
-    if kind is str:
-        return "1"
-    inside = [flag.default and flag.default / 2, 0.5, 1, 2, 3]
-    return next(kind(value) for value in inside if value and kind(value) != flag.default and fits(kind(value), rules))
-
-
-def fits(value: float, rules: Any) -> bool:
-    above, below = rules.get("above", -1e30) < value, value < rules.get("below", 1e30)
-    return above and below and rules.get("at_least", -1e30) <= value <= rules.get("at_most", 1e30)
+    numbers = [kind(value) for value in (0.01, 0.5, 1, 2, 3)] if kind in (int, float) else []
+    candidates = flag.metadata.get("choices", [True, False] if kind is bool else [*numbers, "1"])
+    return next(value for value in candidates if value != flag.default and not broken_rule(value, flag.metadata))
