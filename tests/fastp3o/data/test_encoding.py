@@ -36,13 +36,8 @@ PLAIN = byte_tokenizer()
 BOS_ID, EOS_ID = PLAIN.bos_token_id, PLAIN.eos_token_id
 
 
-def token_ids(text: str) -> list[int]:
-    return PLAIN(text, add_special_tokens=False).input_ids
-
-
-def spelt(text: str) -> list[int]:
-    """One token a byte, special tokens too."""
-    return PLAIN(text, add_special_tokens=False, split_special_tokens=True).input_ids
+def token_ids(text: str, **options: bool) -> list[int]:
+    return PLAIN(text, add_special_tokens=False, **options).input_ids
 
 
 def texts(prompt: str, *responses: str) -> Texts:
@@ -103,8 +98,8 @@ def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response:
 def test_the_text_of_a_special_token_is_text():
     encoder = Encoder(byte_tokenizer(f"{BOS} $A"), 100, 100)
     encoded = encode(encoder, texts(f"{BOS}Hi{EOS}", f"you{EOS}"))
-    assert encoded.prompt_ids == [BOS_ID, *spelt(f"{BOS}Hi{EOS}")]
-    assert encoded.response_ids == [[*spelt(f"you{EOS}"), EOS_ID]]
+    assert encoded.prompt_ids == [BOS_ID, *token_ids(f"{BOS}Hi{EOS}", split_special_tokens=True)]
+    assert encoded.response_ids == [[*token_ids(f"you{EOS}", split_special_tokens=True), EOS_ID]]
     assert encoded.special_texts == 2
 
 

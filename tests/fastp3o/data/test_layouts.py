@@ -64,64 +64,43 @@ def test_what_else_a_record_may_have_or_lack():
     assert read({"messages": [system, USER | null, GOOD | null]}, 1) == ([system, USER], [GOOD])
     pair = {"prompt": [USER | {"name": None}], "chosen": [USER | null, GOOD], "rejected": [USER, BAD | null]}
     assert read(pair, 2) == ([USER], [GOOD], [BAD])
-    # A preference serves as a demonstration.
+    # A preference serves as a demonstration, and one with a label is good or bad.
     assert find_layout(PAIR, 1).responses(PAIR)[0].value == "a"
-
-
-def test_unpaired_preferences_have_a_boolean_label():
     for prompt, completion in (("Hi", " a"), ([USER], [GOOD])):
-        record = {"prompt": prompt, "completion": completion, "label": False}
-        assert (*read(record, 1, UNPAIRED_PREFERENCES), desirable(record)) == (prompt, completion, False)
+        unpaired = {"prompt": prompt, "completion": completion, "label": False}
+        assert (*read(unpaired, 1, UNPAIRED_PREFERENCES), desirable(unpaired)) == (prompt, completion, False)
 
 
-def pair(**fields: Any) -> dict[str, Any]:
-    return {**PAIR, **fields}
-
-
-def asked(*messages: Any) -> dict[str, Any]:
-    return pair(prompt=list(messages))
-
-
-def comparison(**fields: Any) -> dict[str, Any]:
-    return {**COMPARISON, **fields}
-
-
-def ranking(ranked: Any, **fields: Any) -> dict[str, Any]:
-    return {"prompt": "a", "ranked_responses": ranked, **fields}
-
-
-def unpaired(completion: Any, label: Any) -> dict[str, Any]:
-    return {"prompt": "Hi", "completion": completion, "label": label}
+def but(record: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**record, **fields}
 
 
 PAIR = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
+RANKING = {"prompt": "a", "ranked_responses": ["b", "c"]}
+UNPAIRED = {"prompt": "Hi", "completion": " a", "label": True}
 SUMMARIES, PARTS = COMPARISON["summaries"], [{"type": "text", "text": "Hi"}]
 SHARED, MANY = "expected the messages of 'chosen' except", "expected a list of two responses or more"
 LABEL, MARGIN = "field 'label': expected true or false, whether the completion is", "field 'margin': expected a finite "
 BAD_PAIRS = [
-    (pair(prompt=None), "field 'prompt': expected text, got null"),
-    (pair(prompt=3), "field 'prompt': expected text, got the number 3"),
-    (pair(prompt=10**30), "field 'prompt': expected text, got a number of more than twelve digits"),
-    (pair(prompt=True), "field 'prompt': expected text, got true"),
-    (pair(prompt=""), "field 'prompt': expected text, got an empty string"),
-    (pair(prompt="\u200b \ufeff"), "field 'prompt': expected text, got only white space"),
-    (pair(prompt={"a": 1}), "field 'prompt': expected text, got an object with the fields a"),
-    (pair(prompt="\ud800"), "field 'prompt': expected text, got a string with half of a surrogate pair"),
-    (pair(rejected=[BAD]), "field 'rejected': expected text, got a list of 1"),
-    (asked(), "field 'prompt': expected a list of messages, got a list of 0"),
-    (asked("Hi"), "field 'prompt[0]': expected a message with role and content, got a string"),
-    (asked({"content": "Hi"}), "field 'prompt[0].role': expected text, got nothing: the field is missing"),
-    (asked({"role": "user"}), "field 'prompt[0].content': expected text, got nothing"),
+    (but(PAIR, prompt=None), "field 'prompt': expected text, got null"),
+    (but(PAIR, prompt=10**30), "field 'prompt': expected text, got a number of more than twelve digits"),
+    (but(PAIR, prompt=True), "field 'prompt': expected text, got true"),
+    (but(PAIR, prompt="\u200b \ufeff"), "field 'prompt': expected text, got only white space"),
+    (but(PAIR, prompt="\ud800"), "field 'prompt': expected text, got a string with half of a surrogate pair"),
+    (but(PAIR, rejected=[BAD]), "field 'rejected': expected text, got a list of 1"),
+    (but(PAIR, prompt=[]), "field 'prompt': expected a list of messages, got a list of 0"),
+    (but(PAIR, prompt=["Hi"]), "field 'prompt[0]': expected a message with role and content, got a string"),
+    (but(PAIR, prompt=[{"role": "user"}]), "field 'prompt[0].content': expected text, got nothing"),
     *[
-        (asked({"role": "user", "content": [*PARTS, part]}), "field 'prompt[0].content[1]")
+        (but(PAIR, prompt=[{"role": "user", "content": [*PARTS, part]}]), "field 'prompt[0].content[1]")
         for part in ("Hi", {"type": "image", "text": "x.png"}, {"type": "text"})
     ],
-    (asked(GOOD), "field 'prompt': expected a last message of user or tool, got one of role 'assistant'"),
-    (asked(USER), "field 'chosen': expected a list of messages, got a string"),
-    (pair(prompt=[USER], chosen=[USER]), "field 'chosen': expected a last message of assistant"),
-    (pair(prompt=[USER], chosen=[GOOD], rejected=[USER, BAD]), "field 'rejected': expected one message"),
-    (pair(chosen=[USER, GOOD], rejected=[BAD]), f"field 'rejected': {SHARED}"),
-    (pair(prompt="Ho", chosen=[USER, GOOD], rejected=[USER, BAD]), "field 'prompt': expected the messages that"),
+    (but(PAIR, prompt=[GOOD]), "field 'prompt': expected a last message of user or tool, got one of role 'assistant'"),
+    (but(PAIR, prompt=[USER]), "field 'chosen': expected a list of messages, got a string"),
+    (but(PAIR, prompt=[USER], chosen=[USER]), "field 'chosen': expected a last message of assistant"),
+    (but(PAIR, prompt=[USER], chosen=[GOOD], rejected=[USER, BAD]), "field 'rejected': expected one message"),
+    (but(PAIR, chosen=[USER, GOOD], rejected=[BAD]), f"field 'rejected': {SHARED}"),
+    (but(PAIR, prompt="Ho", chosen=[USER, GOOD], rejected=[USER, BAD]), "field 'prompt': expected the messages that"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "field 'chosen': expected messages before the assistant's"),
     ({"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "field 'chosen': expected a last message of user or tool"),
     ({"chosen": "Hi", "rejected": "Ho"}, "field 'chosen': expected a dialogue with '\\n\\nAssistant:'"),
@@ -129,16 +108,16 @@ BAD_PAIRS = [
     ({"chosen": DIALOGUE + " a", "rejected": "\n\nHuman: Ho"}, "field 'rejected': expected the text of 'chosen'"),
     ({"chosen": DIALOGUE + " a", "rejected": DIALOGUE + " b\n\nHuman: c"}, "field 'rejected': expected one reply"),
     ({"chosen": DIALOGUE + " a", "rejected": DIALOGUE}, "field 'rejected': expected text, got an empty string"),
-    (comparison(info=None), "field 'info': expected an object, got null"),
-    (comparison(info={"post": None}), "field 'info.post': expected text, got null"),
-    (comparison(info={"post": "I ran.", "title": 3}), "field 'info.title': expected text, got the number 3"),
+    (but(COMPARISON, info=None), "field 'info': expected an object, got null"),
+    (but(COMPARISON, info={"post": None}), "field 'info.post': expected text, got null"),
+    (but(COMPARISON, info={"post": "I ran.", "title": 3}), "field 'info.title': expected text, got the number 3"),
     *[
-        (comparison(choice=choice), "field 'choice': expected 0 or 1, the index of the better summary, got ")
+        (but(COMPARISON, choice=choice), "field 'choice': expected 0 or 1, the index of the better summary, got ")
         for choice in (2, True, 1.0)
     ],
-    (comparison(summaries=SUMMARIES[:1]), "field 'summaries': expected a list of two summaries, got a list of 1"),
-    (comparison(summaries=[SUMMARIES[0], "ran"]), "field 'summaries[1]': expected an object with text"),
-    (comparison(summaries=[{"text": ""}, SUMMARIES[1]]), "field 'summaries[0].text': expected text, got an empty"),
+    (but(COMPARISON, summaries=SUMMARIES[:1]), "field 'summaries': expected a list of two summaries, got a list of 1"),
+    (but(COMPARISON, summaries=[SUMMARIES[0], "ran"]), "field 'summaries[1]': expected an object with text"),
+    (but(COMPARISON, summaries=[{"text": ""}, SUMMARIES[1]]), "field 'summaries[0].text': expected text, got an empty"),
     ({"question": "Hi"}, ": expected the fields of one of the layouts prompt/chosen/rejected, chosen/rejected, info/"),
 ]
 BAD_DEMONSTRATIONS = [
@@ -151,17 +130,17 @@ BAD_DEMONSTRATIONS = [
     ({"messages": [GOOD]}, "field 'messages': expected messages before the assistant's, got a single message"),
 ]
 BAD_UNPAIRED = [
-    (unpaired(" a", " a"), LABEL),
-    (unpaired(" a", 1), LABEL),
-    (unpaired("", True), "field 'completion': expected text, got an empty string"),
+    (but(UNPAIRED, label=" a"), LABEL),
+    (but(UNPAIRED, label=1), LABEL),
+    (but(UNPAIRED, completion=""), "field 'completion': expected text, got an empty string"),
     ({"prompt": "Hi", "label": " a"}, ": expected the fields of the layout prompt/completion/label, got an object"),
 ]
 BAD_RANKINGS = [
-    (ranking("bc"), f"field 'ranked_responses': {MANY}, from best to worst, got a string"),
-    (ranking(["b"]), f"field 'ranked_responses': {MANY}, from best to worst, got a list of 1"),
-    (ranking(["b", None]), "field 'ranked_responses[1]': expected text, got null"),
-    (ranking(["b", "c"], margin=1), "field 'margin': expected none in a ranking: it is of two responses"),
-    *[(pair(margin=margin), MARGIN) for margin in ("large", -1, True, float("inf"))],
+    (but(RANKING, ranked_responses="bc"), f"field 'ranked_responses': {MANY}, from best to worst, got a string"),
+    (but(RANKING, ranked_responses=["b"]), f"field 'ranked_responses': {MANY}, from best to worst, got a list of 1"),
+    (but(RANKING, ranked_responses=["b", None]), "field 'ranked_responses[1]': expected text, got null"),
+    (but(RANKING, margin=1), "field 'margin': expected none in a ranking: it is of two responses"),
+    *[(but(PAIR, margin=margin), MARGIN) for margin in ("large", -1, True, float("inf"))],
 ]
 
 
