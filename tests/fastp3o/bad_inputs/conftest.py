@@ -18,10 +18,6 @@ from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.run.run import Run
 from tests.fastp3o.bad_inputs.working import BegunError
 
-CHAT = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 NO_ROPE = {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}
 ADAPTER = {"peft_type": "LORA", "r": 2}
 
@@ -34,7 +30,6 @@ def with_letters_exchanged(tokenizer: dict) -> dict:
 
 # By the folders' names: a file of JSON, and what becomes of it.
 CHANGED: dict[str, tuple[str, Callable]] = {
-    "chat": ("tokenizer_config.json", lambda config: config | {"chat_template": CHAT}),
     "no_end": ("tokenizer_config.json", lambda config: config | {"eos_token": None}),
     "permuted": ("tokenizer.json", with_letters_exchanged),
     "rope": ("config.json", lambda config: config | NO_ROPE),
