@@ -88,6 +88,11 @@ def test_python_may_have_objects_where_commands_have_text_and_numbers(tmp_path):
     assert config.reading["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+def test_evaluations_come_regularly_at_given_updates_and_last():
+    config = P3OConfig(**GIVEN, eval_prompts="e", eval_at="1, 3", eval_every=4, updates=10)
+    assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]
+
+
 def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what_is_required(capsys):
     names = [flag.name for flag in fields(P3OConfig)]
     assert names[:5] == ["clipping", "clip_range", "ratio_cap", "kl_coef", "kl_reward"]
@@ -103,11 +108,6 @@ def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what
     assert "--learning-rate" not in said
     assert all(f"    {name} (default" in P3OConfig.__doc__ for name in names)
     assert "Options:" not in P3OConfig.summary + RewardModelConfig.summary
-
-
-def test_evaluations_come_regularly_at_given_updates_and_last():
-    config = P3OConfig(**GIVEN, eval_prompts="e", eval_at="1, 3", eval_every=4, updates=10)
-    assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]
 
 
 @options

@@ -32,10 +32,6 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def master_weights(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
-    return list(Masters(model, dtype, torch.device("cpu")).parameters.values())
-
-
 def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
     config = StageConfig(
         model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
@@ -54,27 +50,20 @@ def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
 
 
 @HALVES
-def test_gradients_add_up_in_fp32(dtype):
-    model = Weights([1.0, 2.0])
-    (master,) = master_weights(model, dtype)
+def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients_add_up_in_fp32(dtype):
+    model = Weights([1 + 2**-12, 0.1])
+    (master,) = Masters(model, dtype, torch.device("cpu")).parameters.values()
+    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
+    assert torch.equal(model.weight, master.to(dtype))
+    assert model.weight.dtype == model.frozen.dtype == dtype
+    assert model.fine.dtype == torch.float32  # buffers keep their precision
     small = 2**-12
     assert torch.tensor(1.0, dtype=dtype) + small == 1  # lost where gradients are of the weights' dtype
     model(torch.tensor([1.0, -1.0])).backward()
     for _ in range(1000):
         model(torch.tensor([small, small])).backward()
     assert master.grad.tolist() == [1 + 1000 * small, -1 + 1000 * small]
-    assert master.grad.dtype == torch.float32
-    assert model.weight.grad is None
-
-
-@HALVES
-def test_what_trains_has_a_master_of_the_weights_before_rounding(dtype):
-    model = Weights([1 + 2**-12, 0.1])
-    (master,) = master_weights(model, dtype)
-    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
-    assert torch.equal(model.weight, master.to(dtype))
-    assert model.weight.dtype == model.frozen.dtype == dtype
-    assert model.fine.dtype == torch.float32  # buffers keep their precision
+    assert (master.grad.dtype, model.weight.grad) == (torch.float32, None)
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -96,18 +85,19 @@ def test_steps_are_those_of_adamw_on_fp32_weights_after_clipping(dtype):
     assert metrics.keys() == ({"grad_norm", "loss_scale"} if dtype == torch.float16 else {"grad_norm"})
 
 
-def test_a_part_without_gradient_stands_still():
-    model = Weights([1.0])
-    model.unused = nn.Parameter(torch.tensor([5.0]))
-    optimizer = optimizer_for(model, torch.bfloat16, learning_rate=0.1)
-    optimizer.step(backward(optimizer, [1.0]))
-    assert model.unused.item() == 5
-    assert model.weight.item() < 1
+def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
+    def read(into: dict[str, Tensor]) -> None:
+        assert into.keys() == tensors.keys()
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])
+
+    optimizer.fill(tensors.keys(), read)
+    optimizer.load_state_dict(counters)
 
 
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("schedule", ["cosine", "constant", "inverse_sqrt"])
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, schedule):
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(dtype, schedule):
     def run(optimizer, steps):
         for step in steps:
             optimizer.step(backward(optimizer, [1.0, 0.1 * step]))
@@ -127,33 +117,19 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, 
     assert resumed.state_dict() == optimizer.state_dict()
 
 
-def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
-    def read(into: dict[str, Tensor]) -> None:
-        assert into.keys() == tensors.keys()
-        for name, tensor in into.items():
-            tensor.copy_(tensors[name])
-
-    optimizer.fill(tensors.keys(), read)
-    optimizer.load_state_dict(counters)
-
-
-def test_a_resumed_run_takes_its_own_settings_of_adamw():
+def test_a_resumed_run_takes_its_own_settings_of_adamw_and_no_state_of_another_model():
     first = optimizer_for(Weights([1.0, 2.0]), torch.float32)
     first.step(backward(first, [1.0, 1.0]))
     changed = {"learning_rate": 0.5, "adam_beta1": 0.5, "adam_eps": 1e-3, "lr_schedule": "linear"}
     resumed = optimizer_for(Weights([1.0, 2.0]), torch.float32, **changed)
+    for name in ("exp_avg.other", "reference_mean.weight"):
+        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
+            resumed.fill([name], lambda tensors: None)
+    assert resumed.tensors().keys() == {"weights.weight"}
     resume(resumed, first.tensors(), first.state_dict())
     (group,) = resumed.optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5 * 0.99, (0.5, 0.95), 1e-3)
     assert resumed.learning_rate == 0.5 * 0.99
-
-
-def test_a_state_of_another_model_is_refused_by_name():
-    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
-    for name in ("exp_avg.other", "reference_mean.weight"):
-        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
-            optimizer.fill([name], lambda tensors: None)
-    assert optimizer.tensors().keys() == {"weights.weight"}
 
 
 def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
@@ -240,6 +216,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     model = Weights([1.0, 2.0])
     model.critic = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.critic.weight)
+    model.unused = nn.Parameter(torch.tensor([5.0]))
     config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
     precision = choose_precision(NAMES[dtype], "fp32")
     rates = {"critic": 2**-1}
@@ -251,6 +228,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     # Adam's first step is the learning rate.
     assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
     assert model.critic.weight.item() == pytest.approx(-(2**-1))
+    assert model.unused.item() == 5, "without a gradient it stands still"
     assert optimizer.learning_rate == 2**-3
     # One that explodes stops the step of all.
     before = model.weight.tolist()

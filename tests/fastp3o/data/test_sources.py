@@ -105,12 +105,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, data: by
         contents(tmp_path / name)
 
 
-@pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/no/such/folder", "~/missing", "a b", "x.csv"])
-def test_a_missing_path_is_no_hub_name(source: str):
-    with pytest.raises(DataError, match="no such file or folder"):
-        contents(source)
-
-
 def test_several_sources_come_one_behind_the_other_and_no_file_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     one, two = map(json_lines, RECORDS)
@@ -167,21 +161,21 @@ def test_every_file_of_a_split_is_read(tmp_path: Path, split: str, names: list[s
     assert contents(tmp_path, split) == names
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_folder_of_save_to_disk_is_named(tmp_path: Path, several: bool):
-    dataset = datasets.Dataset.from_list(RECORDS)
-    (datasets.DatasetDict(train=dataset) if several else dataset).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match="saved: save_to_disk wrote this folder, which is not read: use to_json or"):
-        contents(tmp_path / "saved")
-
-
-def test_files_without_splits_have_one_and_no_slices(tmp_path: Path):
+def test_files_without_splits_have_one_and_no_slices_and_a_folder_of_save_to_disk_is_named(tmp_path: Path):
     write(tmp_path, {"records.jsonl": LINES})
     for source in ("records.jsonl", "*.jsonl", "."):
         with pytest.raises(DataError, match=r"no split 'nosuch': .*'train'|the split 'nosuch'; found records"):
             contents(tmp_path / source, "nosuch")
     with pytest.raises(DataError, match="slice"):
         contents(tmp_path / "records.jsonl", "train[:1]")
+    dataset = datasets.Dataset.from_list(RECORDS)
+    for number, saved in enumerate((dataset, datasets.DatasetDict(train=dataset))):
+        saved.save_to_disk(tmp_path / f"saved{number}")
+        with pytest.raises(DataError, match=f"saved{number}: save_to_disk wrote this folder, which is not read"):
+            contents(tmp_path / f"saved{number}")
+    for missing in ("missing.jsonl", "./missing", "/no/such/folder", "~/missing", "a b", "x.csv"):
+        with pytest.raises(DataError, match="no such file or folder"):  # and no hub name
+            contents(missing)
 
 
 def test_hub_name_with_config_and_split(monkeypatch: pytest.MonkeyPatch):
