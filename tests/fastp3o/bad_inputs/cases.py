@@ -1,9 +1,8 @@
 """Mistakes that users can make, each with the line that they must read.
 
 A case adds flags to a run that would work, writes files into its folder first, and ends in `message`: an error of its
-own, or one line under argparse's usage. Folders under `models/` are those of `conftest.py`. A configuration alone
-refuses FLAGS; whole scripts run for RUNS, and for one of FLAGS of each script. The bounds, choices and needs of single
-flags are in test_flags.py.
+own, or one line under argparse's usage. Folders under `models/` are those of `conftest.py`. The bounds, choices and
+needs of single flags are in test_flags.py.
 """
 
 import json
@@ -110,14 +109,7 @@ YAML = [
     ("updates: [\n", "cannot read run.yaml"),
     (b"model: \xff\xfe\n", "cannot read run.yaml"),
 ]
-CONFIGURED = [
-    *(Case(*case) for case in FLAGS),
-    *(Case("p3o", "run.yaml", message, {"run.yaml": content}) for content, message in YAML),
-    Case("preference", "run.yaml", "must give one value for objective", {"run.yaml": "objective: [dpo]\n"}),
-]
-
-# --- what a run refuses, when it uses it ----------------------------------------------------------------------------
-
+# What a run refuses when it uses it.
 USES = [
     ("p3o", "--reward_columns answer", "expected a value, which --reward_columns asks for, got nothing"),
     ("p3o", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer: ConnectionRefusedError"),
@@ -183,9 +175,10 @@ REWARD_FUNCTIONS = [
     ("f", "cannot load the reward function 'bad_rewards:f': ZeroDivisionError: division by zero", "1 / 0"),
     ("f", "cannot load the reward function 'bad_rewards:f': SystemExit: 0", "import sys; sys.exit(0)"),
 ]
-RUNS = [
-    *{case.script: case for case in CONFIGURED}.values(),
-    *(Case(*case) for case in USES),
+CASES = [
+    *(Case(*case) for case in (*FLAGS, *USES)),
+    *(Case("p3o", "run.yaml", message, {"run.yaml": content}) for content, message in YAML),
+    Case("preference", "run.yaml", "must give one value for objective", {"run.yaml": "objective: [dpo]\n"}),
     *(Case(script, f"{flag} data.jsonl", message, {"data.jsonl": content}) for script, flag, content, message in DATA),
     *(
         Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": module})
