@@ -74,8 +74,8 @@ def place(workplace: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def stopping(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of runs that stop where training or sampling would begin."""
 
-    def begin(of: Any, *_: Any, **__: Any) -> NoReturn:
-        raise BegunError(getattr(of, "config", None))
+    def begin(*_: Any, **__: Any) -> NoReturn:
+        raise BegunError
 
     monkeypatch.setattr(Run, "__iter__", begin)
     for sampler in (EngineSampler, TransformersSampler):

@@ -1,4 +1,6 @@
-"""Every rule of every flag, as its field states it: at a bound it is taken, beyond it is refused by name."""
+"""Every rule of every flag, as its field states it: at a bound it is taken, beyond it is refused by name. Odd values of
+every flag are refused in one line or taken as they read.
+"""
 
 import shlex
 from collections import defaultdict
@@ -6,10 +8,12 @@ from dataclasses import Field, fields, replace
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastp3o.config import Flags, bounds, broken_rule, conditions, field_type
 from fastp3o.errors import UserError
-from tests.fastp3o.bad_inputs.working import CONFIGS, WORKING, configure
+from tests.fastp3o.bad_inputs.working import CONFIGS, WORKING, configure, fuzz
 
 BOUNDS = {
     "above": (1e-9, 0),
@@ -47,13 +51,9 @@ def every_configuration() -> dict[str, Flags]:
     """One that works for each script, and for each objective of those that have several."""
     found = {}
     for script, kind in CONFIGS.items():
-        working = shlex.split(WORKING[script])
-        if isinstance(kind, dict):
-            plain = [word for word in working if word not in ("--objective", "rloo", "dpo")]
-            for objective in kind:
-                found[f"{script} {objective}"] = configure(script, [*plain, "--objective", objective])
-        else:
-            found[script] = configure(script, working)
+        for objective in kind if isinstance(kind, dict) else [""]:
+            chosen = f" --objective {objective}" if objective else ""
+            found[f"{script} {objective}"] = configure(script, shlex.split(WORKING[script] + chosen))
     return found
 
 
@@ -120,3 +120,25 @@ def another(flag: Field, kind: type) -> Any:
     numbers = [kind(value) for value in (0.01, 0.5, 1, 2, 3)] if kind in (int, float) else []
     candidates = flag.metadata.get("choices", [True, False] if kind is bool else [*numbers, "1"])
     return next(value for value in candidates if value != flag.default and not broken_rule(value, flag.metadata))
+
+
+ODD = (
+    *("", " ", "nan", "-inf", "1e400", "1e-400", "-1", "-0.0", "1", "1.5", "1e30", "9" * 30, "0x10", "1_000", "٣"),
+    *("true", "None", "a\0b", "é漢", "\udcff", "[]", "{}", ",", "a,b", ":", "x" * 5000, ".", "models", "p.jsonl"),
+)
+
+
+@pytest.mark.parametrize("script", WORKING)
+def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(script: str, capsys: pytest.CaptureFixture[str]):
+    working = shlex.split(WORKING[script])
+
+    @fuzz
+    @given(st.sampled_from(fields(configure(script, working))), st.sampled_from(ODD))
+    def attempt(flag: Field, value: str) -> None:
+        try:
+            read = getattr(configure(script, [*working, f"--{flag.name}={value}"]), flag.name)
+            assert read == (value in ("true", "1") if isinstance(read, bool) else type(read)(value))
+        except SystemExit:
+            assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+    attempt()
