@@ -97,12 +97,12 @@ def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path)
     replies = [[{"role": "assistant", "content": text}] for text in "dcba"]
     ranked.append({"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies})
     sources = [jsonl(tmp_path, ranked, "ranked.jsonl")]
-    sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 10**30)], "pairs.jsonl"))
+    sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)], "pairs.jsonl"))
     data, _ = load_rankings(",".join(sources), CHAT, **LENGTHS)
     texts = [[CHAT.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
-    assert texts == [list("abc"), list("ba"), ["d;", "c;", "b;", "a;"], *[[" you", " there"]] * 3]
+    assert texts == [list("abc"), list("ba"), ["d;", "c;", "b;", "a;"], *[[" you", " there"]] * 4]
     assert data["prompt"][:4] == ["Hi", "Hi", "u:Hi;a:", "Hi"]
-    assert data["margin"][:] == [0, 0, 0, 0.5, 0, 1e30]
+    assert data["margin"][:] == [0, 0, 0, 0.5, 0, 0, 1e30]
 
 
 VALUES = ["7", 7, 7.0, 0.1 + 0.2, 2**70, "", False, [], [1, "a", None], {"a": {"b": None}}, "\ud800", "2020-01-01"]
