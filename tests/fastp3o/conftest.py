@@ -47,40 +47,35 @@ def answered(prompts, responses, answer, *, word):
     assert all(w in prompt and a == len(w) for prompt, a, w in zip(prompts, answer, word))
     return [r + a for r, a in zip(varied(prompts, responses), answer)]
 
-def fails_on_fifth_call(prompts, responses):
+def call_of_the_run(responses):
     global CALLS
     CALLS += len(responses) > 1  # not the trial before the run
-    if CALLS == 5:
+    return CALLS
+
+def fails_on_fifth_call(prompts, responses):
+    if call_of_the_run(responses) == 5:
         raise KeyboardInterrupt
     return vowels(prompts, responses)
 
 def nan_on_third_call(prompts, responses):
-    global CALLS
-    CALLS += len(responses) > 1  # not the trial before the run
-    return [float("nan") if CALLS == 3 else r for r in vowels(prompts, responses)]
+    third = call_of_the_run(responses) == 3
+    return [float("nan") if third else r for r in vowels(prompts, responses)]
 
 def raises_on_third_call(prompts, responses):
-    global CALLS
-    CALLS += len(responses) > 1  # not the trial before the run
-    if CALLS == 3 and os.environ.get("RANK", "1") == "1":
+    if call_of_the_run(responses) == 3 and os.environ.get("RANK", "1") == "1":
         raise KeyError("lost")
+    return vowels(prompts, responses)
+
+def stops_on_third_call(prompts, responses):
+    if call_of_the_run(responses) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
     return vowels(prompts, responses)
 
 def never_a_number(prompts, responses):
     return [float("nan")] * len(responses)
 
-def stops_on_third_call(prompts, responses):
-    global CALLS
-    CALLS += len(responses) > 1  # not the trial before the run
-    if CALLS == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return vowels(prompts, responses)
-
 def huge(prompts, responses):
     return [3e38 if index % 2 else -3e38 for index in range(len(responses))]
-
-def one_too_few(prompts, responses):
-    return vowels(prompts, responses)[1:]
 '''
 
 

@@ -1,6 +1,5 @@
 """A user's function by name: from an installed module or the current directory, or an error that names it."""
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -17,19 +16,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "judges_for_tests", raising=False)
 
 
-def test_a_function_of_the_current_directory():
-    assert import_function("judges_for_tests:longer", "judge")("a", "bb") == "bb"
-
-
-def test_a_function_of_an_installed_package():
-    assert import_function("os.path:basename", "judge")("a/b") == "b"
-
-
-@pytest.mark.parametrize("name", ["judges_for_tests:longer", "no_such_module:f"])
-def test_the_import_path_is_left_as_it_was(name: str):
+def test_a_function_of_the_current_directory_or_of_an_installed_package():
     before = list(sys.path)
-    with contextlib.suppress(ValueError):
-        import_function(name, "judge")
+    assert import_function("judges_for_tests:longer", "judge")("a", "bb") == "bb"
+    assert import_function("os.path:basename", "judge")("a/b") == "b"
     assert sys.path == before
 
 
@@ -40,14 +30,13 @@ def test_the_import_path_is_left_as_it_was(name: str):
         ("judges_for_tests:f", "cannot load the judge 'judges_for_tests:f'"),
         ("judges_for_tests:constant", "it is a int, not a function"),
         ("judges_for_tests", "must be given as module:function"),
-        (
-            "./judges_for_tests.py:f",
-            "names a file: .* as Python imports it, judges_for_tests:f, and start in the file's",
-        ),
-        ("judges_for_tests.py:f", "names a file: .* as Python imports it, judges_for_tests:f, and start in the file's"),
         (":f", "must be given as module:function"),
+        ("./judges_for_tests.py:f", "names a file: .* as Python imports it, judges_for_tests:f, and start in"),
+        ("judges_for_tests.py:f", "names a file: .* as Python imports it, judges_for_tests:f, and start in"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(name: str, message: str):
+    before = list(sys.path)
     with pytest.raises(ValueError, match=message):
         import_function(name, "judge")
+    assert sys.path == before

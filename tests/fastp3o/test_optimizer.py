@@ -40,10 +40,6 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def master_weights(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
-    return list(Masters(model, dtype, torch.device("cpu")).parameters.values())
-
-
 def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
     config = StageConfig(
         model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
@@ -62,87 +58,54 @@ def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
 
 
 @HALVES
-def test_gradients_add_up_in_fp32(dtype):
-    model = Weights([1.0, 2.0])
-    (master,) = master_weights(model, dtype)
+def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients_add_up_in_fp32(dtype):
+    model = Weights([1 + 2**-12, 0.1])
+    (master,) = Masters(model, dtype, torch.device("cpu")).parameters.values()
+    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
+    assert torch.equal(model.weight, master.to(dtype))
+    assert model.weight.dtype == model.frozen.dtype == dtype
+    assert model.fine.dtype == torch.float32  # buffers keep their precision
     small = 2**-12
     assert torch.tensor(1.0, dtype=dtype) + small == 1  # lost where gradients are of the weights' dtype
     model(torch.tensor([1.0, -1.0])).backward()
     for _ in range(1000):
         model(torch.tensor([small, small])).backward()
     assert master.grad.tolist() == [1 + 1000 * small, -1 + 1000 * small]
-    assert master.grad.dtype == torch.float32
-    assert model.weight.grad is None
+    assert (master.grad.dtype, model.weight.grad) == (torch.float32, None)
 
 
-@HALVES
-def test_only_what_trains_has_a_master(dtype):
-    model = Weights([1.0, 2.0])
-    (master,) = master_weights(model, dtype)
-    assert master.tolist() == [1.0, 2.0]
-    assert master.dtype == torch.float32
-    assert model.weight.dtype == model.frozen.dtype == dtype
-    assert model.fine.dtype == torch.float32  # buffers keep their precision
+@pytest.mark.parametrize("dtype", NAMES)
+def test_steps_are_those_of_adamw_on_fp32_weights_after_clipping(dtype):
+    """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
+    plain = nn.Parameter(torch.tensor([1.0, -3.0]))
+    torchs = torch.optim.AdamW([plain], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    settings = {"max_grad_norm": 0.3, "adam_eps": 1e-8, "weight_decay": 0.1}
+    optimizer = optimizer_for(Weights([1.0, -3.0]), dtype, **settings)
+    (own,) = optimizer.parameters.values()
+    for step in range(20):
+        metrics = optimizer.step(backward(optimizer, [0.5, step / 8], [0.25, -0.5]))
+        plain.grad = torch.tensor([0.75, step / 8 - 0.5])
+        torch.testing.assert_close(metrics["grad_norm"], nn.utils.clip_grad_norm_([plain], 0.3))
+        torchs.step()
+        torch.testing.assert_close(own.detach(), plain.detach(), atol=0.0, rtol=1e-6)
+        assert torch.equal(optimizer.model.weight, own.to(dtype))
+        assert own.grad is None
+    assert metrics.keys() == ({"grad_norm", "loss_scale"} if dtype == torch.float16 else {"grad_norm"})
 
 
-def test_masters_are_of_the_weights_before_rounding():
-    model = Weights([1 + 2**-12, 0.1])
-    (master,) = master_weights(model, torch.bfloat16)
-    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
-    assert torch.equal(model.weight, master.bfloat16())
+def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
+    def read(into: dict[str, Tensor]) -> None:
+        assert into.keys() == tensors.keys()
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])
 
-
-@HALVES
-def test_masters_move_and_the_weights_are_their_rounding(dtype):
-    model = Weights([1.0, -3.0])
-    optimizer = optimizer_for(model, dtype, learning_rate=1e-5)
-    (master,) = optimizer.parameters.values()
-    seen, moved = [], []
-    for _ in range(50):
-        before = master.detach().clone()
-        optimizer.step(backward(optimizer, [0.5, -0.5]))
-        moved.append(bool((master != before).all()))
-        assert torch.equal(model.weight, master.to(dtype))
-        assert master.grad is None
-        seen.append(model.weight[0].item())
-    assert all(moved)
-    torch.testing.assert_close(master.detach(), torch.tensor([1.0 - 50e-5, -3.0 + 50e-5]), atol=1e-6, rtol=0.0)
-    # One step is far below the distance of two numbers of the dtype.
-    assert seen[0] == 1
-    if dtype == torch.float16:
-        assert seen[-1] < 1
-
-
-@HALVES
-def test_half_precision_steps_as_fp32_does_from_the_same_gradients(dtype):
-    settings = {"weight_decay": 0.1, "max_grad_norm": 0.25, "lr_schedule": "linear", "warmup_steps": 2}
-    half, full = Weights([1.0, -3.0]), Weights([1.0, -3.0])
-    optimizers = optimizer_for(half, dtype, **settings), optimizer_for(full, torch.float32, **settings)
-    for step in range(5):
-        metrics = [o.step(backward(o, [0.5, step / 8], [0.25, -0.5])) for o in optimizers]
-        assert optimizers[0].learning_rate == optimizers[1].learning_rate
-        torch.testing.assert_close(metrics[0]["grad_norm"], metrics[1]["grad_norm"])
-    (master,) = optimizers[0].parameters.values()
-    torch.testing.assert_close(master, full.weight)
-    assert metrics[1].keys() == {"grad_norm"}
-
-
-def test_a_part_without_gradient_stands_still():
-    class Two(Weights):
-        def __init__(self):
-            super().__init__([1.0])
-            self.unused = nn.Parameter(torch.tensor([5.0]))
-
-    model = Two()
-    optimizer = optimizer_for(model, torch.bfloat16, learning_rate=0.1)
-    optimizer.step(backward(optimizer, [1.0]))
-    assert model.unused.item() == 5
-    assert model.weight.item() < 1
+    optimizer.fill(tensors.keys(), read)
+    optimizer.load_state_dict(counters)
 
 
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("schedule", ["cosine", "constant", "inverse_sqrt"])
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, schedule):
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(dtype, schedule):
     def run(optimizer, steps):
         for step in steps:
             optimizer.step(backward(optimizer, [1.0, 0.1 * step]))
@@ -162,33 +125,19 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, 
     assert resumed.state_dict() == optimizer.state_dict()
 
 
-def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
-    def read(into: dict[str, Tensor]) -> None:
-        assert into.keys() == tensors.keys()
-        for name, tensor in into.items():
-            tensor.copy_(tensors[name])
-
-    optimizer.fill(tensors.keys(), read)
-    optimizer.load_state_dict(counters)
-
-
-def test_a_resumed_run_takes_its_own_settings_of_adamw():
+def test_a_resumed_run_takes_its_own_settings_of_adamw_and_no_state_of_another_model():
     first = optimizer_for(Weights([1.0, 2.0]), torch.float32)
     first.step(backward(first, [1.0, 1.0]))
     changed = {"learning_rate": 0.5, "adam_beta1": 0.5, "adam_eps": 1e-3, "lr_schedule": "linear"}
     resumed = optimizer_for(Weights([1.0, 2.0]), torch.float32, **changed)
+    for name in ("exp_avg.other", "reference_mean.weight"):
+        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
+            resumed.fill([name], lambda tensors: None)
+    assert resumed.tensors().keys() == {"weights.weight"}
     resume(resumed, first.tensors(), first.state_dict())
     (group,) = resumed.optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5 * 0.99, (0.5, 0.95), 1e-3)
     assert resumed.learning_rate == 0.5 * 0.99
-
-
-def test_a_state_of_another_model_is_refused_by_name():
-    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
-    for name in ("exp_avg.other", "reference_mean.weight"):
-        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
-            optimizer.fill([name], lambda tensors: None)
-    assert optimizer.tensors().keys() == {"weights.weight"}
 
 
 def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
@@ -210,9 +159,9 @@ def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
     torch.testing.assert_close(master.detach(), torch.tensor([0.999, 1.999]))
 
 
-def test_an_fp16_gradient_that_is_never_finite_stops():
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, torch.float16)
+@pytest.mark.parametrize("dtype", NAMES)
+def test_an_infinite_gradient_stops_at_once_or_once_no_scale_is_low_enough(dtype):
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype)
 
     def step():
         # Its loss is finite.
@@ -221,34 +170,11 @@ def test_an_fp16_gradient_that_is_never_finite_stops():
         optimizer.require_finite()
         return metrics
 
-    for _ in range(12):
+    for _ in range(12 if dtype == torch.float16 else 0):
         assert step()["grad_norm"] == 0
-    with pytest.raises(NotFiniteError, match="the gradient is NaN or infinite at any scale"):
+    with pytest.raises(NotFiniteError, match="at any scale" if dtype == torch.float16 else "the loss or the gradient"):
         step()
-    assert optimizer.parameters["weight"].tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", NAMES)
-def test_a_loss_that_is_not_finite_moves_nothing(dtype):
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, dtype)
-    loss = backward(optimizer, [1.0, 1.0]) * float("nan")
-    optimizer.step(loss)
-    with pytest.raises(NotFiniteError, match="the loss"):
-        optimizer.require_finite()
-    assert [p.tolist() for p in optimizer.parameters.values()] == [[1.0, 2.0]]
-    assert model.weight.tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_scale_an_infinite_gradient_stops_at_once(dtype):
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, dtype)
-    backward(optimizer, [float("inf"), 1.0])
-    optimizer.step(torch.zeros(()))
-    with pytest.raises(NotFiniteError, match="the loss or the gradient"):
-        optimizer.require_finite()
-    assert model.weight.tolist() == [1.0, 2.0]
+    assert optimizer.parameters["weight"].tolist() == optimizer.model.weight.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
@@ -269,24 +195,6 @@ def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.tensors().items())
 
 
-@pytest.mark.parametrize("dtype", NAMES)
-def test_clipping_within_adamw_is_as_exact_as_before_it(dtype):
-    """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
-    model, plain = Weights([1.0, -3.0]), nn.Parameter(torch.tensor([1.0, -3.0]))
-    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer, torchs = (
-        optimizer_for(model, dtype, max_grad_norm=0.3, adam_eps=1e-8),
-        torch.optim.AdamW([plain], **settings),
-    )
-    (own,) = optimizer.parameters.values()
-    for step in range(20):
-        optimizer.step(backward(optimizer, [0.5, step / 8]))
-        plain.grad = torch.tensor([0.5, step / 8])
-        nn.utils.clip_grad_norm_([plain], 0.3)
-        torchs.step()
-    torch.testing.assert_close(own.detach(), plain.detach(), atol=0.0, rtol=1e-6)
-
-
 @HALVES
 def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype):
     policy, plain = load_policy(tiny_model), load_policy(tiny_model)
@@ -303,20 +211,14 @@ def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype
     assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
 
 
-def test_frozen_layers_take_no_memory_for_masters(tiny_model):
+def test_frozen_layers_are_rounded_and_take_no_memory_for_masters(tiny_model):
     policy = load_policy(tiny_model)
     freeze_below(policy, 1)
     optimizer = optimizer_for(policy, torch.bfloat16)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     assert 0 < len(trained) < len(list(policy.parameters()))
     assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
-    before = [parameter.clone() for parameter in policy.parameters()]
-    loss = labelled_logprobs(optimizer.model, PAIRS.row()).mean()
-    scaled_backward(optimizer, loss)
-    optimizer.step(loss.detach())
-    for parameter, old in zip(policy.parameters(), before, strict=True):
-        assert parameter.dtype == torch.bfloat16
-        assert parameter.requires_grad or torch.equal(parameter, old)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -324,6 +226,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     model = Weights([1.0, 2.0])
     model.critic = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.critic.weight)
+    model.unused = nn.Parameter(torch.tensor([5.0]))
     config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
     precision = choose_precision(NAMES[dtype], "fp32")
     rates = {"critic": 2**-1}
@@ -335,21 +238,15 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     # Adam's first step is the learning rate.
     assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
     assert model.critic.weight.item() == pytest.approx(-(2**-1))
+    assert model.unused.item() == 5, "without a gradient it stands still"
     assert optimizer.learning_rate == 2**-3
-
-
-def test_a_submodule_that_explodes_stops_the_step():
-    model = Weights([1.0])
-    model.critic = nn.Linear(1, 1, bias=False)
-    config = StageConfig(model="", output_dir="")
-    optimizer = Optimizer(
-        Accelerator(cpu=True), model, choose_precision("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
-    )
+    # One that explodes stops the step of all.
+    before = model.weight.tolist()
     scaled_backward(optimizer, model.weight.sum() + float("inf") * model.critic.weight.sum())
     optimizer.step(torch.zeros(()))
     with pytest.raises(NotFiniteError):
         optimizer.require_finite()
-    assert model.weight.item() == 1
+    assert model.weight.tolist() == before
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

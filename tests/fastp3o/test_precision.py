@@ -14,27 +14,15 @@ DTYPES = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["no GPU", "GPU"])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: request.param)
-    return request.param
-
-
-def test_every_name_but_auto_has_its_dtypes(gpu: bool):
+@pytest.mark.parametrize("gpu", ["none", "emulates bf16", "has bf16"])
+def test_a_name_has_its_dtypes_and_auto_is_what_the_device_can_do(gpu: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu != "none")
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or gpu == "has bf16"
+    )
     assert set(DTYPES) == set(PRECISIONS) - {"auto"}
     for name, dtypes in DTYPES.items():
         assert choose_precision(name, automatic="fp16") == (name, *dtypes)
-
-
-@pytest.mark.parametrize("automatic", ["fp16", "bf16-autocast"])
-def test_auto_is_the_stages_choice_on_a_gpu_and_fp32_without(gpu: bool, automatic: str):
-    assert choose_precision("auto", automatic).name == (automatic if gpu else "fp32")
-
-
-def test_auto_is_fp16_on_a_gpu_that_emulates_bf16(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    for automatic in ("bf16-autocast", "fp16"):
-        assert choose_precision("auto", automatic).name == "fp16"
-    assert choose_precision("bf16", "fp16").name == "bf16"
+    for automatic in ("fp16", "bf16-autocast"):
+        expected = {"none": "fp32", "emulates bf16": "fp16", "has bf16": automatic}[gpu]
+        assert choose_precision("auto", automatic).name == expected

@@ -35,22 +35,13 @@ def test_rollout_with_a_graph(device):
 
 
 @pytest.mark.usefixtures("workplace")
-def test_fine_tuning(tiny_model):
-    sft.train(sft_config(tiny_model, "run", **SHORT))
-    assert_finite("run")
-
-
-@pytest.mark.usefixtures("workplace")
-def test_reward_model(tiny_model):
-    reward_model.train(reward_config(tiny_model, "run", **SHORT))
-    assert_finite("run")
-
-
-@pytest.mark.usefixtures("workplace")
-def test_preferences(tiny_model):
+def test_supervised_stages(tiny_model):
     data = {"train_data": "preferences.jsonl", "batch_size": 4, "report_to": "none", "max_response_tokens": 16}
-    preference.train(OFFLINE_OBJECTIVES["dpo"](model=tiny_model, output_dir="run", **data, **SHORT))
-    assert_finite("run")
+    sft.train(sft_config(tiny_model, "sft", **SHORT))
+    reward_model.train(reward_config(tiny_model, "reward", **SHORT))
+    preference.train(OFFLINE_OBJECTIVES["dpo"](model=tiny_model, output_dir="dpo", **data, **SHORT))
+    for folder in ("sft", "reward", "dpo"):
+        assert_finite(folder)
 
 
 @pytest.mark.usefixtures("workplace")

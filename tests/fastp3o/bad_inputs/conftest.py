@@ -1,23 +1,64 @@
-"""The folder where command lines of `working.py` run."""
+"""The folder where command lines of `working.py` run, with models that are whole and others with one thing wrong."""
 
+import json
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 from fastp3o.data import encoding
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.run.run import Run
-from tests.fastp3o.bad_inputs.broken_models import make_models
 from tests.fastp3o.bad_inputs.working import BegunError
+
+NO_ROPE = {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}
+ADAPTER = {"peft_type": "LORA", "r": 2}
+
+
+def with_letters_exchanged(tokenizer: dict) -> dict:
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    return tokenizer
+
+
+# By the folders' names: a file of JSON, and what becomes of it.
+CHANGED: dict[str, tuple[str, Callable]] = {
+    "no_end": ("tokenizer_config.json", lambda config: config | {"eos_token": None}),
+    "permuted": ("tokenizer.json", with_letters_exchanged),
+    "rope": ("config.json", lambda config: config | NO_ROPE),
+    "list_config": ("config.json", lambda config: [1]),
+    "adapter_of_nothing": ("adapter_config.json", lambda config: ADAPTER),
+    "adapter_of_no_folder": ("adapter_config.json", lambda _: ADAPTER | {"base_model_name_or_path": "runs/no/model"}),
+    "reward_short": ("config.json", lambda config: config | {"max_position_embeddings": 16}),
+}
+# By the folders' names: a weight, and what becomes of it.
+CHANGED_WEIGHTS: dict[str, tuple[str, Callable]] = {
+    "int8": ("model.norm.weight", lambda weight: weight.to(torch.int8)),
+    "not_finite": ("model.embed_tokens.weight", lambda weight: weight.index_fill(0, torch.tensor([-1]), torch.nan)),
+}
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_models(folder, tiny_model)
+    for name in ("whole", *CHANGED, *CHANGED_WEIGHTS):
+        shutil.copytree(tiny_model, folder / name)
+    reward_model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    reward_model.save_pretrained(folder / "reward_short")
+    for name, (file, change) in CHANGED.items():
+        path = folder / name / file
+        path.write_text(json.dumps(change(json.loads(path.read_text()) if path.exists() else None)))
+    for name, (changed, change) in CHANGED_WEIGHTS.items():
+        path = folder / name / "model.safetensors"
+        weights = load_file(path)
+        save_file(weights | {changed: change(weights[changed])}, path, metadata={"format": "pt"})
     return folder
 
 
@@ -33,8 +74,8 @@ def place(workplace: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def stopping(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of runs that stop where training or sampling would begin."""
 
-    def begin(of: Any, *_: Any, **__: Any) -> NoReturn:
-        raise BegunError(getattr(of, "config", None))
+    def begin(*_: Any, **__: Any) -> NoReturn:
+        raise BegunError
 
     monkeypatch.setattr(Run, "__iter__", begin)
     for sampler in (EngineSampler, TransformersSampler):

@@ -1,4 +1,6 @@
-"""Every rule of every flag, as its field states it: at a bound it is taken, beyond it is refused by name."""
+"""Every rule of every flag, as its field states it: at a bound it is taken, beyond it is refused by name. Odd values of
+every flag are refused in one line or taken as they read.
+"""
 
 import shlex
 from collections import defaultdict
@@ -6,10 +8,12 @@ from dataclasses import Field, fields, replace
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fastp3o.config import Flags, bounds, conditions, field_type
+from fastp3o.config import Flags, bounds, broken_rule, conditions, field_type
 from fastp3o.errors import UserError
-from tests.fastp3o.bad_inputs.working import CONFIGS, WORKING, configure
+from tests.fastp3o.bad_inputs.working import CONFIGS, WORKING, configure, fuzz
 
 BOUNDS = {
     "above": (1e-9, 0),
@@ -47,13 +51,9 @@ def every_configuration() -> dict[str, Flags]:
     """One that works for each script, and for each objective of those that have several."""
     found = {}
     for script, kind in CONFIGS.items():
-        working = shlex.split(WORKING[script])
-        if isinstance(kind, dict):
-            plain = [word for word in working if word not in ("--objective", "rloo", "dpo")]
-            for objective in kind:
-                found[f"{script} {objective}"] = configure(script, [*plain, "--objective", objective])
-        else:
-            found[script] = configure(script, working)
+        for objective in kind if isinstance(kind, dict) else [""]:
+            chosen = f" --objective {objective}" if objective else ""
+            found[f"{script} {objective}"] = configure(script, shlex.split(WORKING[script] + chosen))
     return found
 
 
@@ -99,17 +99,14 @@ def test_the_bounds_are_these():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_no_other_choice_is_taken(name: str):
-    config = EVERY[name]
-    for flag in fields(config):
-        if "choices" in flag.metadata:
-            assert refusal(config, flag.name, "nosuch").startswith(f"--{flag.name} must be one of ")
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_flag_does_nothing_without_what_it_needs(name: str):
+def test_other_choices_and_flags_without_what_they_need_are_refused_and_what_is_required_must_come(name: str):
     config = EVERY[name]
     hints, flags = get_type_hints(type(config)), {flag.name: flag for flag in fields(config)}
+    for flag in flags.values():
+        if "choices" in flag.metadata:
+            assert refusal(config, flag.name, "nosuch").startswith(f"--{flag.name} must be one of ")
+        if flag.metadata.get("required"):
+            assert refusal(config, flag.name, "").startswith(f"--{flag.name} is missing")
     needs = [(flag, flags[flag].metadata.get("needs", ())) for flag in flags] + [*config.further_needs.items()]
     for flag, needed in needs:
         present = [need for need in conditions(needed) if need.flag in flags]
@@ -120,17 +117,28 @@ def test_a_flag_does_nothing_without_what_it_needs(name: str):
 
 def another(flag: Field, kind: type) -> Any:
     """A value that is not the default, within the flag's own rules."""
-    rules = flag.metadata
-    if "choices" in rules:
-        return next(choice for choice in rules["choices"] if choice not in (flag.default, None))
-    if kind is bool:
-        return not flag.default
-    if kind is str:
-        return "1"
-    inside = [flag.default and flag.default / 2, 0.5, 1, 2, 3]
-    return next(kind(value) for value in inside if value and kind(value) != flag.default and fits(kind(value), rules))
+    numbers = [kind(value) for value in (0.01, 0.5, 1, 2, 3)] if kind in (int, float) else []
+    candidates = flag.metadata.get("choices", [True, False] if kind is bool else [*numbers, "1"])
+    return next(value for value in candidates if value != flag.default and not broken_rule(value, flag.metadata))
 
 
-def fits(value: float, rules: Any) -> bool:
-    above, below = rules.get("above", -1e30) < value, value < rules.get("below", 1e30)
-    return above and below and rules.get("at_least", -1e30) <= value <= rules.get("at_most", 1e30)
+ODD = (
+    *("", " ", "nan", "-inf", "1e400", "1e-400", "-1", "-0.0", "1", "1.5", "1e30", "9" * 30, "0x10", "1_000", "٣"),
+    *("true", "None", "a\0b", "é漢", "\udcff", "[]", "{}", ",", "a,b", ":", "x" * 5000, ".", "models", "p.jsonl"),
+)
+
+
+@pytest.mark.parametrize("script", WORKING)
+def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(script: str, capsys: pytest.CaptureFixture[str]):
+    working = shlex.split(WORKING[script])
+
+    @fuzz
+    @given(st.sampled_from(fields(configure(script, working))), st.sampled_from(ODD))
+    def attempt(flag: Field, value: str) -> None:
+        try:
+            read = getattr(configure(script, [*working, f"--{flag.name}={value}"]), flag.name)
+            assert read == (value in ("true", "1") if isinstance(read, bool) else type(read)(value))
+        except SystemExit:
+            assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+    attempt()

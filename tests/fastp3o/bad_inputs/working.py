@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.commands.memory import MemoryConfig
@@ -18,12 +19,12 @@ from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 
-# Random inputs of each kind that are tried.
-EXAMPLES = int(os.environ.get("FASTP3O_FUZZ", "25"))
-
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-TRAINING = "--model models/whole --output_dir o --report_to none --max_prompt_tokens 32 --max_response_tokens 8"
-ONLINE = f"{TRAINING} --prompts prompts.jsonl --reward rewards_for_tests:vowels --updates 1 --prompts_per_update 4"
+LENGTHS = "--max_prompt_tokens 32 --max_response_tokens 8"
+TRAINING = f"--model models/whole --output_dir o --report_to none {LENGTHS}"
+SAMPLING = "--prompts prompts.jsonl --reward rewards_for_tests:vowels"
+ONLINE = f"{TRAINING} {SAMPLING} --updates 1 --prompts_per_update 4"
+TINY = "--hidden_size 32 --intermediate_size 32 --layers 1 --vocab_size 300"
 WORKING = {
     "p3o": ONLINE,
     "ppo": ONLINE,
@@ -32,17 +33,16 @@ WORKING = {
     "sft": f"{TRAINING} --train_data sft.jsonl",
     "reward_model": f"{TRAINING} --train_data preferences.jsonl",
     "preference": f"{TRAINING} --objective dpo --train_data preferences.jsonl",
-    "win_rate": "--first models/whole --second models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels "
-    "--max_prompt_tokens 32 --max_response_tokens 8 --output o/win_rate.json",
-    "generate": "--model models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels --output_dir o "
-    "--max_prompt_tokens 32 --max_response_tokens 8",
+    "win_rate": f"--first models/whole --second models/whole {SAMPLING} {LENGTHS} --output o/win_rate.json",
+    "generate": f"--model models/whole {SAMPLING} {LENGTHS} --output_dir o",
     "memory": "--model models/whole",
     "make_arithmetic": "--output o/sums.jsonl",
-    "make_tiny_llama": "--text sft.jsonl --output_dir o --hidden_size 32 --intermediate_size 32 --layers 1 "
-    "--vocab_size 300",
+    "make_tiny_llama": f"--text sft.jsonl --output_dir o {TINY}",
 }
-
-
+# For random inputs, of which FASTP3O_FUZZ=600 tries this many of each kind.
+fuzz = settings(
+    max_examples=int(os.environ.get("FASTP3O_FUZZ", "25")), deadline=None, suppress_health_check=list(HealthCheck)
+)
 # A configuration, or several by objective.
 CONFIGS: dict[str, Any] = {
     **{objective: OBJECTIVES[objective] for objective in ("p3o", "ppo", "online_dpo")},
@@ -71,24 +71,21 @@ def run(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class BegunError(BaseException):
-    """Raised in place of training and sampling, after every check. config: if it is known."""
-
-    def __init__(self, config: Any = None):
-        self.config = config
+    """Raised in place of training and sampling, after every check."""
 
 
-def taken(main: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> BegunError | None:
-    """The beginning of a script's main function; None if it refuses in one line, which is checked."""
+def begins(main: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> bool:
+    """Whether main comes to training or to its end; otherwise it refuses in one line, which is checked."""
     capfd.readouterr()
     try:
         main()
-    except BegunError as begun:
-        return begun
+    except BegunError:
+        return True
     except SystemExit as stopped:
         usage, said = stopped.code == 2, capfd.readouterr().err
         line = said.splitlines()[-1] if usage else str(stopped.code)
         assert "error: " in line
         assert len(line.splitlines()) == 1
         assert "Traceback" not in said
-        return None
-    raise AssertionError("neither refused nor begun")
+        return False
+    return True

@@ -39,37 +39,22 @@ def test_python_m_and_hyphens(workplace):
 
 
 def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch, capsys):
-    flags = [
-        "--model",
-        tiny_model,
-        "--prompts",
-        "prompts.jsonl",
-        "--max_response_tokens",
-        "6",
-        "--max_prompt_tokens",
-        "64",
-    ]
-    both = ["--reward", "rewards_for_tests:vowels,rewards_for_tests:varied", "--output", "means.json"]
-    run(monkeypatch, "evaluate", *flags, *both, "--responses_per_prompt", "3")
-    sampled = json.loads(Path("means.json").read_text())
-    assert sampled.keys() == {
-        "rewards_for_tests:vowels",
-        "rewards_for_tests:varied",
-        "response_length",
-        "missing_eos",
-    }
+    def evaluate(*flags: str) -> dict:
+        rewards = "rewards_for_tests:vowels,rewards_for_tests:varied"
+        plain = f"--prompts prompts.jsonl --max_response_tokens 6 --max_prompt_tokens 64 --reward {rewards}"
+        run(monkeypatch, "evaluate", "--model", tiny_model, *plain.split(), "--output", "means.json", *flags)
+        return json.loads(Path("means.json").read_text())
+
+    sampled = evaluate("--responses_per_prompt", "3")
+    rewards = {"rewards_for_tests:vowels", "rewards_for_tests:varied"}
+    assert sampled.keys() == {*rewards, "response_length", "missing_eos"}
     assert 0 < sampled["response_length"]["mean"] <= 6
     assert sampled["rewards_for_tests:varied"]["interval"] > 0
     capsys.readouterr()
-    for seed in ("0", "1"):
-        run(monkeypatch, "evaluate", *flags, *both, "--greedy", "--seed", seed)
-        greedy = json.loads(Path("means.json").read_text())
-        if seed == "0":
-            first = greedy
-    assert greedy == first
+    assert evaluate("--greedy", "--seed", "0") == evaluate("--greedy", "--seed", "1")
     assert "greedy" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        run(monkeypatch, "evaluate", *flags, *both, "--greedy", "--top_k", "3")
+        evaluate("--greedy", "--top_k", "3")
     Path("folder").mkdir()
     with pytest.raises(SystemExit, match="--output folder is a folder, and must be a file"):
-        run(monkeypatch, "evaluate", *flags, *both, "--output", "folder")
+        evaluate("--output", "folder")

@@ -36,13 +36,8 @@ PLAIN = byte_tokenizer()
 BOS_ID, EOS_ID = PLAIN.bos_token_id, PLAIN.eos_token_id
 
 
-def token_ids(text: str) -> list[int]:
-    return PLAIN(text, add_special_tokens=False).input_ids
-
-
-def spelt(text: str) -> list[int]:
-    """One token a byte, special tokens too."""
-    return PLAIN(text, add_special_tokens=False, split_special_tokens=True).input_ids
+def token_ids(text: str, **options: bool) -> list[int]:
+    return PLAIN(text, add_special_tokens=False, **options).input_ids
 
 
 def texts(prompt: str, *responses: str) -> Texts:
@@ -54,12 +49,6 @@ def encode(encoder: Encoder, item: Texts) -> Encoded:
     (result,) = encoder.encode([item])
     assert isinstance(result, Encoded), result
     return result
-
-
-def problem(encoder: Encoder, item: Texts) -> str:
-    (result,) = encoder.encode([item])
-    assert isinstance(result, RecordError)
-    return str(result.at("file", 1))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +68,13 @@ def test_bos_is_found_with_a_vocabulary_of_other_letters():
     assert ids_added_first(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS)) == [0]
 
 
-def test_truncation_and_padding_of_the_tokenizer_file_are_off():
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = EOS
-    tokenizer.backend_tokenizer.enable_truncation(3)
-    tokenizer.backend_tokenizer.enable_padding(length=50)
-    encoded = encode(Encoder(tokenizer, 100, 100), texts("a longer prompt", "and its response"))
-    assert encoded.prompt_ids == token_ids("a longer prompt")
-    assert encoded.response_ids == [[*token_ids("and its response"), EOS_ID]]
+def test_truncation_and_padding_of_the_tokenizer_file_are_off_and_prompt_and_response_share_no_token():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, EOS: 3}, [("a", "b")]))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    encoded = encode(Encoder(fast, 100, 100), texts("aaaaa", "baaaa"))
+    assert (encoded.prompt_ids, encoded.response_ids) == ([0] * 5, [[1, 0, 0, 0, 0, 3]])
 
 
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A"])
@@ -107,55 +95,35 @@ def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response:
     assert encoded.responses_truncated == (len(reply) + 1 > limits[1]) == (response_ids[-1] != EOS_ID)
 
 
-def test_prompt_and_response_share_no_token():
-    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, EOS: 3}, [("a", "b")]))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
-    assert fast("ab").input_ids == [2]
-    encoded = encode(Encoder(fast, 9, 9), texts("a", "b"))
-    assert (encoded.prompt_ids, encoded.response_ids) == ([0], [[1, 3]])
-
-
-def test_each_truncated_response_counts():
-    encoder = Encoder(PLAIN, 100, 3)
-    assert encode(encoder, texts("Hi", "one, long", "two, long")).responses_truncated == 2
-    assert encode(encoder, texts("Hi", "long one", "ok")).responses_truncated == 1
-
-
 def test_the_text_of_a_special_token_is_text():
     encoder = Encoder(byte_tokenizer(f"{BOS} $A"), 100, 100)
     encoded = encode(encoder, texts(f"{BOS}Hi{EOS}", f"you{EOS}"))
-    assert encoded.prompt_ids == [BOS_ID, *spelt(f"{BOS}Hi{EOS}")]
-    assert encoded.response_ids == [[*spelt(f"you{EOS}"), EOS_ID]]
+    assert encoded.prompt_ids == [BOS_ID, *token_ids(f"{BOS}Hi{EOS}", split_special_tokens=True)]
+    assert encoded.response_ids == [[*token_ids(f"you{EOS}", split_special_tokens=True), EOS_ID]]
     assert encoded.special_texts == 2
 
 
-def test_a_tokenizer_that_knows_no_other_way_to_write_it_is_refused():
-    vocabulary = {"a": 0, EOS: 1}
-    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
-    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.eos_token = EOS
-    expected = "field 'chosen': expected text that the tokenizer has text tokens for, got a special token"
-    assert expected in problem(Encoder(words, 9, 9), texts("a", f"a {EOS}"))
+LETTER = Tokenizer(models.BPE({"a": 0, EOS: 1}, []))
+WORDS = Tokenizer(models.WordLevel({"a": 0, EOS: 1}, unk_token="a"))
+WORDS.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 
 
-def test_a_text_of_more_characters_than_are_tokenised_in_seconds():
-    encoder = Encoder(PLAIN, 9, 9, max_characters=5)
-    with pytest.raises(RecordError, match="at most 5 characters"):
-        encoder.render(Part("prompt", "Hello!"), ())
-
-
-def test_text_outside_the_vocabulary():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, EOS: 1}, [])), eos_token=EOS)
-    encoder = Encoder(tokenizer, 9, 9)
-    assert "field 'prompt': expected text that the tokenizer knows" in problem(encoder, texts("é", "a"))
-    assert "field 'chosen': expected text that the tokenizer knows" in problem(encoder, texts("a", "é"))
-
-
-def test_one_bad_record_leaves_the_others_of_its_batch():
-    good, bad = texts("Hi", "a", "b"), texts("Hi", "a", "")
-    results = Encoder(PLAIN, 9, 9).encode([good, bad, texts("Ho", "c", "d")])
-    assert [type(result) for result in results] == [Encoded, RecordError, Encoded]
-    assert results[2].response_ids == [[*token_ids("c"), EOS_ID], [*token_ids("d"), EOS_ID]]
+@pytest.mark.parametrize(
+    ("tokenizer", "item", "said"),
+    [
+        (
+            WORDS,
+            texts("a", f"a {EOS}"),
+            "'chosen': expected text that the tokenizer has text tokens for, got a special",
+        ),
+        (LETTER, texts("é", "a"), "'prompt': expected text that the tokenizer knows"),
+        (LETTER, texts("a", "é"), "'chosen': expected text that the tokenizer knows"),
+    ],
+)
+def test_text_that_the_tokenizer_has_no_text_tokens_for_is_refused(tokenizer: Tokenizer, item: Texts, said: str):
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+    (problem,) = Encoder(fast, 9, 9).encode([item])
+    assert said in str(problem.at("file", 1))
 
 
 def test_limits_and_tokenizers_that_cannot_work():
@@ -170,47 +138,46 @@ def test_limits_and_tokenizers_that_cannot_work():
 # --- chat templates -------------------------------------------------------------------------------------------------
 
 
-def chat(template: str, *responses: dict, adds: str = "$A") -> tuple[Encoder, Texts]:
-    encoder = Encoder(byte_tokenizer(adds, template), 100, 100)
-    parts = tuple(Part("chosen", [response]) for response in responses)
-    return encoder, encoder.render(Part("prompt", [USER]), parts)
+def chat(template: str, *responses: dict, adds: str = "$A", longest: int = 100) -> tuple[Encoded, Texts]:
+    encoder = Encoder(byte_tokenizer(adds, template), longest, 100)
+    rendered = encoder.render(Part("prompt", [USER]), tuple(Part("chosen", [response]) for response in responses))
+    return encode(encoder, rendered), rendered
 
 
 def test_the_response_is_what_the_template_adds():
-    encoder, rendered = chat(CHATML, REPLY)
+    encoded, rendered = chat(CHATML, REPLY)
     prompt = f"<|user|>Hi{EOS}\n<|assistant|>"
-    assert rendered.prompt == prompt
-    assert rendered.responses == (f"Hello{EOS}\n",)
-    encoded = encode(encoder, rendered)
+    assert (rendered.prompt, rendered.responses) == (prompt, (f"Hello{EOS}\n",))
     assert encoded.prompt_ids == token_ids(prompt)
     assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
-
-
-def test_a_template_without_eos_is_closed_by_one():
-    encoder, rendered = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
-    assert encode(encoder, rendered).response_ids == [[*token_ids("[Hello]"), EOS_ID]]
+    # A template without end of sequence is closed by one.
+    encoded, _ = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
+    assert encoded.response_ids == [[*token_ids("[Hello]"), EOS_ID]]
 
 
 def test_the_template_alone_decides_on_bos():
-    encoder, rendered = chat(CHATML, adds=f"{BOS} $A")
-    assert BOS_ID not in encode(encoder, rendered).prompt_ids
-    encoder, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
-    assert encode(encoder, rendered).prompt_ids == token_ids(rendered.prompt)
-    assert encode(encoder, rendered).prompt_ids.count(BOS_ID) == 1
-
-
-def test_a_truncated_conversation_keeps_the_templates_bos():
-    encoder = Encoder(byte_tokenizer(template=BOS + CHATML), 5, None)
-    encoded = encode(encoder, encoder.render(Part("prompt", [USER]), ()))
+    assert BOS_ID not in chat(CHATML, adds=f"{BOS} $A")[0].prompt_ids
+    encoded, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
+    assert encoded.prompt_ids == token_ids(rendered.prompt)
+    assert encoded.prompt_ids.count(BOS_ID) == 1
+    # A truncated conversation keeps it.
+    encoded, _ = chat(BOS + CHATML, longest=5)
     assert encoded.prompt_ids == [BOS_ID, *token_ids("<|assistant|>")[-4:]]
     assert (encoded.prompt, encoded.prompt_truncated) == (BOS + "nt|>", True)
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused():
-    with pytest.raises(RecordError, match="the same with and without the reply"):
-        chat("{{ messages | length }} messages: {{ messages[0].content }} {{ messages[-1].content }}", REPLY)
-
-
-def test_a_template_that_raises_says_why():
-    with pytest.raises(RecordError, match="only from admins"):
-        chat("{{ raise_exception('only from admins') }}")
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages | length }} of {{ messages[0].content }}{{ messages[-1].content }}", "the same with and without"),
+        ("{{ raise_exception('only from admins') }}", "only from admins"),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "'assistant' that",
+        ),
+    ],
+    ids=["rewrites the prompt", "refuses", "drops a message"],
+)
+def test_a_template_that_makes_no_reply_says_why(template: str, said: str):
+    with pytest.raises(RecordError, match=said):
+        chat(template, REPLY)

@@ -1,6 +1,5 @@
 """The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may come."""
 
-import copy
 import datetime
 import json
 from collections import Counter
@@ -9,11 +8,9 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fastp3o.data import encoding, loading
@@ -28,34 +25,17 @@ from fastp3o.data.loading import (
     load_unpaired_preferences,
 )
 from fastp3o.data.sources import Record
+from tests.fastp3o.data.test_encoding import EOS, byte_tokenizer
 
-EOS = "</s>"
 LENGTHS = {"max_prompt_tokens": 100, "max_response_tokens": 100, "max_characters": 1000}
 PAIR = {"prompt": "Hi", "chosen": " you", "rejected": " there"}
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    return tokenizer
+PLAIN = byte_tokenizer()
+CHAT = byte_tokenizer(
+    template="{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 class Line(str):
@@ -68,342 +48,248 @@ def jsonl(folder: Path, records: list[Any], name: str = "records.jsonl") -> str:
     return str(path)
 
 
+def prompts(folder: Path, records: list[Any], tokenizer: PreTrainedTokenizerFast = PLAIN, **options: Any):
+    return load_prompts(jsonl(folder, records), tokenizer, **{"max_prompt_tokens": 100} | options)
+
+
+def preferences(folder: Path, records: list[Any], **options: Any):
+    return load_preferences(jsonl(folder, records), PLAIN, **LENGTHS | options)
+
+
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
-def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [PAIR, {**PAIR, "prompt": "Zoë 🎈"}])
+def ids(text: str) -> list[int]:
+    return PLAIN(text).input_ids
 
-    def ids(text: str) -> list[int]:
-        return tokenizer(text).input_ids
 
-    end = [tokenizer.eos_token_id]
+def test_columns(tmp_path: Path):
+    source, end = jsonl(tmp_path, [PAIR, {**PAIR, "prompt": "Zoë 🎈"}]), [PLAIN.eos_token_id]
     prompts = [{"prompt": text, "prompt_ids": ids(text)} for text in ("Hi", "Zoë 🎈")]
-    data, report = load_prompts(source, tokenizer, max_prompt_tokens=100)
+    chosen, rejected = ids(" you") + end, ids(" there") + end
+    data, report = load_prompts(source, PLAIN, max_prompt_tokens=100)
     assert data.to_list() == prompts
     assert report == DataReport(examples=2)
-
-    data, report = load_demonstrations(source, tokenizer, **LENGTHS)
-    assert data.to_list() == [example | {"response_ids": ids(" you") + end} for example in prompts]
-
-    data, report = load_preferences(source, tokenizer, **LENGTHS)
-    responses = {"chosen_ids": ids(" you") + end, "rejected_ids": ids(" there") + end}
-    assert data.to_list() == [example | responses for example in prompts]
-    assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
-
-    data, report = load_rankings(source, tokenizer, **LENGTHS)
-    ranked = {"ranked_ids": list(responses.values()), "margin": 0.0}
-    assert data.to_list() == [example | ranked for example in prompts]
-
+    for load, columns in {
+        load_demonstrations: {"response_ids": chosen},
+        load_preferences: {"chosen_ids": chosen, "rejected_ids": rejected},
+        load_rankings: {"ranked_ids": [chosen, rejected], "margin": 0.0},
+    }.items():
+        data, _ = load(source, PLAIN, **LENGTHS)
+        assert data.to_list() == [example | columns for example in prompts]
     unpaired = [{"prompt": "Hi", "completion": " you", "label": label} for label in (True, False)]
-    data, _ = load_unpaired_preferences(jsonl(tmp_path, unpaired), tokenizer, **LENGTHS)
-    responses = {"response_ids": ids(" you") + end}
-    assert data.to_list() == [prompts[0] | responses | {"desirable": label} for label in (True, False)]
+    data, _ = load_unpaired_preferences(jsonl(tmp_path, unpaired), PLAIN, **LENGTHS)
+    assert data.to_list() == [prompts[0] | {"response_ids": chosen, "desirable": label} for label in (True, False)]
+    assert data.features["response_ids"] == datasets.List(datasets.Value("int32"))
 
 
-def test_prompts_as_they_were_given(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
+def test_prompts_as_they_were_given(tmp_path: Path):
     asked = [{"role": "user", "content": "Zoë 🎈"}]
     records = [{"prompt": "long " * 50}, {"prompt": asked, "completion": [{"role": "assistant", "content": "you"}]}]
-    data, report = load_prompts(jsonl(tmp_path, records), chat_tokenizer, max_prompt_tokens=20, as_given=True)
+    data, report = prompts(tmp_path, records, CHAT, max_prompt_tokens=20, as_given=True)
     assert [json.loads(given) for given in data["given"]] == [{"prompt": "long " * 50}, {"prompt": asked}]
     assert (report.truncated_prompts, len(data[0]["prompt_ids"])) == (1, 20)
 
 
-@pytest.mark.parametrize("value", [datetime.datetime(2020, 1, 1), float("nan"), "\ud800", ["\ud800"]])
-def test_a_prompt_that_no_file_can_hold_as_it_was_given_is_refused_or_skipped(
-    tmp_path, chat_tokenizer, monkeypatch, value
-):
-    asked = {"role": "user", "content": "Hi"}
-    records = [Record("f", 1, {"prompt": [asked]}), Record("f", 2, {"prompt": [asked, asked | {"when": value}]})]
-    monkeypatch.setattr(loading, "read_records", lambda source, split: iter(records))
-    options = {"max_prompt_tokens": 100, "as_given": True}
-    with pytest.raises(
-        DataError,
-        match=r"f record 2 field 'prompt': expected a prompt that JSON has, in UTF-8, got an object with the fields",
-    ):
-        load_prompts("f", chat_tokenizer, **options)
-    data, report = load_prompts("f", chat_tokenizer, **options, skip_bad_records=True)
-    assert (len(data), report.skipped) == (1, 1)
-
-
-def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path):
     """A margin of null, as typed files have it, is none."""
-    ranked = [{"prompt": "Hi", "ranked_responses": list(letters)} for letters in ("abc", "ba", "dcba")]
+    ranked = [{"prompt": "Hi", "ranked_responses": list(letters)} for letters in ("abc", "ba")]
+    replies = [[{"role": "assistant", "content": text}] for text in "dcba"]
+    ranked.append({"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies})
     sources = [jsonl(tmp_path, ranked, "ranked.jsonl")]
     sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)], "pairs.jsonl"))
-    data, report = load_rankings(",".join(sources), tokenizer, **LENGTHS)
-    texts = [[tokenizer.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
-    assert texts == [list("abc"), list("ba"), list("dcba"), *[[" you", " there"]] * 4]
+    data, _ = load_rankings(",".join(sources), CHAT, **LENGTHS)
+    texts = [[CHAT.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
+    assert texts == [list("abc"), list("ba"), ["d;", "c;", "b;", "a;"], *[[" you", " there"]] * 4]
+    assert data["prompt"][:4] == ["Hi", "Hi", "u:Hi;a:", "Hi"]
     assert data["margin"][:] == [0, 0, 0, 0.5, 0, 0, 1e30]
-    assert "7 examples, 0 prompts and 0 responses truncated, 0 records" in str(report)
-
-
-def test_ranked_messages(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
-    replies = [[{"role": "assistant", "content": text}] for text in ("you", "me", "us")]
-    source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies}])
-    data, _ = load_rankings(source, chat_tokenizer, **LENGTHS)
-    assert data[0]["prompt"] == "u:Hi;a:"
-    assert [chat_tokenizer.decode(ids) for ids in data[0]["ranked_ids"]] == [f"{t};{EOS}" for t in ("you", "me", "us")]
 
 
 VALUES = ["7", 7, 7.0, 0.1 + 0.2, 2**70, "", False, [], [1, "a", None], {"a": {"b": None}}, "\ud800", "2020-01-01"]
 
 
-def test_further_columns_are_what_the_records_have(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [{"prompt": "Hi", "answer": value, "id": 1, "other": 0} for value in VALUES])
-    data, _ = load_prompts(source, tokenizer, max_prompt_tokens=100, columns={"answer": "f", "id": "f"})
+def test_further_columns_are_what_the_records_have(tmp_path: Path):
+    records = [{"prompt": "Hi", "answer": value, "id": 1, "other": 0} for value in VALUES]
+    data, _ = prompts(tmp_path, records, columns={"answer": "f", "id": "f"})
     assert data.column_names == ["prompt", "prompt_ids", "answer", "id"]
     read = column_values(data[:])
     assert read == {"answer": VALUES, "id": [1] * len(VALUES)}
     assert list(map(type, read["answer"])) == list(map(type, VALUES))
-    plain, _ = load_prompts(source, tokenizer, max_prompt_tokens=100)
-    assert data._fingerprint != plain._fingerprint
+    assert data._fingerprint != prompts(tmp_path, records)[0]._fingerprint
+    with pytest.raises(ValueError, match="f asks for the column 'prompt', which is the prompt itself"):
+        prompts(tmp_path, records, columns={"prompt": "f"})
+
+
+ASKED, GIVEN = {"columns": {"answer": "f"}}, {"as_given": True}
+NO_JSON, NO_PROMPT = (
+    "'answer': expected a value that JSON has, which f asks for",
+    "'prompt': expected a prompt that JSON",
+)
+DAY = datetime.date(2020, 1, 1)
+HI = {"role": "user", "content": "Hi"}
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("options", "record", "said"),
     [
-        ({"id": 1}, "expected a value, which f asks for, got nothing: the record has the fields prompt, id"),
-        ({"answer": None}, "expected a value, which f asks for, got null"),
-        ({"answer": float("nan")}, "expected a value that JSON has, which f asks for, got the number nan"),
+        (ASKED, {"id": 1}, "'answer': expected a value, which f asks for, got nothing: the record has the fields"),
+        (ASKED, {"answer": None}, "'answer': expected a value, which f asks for, got null"),
+        (ASKED, {"answer": float("nan")}, f"{NO_JSON}, got the number"),
+        (ASKED, {"answer": DAY}, f"{NO_JSON}, got a date"),
+        (GIVEN, {"prompt": [HI, HI | {"when": DAY}]}, NO_PROMPT),
+        (GIVEN, {"prompt": [HI, HI | {"when": float("nan")}]}, NO_PROMPT),
+        (GIVEN, {"prompt": [HI, HI | {"when": ["\ud800"]}]}, NO_PROMPT),
     ],
 )
-def test_a_record_without_an_asked_column_is_refused_or_skipped(tmp_path, tokenizer, record, said):
-    source = jsonl(tmp_path, [{"prompt": "Hi", "answer": "a"}, {"prompt": "Hi"} | record])
-    options = {"max_prompt_tokens": 100, "columns": {"answer": "f"}}
-    with pytest.raises(DataError) as error:
-        load_prompts(source, tokenizer, **options)
-    assert str(error.value) == f"{source} record 2 field 'answer': {said}"
-    assert load_prompts(source, tokenizer, **options, skip_bad_records=True)[1].skipped == 1
+def test_what_no_file_can_hold_or_is_not_there_is_refused_or_skipped(monkeypatch, options, record, said):
+    records = [Record("f", 1, {"prompt": "Hi", "answer": "a"}), Record("f", 2, {"prompt": "Hi"} | record)]
+    monkeypatch.setattr(loading, "read_records", lambda source, split: iter(records))
+    with pytest.raises(DataError, match=f"f record 2 field {said}"):
+        load_prompts("f", CHAT, max_prompt_tokens=100, **options)
+    data, report = load_prompts("f", CHAT, max_prompt_tokens=100, **options, skip_bad_records=True)
+    assert (len(data), report.skipped) == (1, 1)
 
 
-def test_a_column_that_json_lacks_or_that_is_the_prompt_is_refused(tmp_path, tokenizer):
-    pq.write_table(pa.table({"prompt": ["Hi"], "day": [datetime.date(2020, 1, 1)]}), tmp_path / "days.parquet")
-    with pytest.raises(DataError, match=r"record 1 field 'day': expected a value that JSON has, .* got a date"):
-        load_prompts(str(tmp_path / "days.parquet"), tokenizer, max_prompt_tokens=100, columns={"day": "f"})
-    with pytest.raises(ValueError, match="f asks for the column 'prompt', which is the prompt itself"):
-        load_prompts(str(tmp_path / "days.parquet"), tokenizer, max_prompt_tokens=100, columns={"prompt": "f"})
-
-
-def test_data_is_memory_mapped_and_leaves_no_file(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
+def test_data_stay_in_order_are_memory_mapped_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     before = pa.total_allocated_bytes()
-    data, _ = load_prompts(jsonl(tmp_path, [{"prompt": "x" * 90}] * 10_000), tokenizer, max_prompt_tokens=100)
+    records = [{"prompt": f"{number:090}"} for number in range(10_000)]  # more than a batch
+    data, _ = prompts(tmp_path, records)
     assert data.data.nbytes > 10_000 * 90
     assert pa.total_allocated_bytes() - before < 10_000
     # Not even while the data are in use, so that nothing can end the process too early.
     assert not list((tmp_path / "scratch").iterdir())
-
-
-def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    def fingerprint(records: list[dict[str, str]], folder: str, **options: Any) -> str:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        source = jsonl(tmp_path / folder, records)
-        return load_demonstrations(source, tokenizer, **{**LENGTHS, **options})[0]._fingerprint
-
-    same = fingerprint([PAIR] * 3, "one")
-    assert same == fingerprint([PAIR] * 3, "two")
-    assert same == fingerprint([PAIR] * 5, "two", limit=3)
-    assert same != fingerprint([PAIR] * 2, "two")
-    assert same != fingerprint([PAIR, PAIR, PAIR | {"prompt": "Hj"}], "two")
-    assert same != fingerprint([PAIR, PAIR, PAIR | {"chosen": " yov"}], "two")
-    assert same != fingerprint([PAIR] * 3, "two", max_response_tokens=3)
-
-
-def test_more_records_than_a_batch_stay_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    records = [{"prompt": f"record {i}"} for i in range(2345)]
-    data, report = load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
     assert data["prompt"][:] == [record["prompt"] for record in records]
-    assert report.examples == 2345
 
 
-def test_nothing_is_remembered_between_tokenizers_or_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"H": 0, "i": 1, "o": 2}, [])))
-    source = jsonl(tmp_path, [{"prompt": "Hi"}])
-    first, _ = load_prompts(source, tokenizer, max_prompt_tokens=100)
-    second, _ = load_prompts(source, small, max_prompt_tokens=100)
-    third, _ = load_prompts(jsonl(tmp_path, [{"prompt": "Ho"}]), small, max_prompt_tokens=100)
-    assert [second[0]["prompt_ids"], third[0]["prompt_ids"]] == [[0, 1], [0, 2]]
-    assert first[0]["prompt_ids"] == tokenizer("Hi").input_ids
+def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path):
+    def fingerprint(records: list[dict[str, str]], name: str = "records.jsonl", **options: Any) -> str:
+        return load_demonstrations(jsonl(tmp_path, records, name), PLAIN, **LENGTHS | options)[0]._fingerprint
+
+    same = fingerprint([PAIR] * 3)
+    assert same == fingerprint([PAIR] * 5, "others.jsonl", limit=3)
+    assert same != fingerprint([PAIR] * 2)
+    assert same != fingerprint([PAIR, PAIR, PAIR | {"prompt": "Hj"}])
+    assert same != fingerprint([PAIR, PAIR, PAIR | {"chosen": " yov"}])
+    assert same != fingerprint([PAIR] * 3, max_response_tokens=3)
 
 
-def test_parquet_and_hub_give_what_json_lines_give(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
-    records = [PAIR, {**PAIR, "prompt": "Ho"}]
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "records.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_list(records))
-    sources = (jsonl(tmp_path, records), str(tmp_path / "records.parquet"), "owner/name")
-    results = [load_preferences(source, tokenizer, **LENGTHS)[0].to_list() for source in sources]
-    assert results[0] == results[1] == results[2]
-
-
-def test_conversations(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
-    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "you"}]
-    source = jsonl(tmp_path, [{"messages": conversation}])
-    data, _ = load_demonstrations(source, chat_tokenizer, **LENGTHS)
-    assert data[0]["prompt"] == "u:Hi;a:"
-    assert chat_tokenizer.decode(data[0]["response_ids"]) == "you;" + EOS
-    assert load_prompts(source, chat_tokenizer, max_prompt_tokens=100)[0][0]["prompt"] == "u:Hi;a:"
-
-
-def test_messages_need_a_chat_template_whatever_is_skipped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}]}])
-    with pytest.raises(DataError, match=r"records\.jsonl record 1: .*no chat template"):
-        load_prompts(source, tokenizer, max_prompt_tokens=100, skip_bad_records=True)
-
-
-# --- bad records ----------------------------------------------------------------------------------------------------
+# --- bad records and limits -----------------------------------------------------------------------------------------
 
 BAD_RECORDS = [
     ({**PAIR, "chosen": None}, "record 2 field 'chosen': expected text, got null"),
-    ({**PAIR, "chosen": 7}, "record 2 field 'chosen': expected text, got the number 7"),
     ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
     ({**PAIR, "prompt": " "}, "record 2 field 'prompt': expected text, got only white space"),
     ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
     ({**PAIR, "chosen": "o" * 2000}, "record 2 field 'chosen': expected at most 1000 characters, got 2000 of them"),
     (Line("{"), "record 2: expected valid JSON, got text that is not"),
     ([PAIR], "record 2: expected an object, got a list of 1"),
-    (3, "record 2: expected an object, got the number 3"),
 ]
 
 
-@pytest.mark.parametrize(("bad", "said"), BAD_RECORDS)
-def test_a_bad_record_stops_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: Any, said: str):
-    source = jsonl(tmp_path, [PAIR, bad])
-    with pytest.raises(DataError) as caught:
-        load_preferences(source, tokenizer, **LENGTHS)
-    assert str(caught.value).startswith(f"{source} {said}")
-
-
-def test_bad_records_are_skipped_and_counted_on_request(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    bad = [record for record, _ in BAD_RECORDS]
-    source = jsonl(
-        tmp_path, [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}, {**PAIR, "prompt": 1}]
-    )
+def test_bad_records_stop_the_run_or_are_skipped_and_counted(tmp_path: Path):
+    for bad, said in BAD_RECORDS:
+        with pytest.raises(DataError, match=f"records.jsonl {said}"):
+            preferences(tmp_path, [PAIR, bad])
     # The first record that has a layout decides: the record without `rejected` is bad for one reason before and after.
-    data, report = load_preferences(source, tokenizer, skip_bad_records=True, **LENGTHS)
+    bad = [record for record, _ in BAD_RECORDS]
+    records = [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}]
+    data, report = preferences(tmp_path, records, skip_bad_records=True)
     assert data["prompt"][:] == ["Hi", "Ho"]
-    assert (report.examples, report.skipped) == (2, 2 * len(bad) + 2)
+    assert (report.examples, report.skipped) == (2, 2 * len(bad) + 1)
     assert sum(report.reasons.values()) == report.skipped
-    assert report.reasons["field 'prompt': expected text"] == 4
-    assert str(report).startswith("2 examples, 0 prompts and 0 responses truncated, 20 records skipped (")
+    assert report.reasons["field 'prompt': expected text"] == 3
+    assert str(report).startswith("2 examples, 0 prompts and 0 responses truncated, 15 records skipped (")
+    none = r"got none \(0 examples, .* 3 records skipped \(3 × field 'prompt': expected text\)\)"
+    with pytest.raises(DataError, match=none):
+        prompts(tmp_path, [{"prompt": 1}] * 3, skip_bad_records=True)
 
 
-def test_the_file_of_a_bad_record_is_the_right_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    jsonl(tmp_path, [PAIR, PAIR], "a.jsonl")
-    second = jsonl(tmp_path, [PAIR, PAIR, {**PAIR, "prompt": None}], "b.jsonl")
-    with pytest.raises(DataError) as caught:
-        load_preferences(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)
-    assert str(caught.value) == f"{second} record 3 field 'prompt': expected text, got null"
+def test_what_no_record_can_mend_stops_the_run_whatever_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(encoding, "TIME_LIMIT", 0.2)
+    hangs = byte_tokenizer(template="{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4)
+    for tokenizer, said in (
+        (PLAIN, r"records\.jsonl record 1: .*no chat template"),
+        (hangs, "the chat template has not ended after 0.2 s, for field 'messages'"),
+    ):
+        with pytest.raises(DataError, match=said):
+            prompts(tmp_path, [{"messages": [HI]}], tokenizer, skip_bad_records=True)
 
 
-def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path):
     labelled, completed = {"prompt": "Hi", "label": "a"}, {"prompt": "Hi", "completion": "a"}
     jsonl(tmp_path, [labelled], "a.jsonl")
     jsonl(tmp_path, [completed], "b.jsonl")
-    assert load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)[1].examples == 2
+    assert load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)[1].examples == 2
+    jsonl(tmp_path, [labelled, completed], "mixed.jsonl")
     with pytest.raises(DataError, match=r"mixed\.jsonl record 2 field 'label'"):
-        load_demonstrations(jsonl(tmp_path, [labelled, completed], "mixed.jsonl"), tokenizer, **LENGTHS)
+        load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)
 
 
-def test_a_file_of_which_no_record_can_be_used_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(
-        DataError, match=r"got none \(0 examples, .* 3 records skipped \(3 × field 'prompt': expected text\)\)"
-    ):
-        load_prompts(jsonl(tmp_path, [{"prompt": 1}] * 3), tokenizer, max_prompt_tokens=100, skip_bad_records=True)
-
-
-def test_parquet_columns_of_another_type_name_the_record(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "records.parquet")
-    with pytest.raises(DataError, match=r"records\.parquet record 1 field 'prompt': expected text, got the number 1"):
-        load_prompts(str(tmp_path / "records.parquet"), tokenizer, max_prompt_tokens=100)
-
-
-# --- lengths and limits ---------------------------------------------------------------------------------------------
-
-
-def test_truncations_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_truncations_and_texts_of_special_tokens_are_counted(tmp_path: Path):
     records = [PAIR, {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"}, {**PAIR, "chosen": "abcdefgh"}]
-    source = jsonl(tmp_path, records)
-    data, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=7)
+    data, report = preferences(tmp_path, records, max_prompt_tokens=4, max_response_tokens=7)
     assert data[1]["prompt"] == "6789"
-    assert tokenizer.decode(data[2]["chosen_ids"]) == "abcdefg"
+    assert PLAIN.decode(data[2]["chosen_ids"]) == "abcdefg"
     assert (report.truncated_prompts, report.truncated_responses) == (1, 1)
-    _, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=6)
+    _, report = preferences(tmp_path, records, max_prompt_tokens=4, max_response_tokens=6)
     assert (report.truncated_prompts, report.truncated_responses) == (1, 5)
-
-
-def test_a_pair_that_is_equal_once_truncated_cannot_be_used(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [{"prompt": "Hi", "chosen": "same start", "rejected": "same end"}])
+    same = {"prompt": "Hi", "chosen": "same start", "rejected": "same end"}  # once truncated
     with pytest.raises(DataError, match="field 'rejected': expected another response than 'chosen'"):
-        load_preferences(source, tokenizer, max_prompt_tokens=9, max_response_tokens=4)
+        preferences(tmp_path, [same], max_response_tokens=4)
+    said = str(preferences(tmp_path, [PAIR, {**PAIR, "chosen": f" you{EOS}"}])[1])
+    assert "truncated, 1 texts with the name of a special token, which is text, 0 records" in said
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5])
-def test_limit_takes_usable_records_and_reads_no_further(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, limit: int
-):
+@pytest.mark.parametrize("limit", [1, 5])
+def test_limit_takes_usable_records_and_reads_no_further(tmp_path: Path, limit: int):
     good = [{"prompt": f"record {i}"} for i in range(limit)]
-    source = jsonl(tmp_path, [{"prompt": None}, *good, {"prompt": None}])
+    records = [{"prompt": None}, *good, {"prompt": None}]
     with pytest.raises(DataError, match="record 1 field 'prompt'"):
-        load_prompts(source, tokenizer, max_prompt_tokens=9, limit=limit)
-    data, report = load_prompts(source, tokenizer, max_prompt_tokens=9, limit=limit, skip_bad_records=True)
+        prompts(tmp_path, records, limit=limit)
+    data, report = prompts(tmp_path, records, limit=limit, skip_bad_records=True)
     assert data["prompt"][:] == [record["prompt"] for record in good]
     assert (report.examples, report.skipped) == (limit, 1)
-    assert load_prompts(source, tokenizer, max_prompt_tokens=9, limit=99, skip_bad_records=True)[1].skipped == 2
+    assert prompts(tmp_path, records, limit=99, skip_bad_records=True)[1].skipped == 2
 
 
 # --- any JSON -------------------------------------------------------------------------------------------------------
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+NAMES = st.text(max_size=5) | st.sampled_from(["prompt", "label", "chosen", "margin", "role"])
 NESTED = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=5
 )
 AWKWARD = st.sampled_from(["", " ", "\ud800", EOS, f"a{EOS}b", "\n\nAssistant:"]) | NESTED
 
 
-def mostly(usual: st.SearchStrategy, unusual: st.SearchStrategy = AWKWARD) -> st.SearchStrategy:
-    return st.integers(0, 9).flatmap(lambda roll: unusual if roll == 0 else usual)
+@st.composite
+def mostly(draw: st.DrawFn, value: Any) -> Any:
+    """The value, in which now and then something else is in the place of a part."""
+    if draw(st.integers(0, 12)) == 0:
+        return draw(AWKWARD)
+    if isinstance(value, dict):
+        return {name: draw(mostly(item)) for name, item in value.items()}
+    return [draw(mostly(item)) for item in value] if isinstance(value, list) else value
 
 
-TEXT = mostly(st.text(min_size=1, max_size=9))
-DIALOGUE = mostly(TEXT.map(lambda reply: f"\n\nHuman: Hi\n\nAssistant: {reply}"))
-USER, ASSISTANT = (
-    st.fixed_dictionaries({"role": mostly(st.just(role)), "content": TEXT}) for role in ("user", "assistant")
-)
-CONVERSATION = mostly(st.tuples(st.just({"role": "user", "content": "Hi"}), ASSISTANT).map(list))
-PROMPT, REPLY = mostly(USER.map(lambda message: [message])), mostly(ASSISTANT.map(lambda message: [message]))
-SUMMARY = mostly(st.fixed_dictionaries({"text": TEXT}))
-COMPARISON = {
-    "info": mostly(st.fixed_dictionaries({"post": TEXT}, optional={"title": TEXT, "subreddit": TEXT})),
-    "summaries": mostly(st.lists(SUMMARY, min_size=2, max_size=2)),
-    "choice": mostly(st.integers(0, 1)),
-}
-LAYOUTS = [
-    {"prompt": TEXT},
-    *({"prompt": TEXT, column: TEXT} for column in ("label", "completion", "response")),
-    {"prompt": TEXT, "completion": TEXT, "label": st.booleans()},
-    {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
-    {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "margin": mostly(st.floats(0, 9))},
-    {"prompt": TEXT, "ranked_responses": mostly(st.lists(TEXT, max_size=4))},
-    {"prompt": PROMPT, "ranked_responses": mostly(st.lists(REPLY, max_size=4))},
-    {"prompt": PROMPT, "completion": REPLY},
-    {"prompt": PROMPT, "chosen": REPLY, "rejected": REPLY},
-    {"messages": CONVERSATION},
-    {"chosen": DIALOGUE, "rejected": DIALOGUE},
-    {"chosen": CONVERSATION, "rejected": CONVERSATION},
-    COMPARISON,
+REPLIES = [[{"role": "assistant", "content": text}] for text in ("Ho", "No")]
+DIALOGUES = [f"\n\nHuman: Hi\n\nAssistant: {text}" for text in ("Ho", "No")]
+RECORDS = [
+    *({"prompt": "Hi", column: " Ho"} for column in ("note", "label", "completion", "response")),
+    {"prompt": "Hi", "completion": "Ho", "label": True},
+    PAIR | {"margin": 1.5},
+    {"prompt": "Hi", "ranked_responses": ["a", "b", "c"]},
+    {"prompt": [HI], "ranked_responses": REPLIES},
+    {"prompt": [HI], "completion": REPLIES[0], "label": False},
+    {"prompt": [HI], "chosen": REPLIES[0], "rejected": REPLIES[1]},
+    {"messages": [HI, *REPLIES[0]]},
+    {"chosen": DIALOGUES[0], "rejected": DIALOGUES[1]},
+    {"chosen": [HI, *REPLIES[0]], "rejected": [HI, *REPLIES[1]]},
+    {"info": {"post": "I ran.", "title": "A run"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 1},
 ]
-ANY_COLUMNS = st.dictionaries(st.sampled_from(sorted({column for layout in LAYOUTS for column in layout})), AWKWARD)
-FILES = st.sampled_from(LAYOUTS).flatmap(
-    lambda layout: st.lists(mostly(st.fixed_dictionaries(layout), ANY_COLUMNS | NESTED), max_size=5)
-)
+FILES = st.sampled_from(RECORDS).flatmap(lambda record: st.lists(mostly(record), max_size=5))
 
 
 @pytest.mark.parametrize(
@@ -412,16 +298,12 @@ FILES = st.sampled_from(LAYOUTS).flatmap(
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
 def test_any_json_gives_usable_records_or_a_data_error(
-    tmp_path_factory: pytest.TempPathFactory,
-    chat_tokenizer: PreTrainedTokenizerFast,
-    load: Any,
-    records: list[Any],
-    skip: bool,
+    tmp_path_factory: pytest.TempPathFactory, load: Any, records: list[Any], skip: bool
 ):
     lengths = LENGTHS if load is not load_prompts else {"max_prompt_tokens": 100}
     source = jsonl(tmp_path_factory.mktemp("fuzz"), records)
     try:
-        data, report = load(source, chat_tokenizer, skip_bad_records=skip, **lengths)
+        data, report = load(source, CHAT, skip_bad_records=skip, **lengths)
     except DataError:
         return
     event("usable")
@@ -433,48 +315,3 @@ def test_any_json_gives_usable_records_or_a_data_error(
         assert isinstance(example.pop("desirable", True), bool)
         assert all(example.values())
         assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])
-
-
-def test_the_text_of_special_tokens_is_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    source = jsonl(tmp_path, [PAIR, {**PAIR, "chosen": f" you{EOS}"}])
-    _, report = load_preferences(source, tokenizer, **LENGTHS)
-    assert "truncated, 1 texts with the name of a special token, which is text, 0 records" in str(report)
-
-
-@pytest.mark.parametrize("others", [{"completion": " me"}, {"response": " me", "completion": " you"}])
-def test_two_readings_of_a_response_are_refused_by_name(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, others: dict[str, str]
-):
-    source = jsonl(tmp_path, [{"prompt": "Hi", "label": " you", **others}])
-    with pytest.raises(DataError, match=r"record 1: expected one response in the fields label, completion|response"):
-        load_demonstrations(source, tokenizer, **LENGTHS)
-    same = dict.fromkeys(others, " you")
-    data, _ = load_demonstrations(jsonl(tmp_path, [{"prompt": "Hi", "label": " you", **same}]), tokenizer, **LENGTHS)
-    assert len(data) == 1
-
-
-def test_a_message_that_the_template_drops_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    template = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    roles = [("user", "Hi"), ("critic", "bad"), ("user", "Ho"), ("assistant", "you")]
-    conversation = [{"role": role, "content": content} for role, content in roles]
-    source = jsonl(tmp_path, [{"messages": conversation[2:]}, {"messages": conversation}])
-    with pytest.raises(DataError) as caught:
-        load_demonstrations(source, tokenizer, **LENGTHS)
-    assert str(caught.value) == (
-        f"{source} record 2 field 'messages': expected a message that the chat template writes, "
-        "got one of 'critic' that it drops"
-    )
-
-
-def test_a_template_that_hangs_stops_the_run_whatever_is_skipped(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(encoding, "TIME_LIMIT", 0.2)
-    tokenizer = copy.deepcopy(tokenizer)
-    loops = ["{% for a in range(99999) %}"] * 4 + ["{% endfor %}"] * 4
-    tokenizer.chat_template = "".join(loops)
-    source = jsonl(tmp_path, [{"messages": [{"role": "user", "content": "Hi"}]}])
-    with pytest.raises(DataError, match=r"the chat template has not ended after 0.2 s, for field 'messages'"):
-        load_prompts(source, tokenizer, max_prompt_tokens=9, skip_bad_records=True)

@@ -1,26 +1,19 @@
-"""The layouts that README.md promises are those of the code, and its examples load."""
+"""The layouts that README.md promises are those of the code, in their order, and its examples load."""
 
 import json
 import re
 from pathlib import Path
 
-import pytest
-
 from fastp3o.data.layouts import LAYOUTS, find_layout
 
 README = Path(__file__).parents[3] / "fastp3o" / "data" / "README.md"
-DOCUMENTED = re.findall(r"^\| ([a-z, ]+) \| (\d) \| `(\{.*\})` \|$", README.read_text(), re.MULTILINE)
 
 
-def test_every_layout_is_documented_in_its_order():
-    documented = [(tuple(fields.split(", ")), int(responses)) for fields, responses, _ in DOCUMENTED]
-    assert documented == [(layout.fields, layout.response_count) for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize(("fields", "responses", "example"), DOCUMENTED, ids=[fields for fields, _, _ in DOCUMENTED])
-def test_the_example_of_a_layout_can_be_read(fields: str, responses: str, example: str):
-    record = json.loads(example)
-    layout = find_layout(record, int(responses))
-    assert str(layout) == fields.replace(", ", "/")
-    assert layout.prompt(record).value
-    assert len(layout.responses(record)) == int(responses)
+def test_every_layout_is_documented_in_its_order_and_its_example_can_be_read():
+    documented = re.findall(r"^\| ([a-z, ]+) \| (\d) \| `(\{.*\})` \|$", README.read_text(), re.MULTILINE)
+    for layout, (names, responses, example) in zip(LAYOUTS, documented, strict=True):
+        assert (", ".join(layout.fields), layout.response_count) == (names, int(responses))
+        record = json.loads(example)
+        assert find_layout(record, int(responses)) is layout
+        assert layout.prompt(record).value
+        assert len(layout.responses(record)) == int(responses)
