@@ -5,37 +5,26 @@ import torch
 
 pytest.importorskip("trl", reason="the extra `integrations` is not installed")
 import trl.trainer.utils
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from fastp3o.integrations.trl import linear_logprobs, linear_logprobs_in_trl
 from tests.fastp3o.integrations.own_trainer import varied
 from tests.fastp3o.integrations.trl_runs import WORDS, arguments, parts
 
 PAIRS = [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in WORDS]
-LABELLED = [{"prompt": f"Say {word}:", "completion": f" {word}", "label": word < "i"} for word in WORDS]
 SAMPLED = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
 TRAINERS = {
     "DPO": (DPOTrainer, DPOConfig, PAIRS, {}, {}),
-    "KTO": (KTOTrainer, KTOConfig, LABELLED, {}, {}),
     "GRPO": (GRPOTrainer, GRPOConfig, None, SAMPLED | {"num_iterations": 3}, {"reward_funcs": varied}),
-    "RLOO": (RLOOTrainer, RLOOConfig, None, SAMPLED | {"num_iterations": 3}, {"reward_funcs": varied}),
 }
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_three_steps_are_the_same(tmp_path, tiny_model, name, monkeypatch):
     trainer_class, config_class, data, options, more = TRAINERS[name]
-    calls = []
-
-    def counted(*arguments, **options):
-        calls.append(options)
-        return original(*arguments, **options)
 
     def second_pass(*_):
         raise AssertionError("TRL's own function was called")
-
-    original = linear_logprobs.linear_logprobs
-    monkeypatch.setattr(linear_logprobs, "linear_logprobs", counted)
 
     def trained():
         steps = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
@@ -46,11 +35,9 @@ def test_three_steps_are_the_same(tmp_path, tiny_model, name, monkeypatch):
         return start, trainer.model.state_dict(), trainer.state.log_history[:3]
 
     start, expected, logs = trained()
-    assert not calls
     monkeypatch.setattr(linear_logprobs.TRLS_OWN, "forward", second_pass)
     with linear_logprobs_in_trl():
         _, found, found_logs = trained()
-    assert calls
     assert trl.trainer.utils._ChunkedLogProbFunction is linear_logprobs.TRLS_OWN
     for key, weight in expected.items():
         moved = (weight - start[key]).norm()

@@ -1,16 +1,11 @@
-"""Short runs of P3OTrainer on the tiny model; run as a program, in each of two processes.
-
-torchrun --nproc_per_node 2 tests/fastp3o/integrations/trl_runs.py FOLDER MODEL
-"""
-
-import sys
+"""Short runs of P3OTrainer on the tiny model."""
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastp3o.integrations.trl import P3OConfig, P3OTrainer, p3o_trainer
-from tests.fastp3o.integrations.own_trainer import leave, plain_descent, recorded, varied
+from fastp3o.integrations.trl import P3OConfig, P3OTrainer
+from tests.fastp3o.integrations.own_trainer import plain_descent, varied
 
 WORDS = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
 
@@ -40,15 +35,8 @@ def parts(model_name: str, prompts: list[dict] | None = None) -> dict:
     }
 
 
-def p3o(folder: str, model_name: str, trainer_class=P3OTrainer, reward=varied, **options) -> P3OTrainer:
+def p3o(folder: str, model_name: str, reward=varied, **options) -> P3OTrainer:
     args = P3OConfig(**(arguments(folder) | {"max_completion_length": 6} | options))
-    trainer = trainer_class(reward_funcs=reward, args=args, **parts(model_name))
+    trainer = P3OTrainer(reward_funcs=reward, args=args, **parts(model_name))
     trainer.train()
     return trainer
-
-
-if __name__ == "__main__":
-    folder, model_name = sys.argv[1:]
-    microbatches = recorded(p3o_trainer)
-    trainer = p3o(folder, model_name, gradient_accumulation_steps=2, num_iterations=2, max_steps=4)
-    leave(folder, "p3o", trainer, microbatches)
