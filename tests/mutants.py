@@ -31,14 +31,8 @@ COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "
 COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 OPPOSITES = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "argmin": "argmax", "argmax": "argmin"}
 OPPOSITES |= {"sum": "mean", "mean": "sum", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
-DROPPED = (
-    "detach",
-    "clamp",
-    "abs",
-    "contiguous",
-    "sorted",
-    "exp",
-)  # a call with these names becomes what it is called on
+# A call with these names becomes what it is called on.
+DROPPED = ("detach", "clamp", "abs", "contiguous", "sorted", "exp")
 
 
 @dataclass(frozen=True)
@@ -125,15 +119,24 @@ def executed(tree: ast.AST) -> Iterator[ast.expr]:
             yield from executed(child)
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """Mutants by lot: a folder in turn, a kind of change, a place."""
+def all_mutants() -> list[Mutant]:
     listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in listed.stdout.splitlines() if name.endswith(".py")]
+    return [mutant for file in files for mutant in mutants_in(file, (ROOT / file).read_text())]
+
+
+def text_of(mutant: Mutant) -> str:
+    """The line that it changes."""
+    return (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Mutants by lot: a folder in turn, a kind of change, a place."""
     by_folder: dict[str, list[Mutant]] = {}
-    for file in files:
-        by_folder.setdefault(str(Path(file).parent), []).extend(mutants_in(file, (ROOT / file).read_text()))
+    for mutant in all_mutants():
+        by_folder.setdefault(str(Path(mutant.file).parent), []).append(mutant)
     lot = random.Random(seed)
-    folders = sorted(folder for folder, mutants in by_folder.items() if mutants)
+    folders = sorted(by_folder)
     lot.shuffle(folders)
     chosen: list[Mutant] = []
     for folder in cycle(folders):
@@ -148,19 +151,14 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 
 def drawn_again(earlier: Path) -> list[Mutant]:
     """The mutants of an earlier run's lines, in today's tree; what is not there any more is named and left out."""
-    listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = {name: (ROOT / name).read_text() for name in listed.stdout.splitlines() if name.endswith(".py")}
-    by_change: dict[tuple[str, str, str], list[tuple[Mutant, str]]] = {}
-    for file, text in files.items():
-        lines = text.splitlines()
-        for mutant in mutants_in(file, text):
-            key = (mutant.kind, mutant.before.strip(), mutant.after.strip())
-            by_change.setdefault(key, []).append((mutant, lines[mutant.line - 1].strip()))
+    by_change: dict[tuple[str, str, str], list[Mutant]] = {}
+    for mutant in all_mutants():
+        by_change.setdefault((mutant.kind, mutant.before.strip(), mutant.after.strip()), []).append(mutant)
     again = []
     for line in earlier.read_text().splitlines():
         old = json.loads(line)
         places = by_change.get((old["kind"], old["before"].strip(), old["after"].strip()), [])
-        same = [mutant for mutant, text in places if text == old["text"]]
+        same = [mutant for mutant in places if text_of(mutant) == old["text"]]
         here = [mutant for mutant in same if Path(mutant.file).name == Path(old["file"]).name] or same
         if here:
             again.append(here[0])
@@ -243,12 +241,13 @@ def main() -> None:
         mutants = drawn_again(arguments.again) if arguments.again else drawn(arguments.count, arguments.seed)
         found = 0
         for mutant in mutants:
-            text = (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
             tests = reached.get(mutant.file, {}).get(mutant.line, [])
             by = is_found(mutant, tests, tree) if tests else None
             found += by is not None
             with arguments.out.open("a") as file:
-                file.write(json.dumps(asdict(mutant) | {"text": text, "tests": len(tests), "found": by}) + "\n")
+                file.write(
+                    json.dumps(asdict(mutant) | {"text": text_of(mutant), "tests": len(tests), "found": by}) + "\n"
+                )
             where = f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.before.strip()} -> {mutant.after.strip()}"
             print(f"{'found' if by else 'LIVES'} ({len(tests)} tests)  {where}", flush=True)
         print(f"{found} of {len(mutants)} mutants are found")
