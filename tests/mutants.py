@@ -245,9 +245,8 @@ def main() -> None:
             by = is_found(mutant, tests, tree) if tests else None
             found += by is not None
             with arguments.out.open("a") as file:
-                file.write(
-                    json.dumps(asdict(mutant) | {"text": text_of(mutant), "tests": len(tests), "found": by}) + "\n"
-                )
+                line = asdict(mutant) | {"text": text_of(mutant), "tests": len(tests), "found": by}
+                file.write(json.dumps(line) + "\n")
             where = f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.before.strip()} -> {mutant.after.strip()}"
             print(f"{'found' if by else 'LIVES'} ({len(tests)} tests)  {where}", flush=True)
         print(f"{found} of {len(mutants)} mutants are found")
