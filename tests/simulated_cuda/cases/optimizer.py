@@ -10,7 +10,7 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from tests.fastp3o.backward import scaled_backward
-from tests.simulated_cuda.record import recorded
+from tests.simulated_cuda.host import recorded
 
 LAUNCHES = {"fp32": 20, "bf16": 20, "fp16": 30}  # of a step, however many parameters there are
 

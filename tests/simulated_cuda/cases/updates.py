@@ -8,7 +8,7 @@ import pytest
 from fastp3o.run.report import Phases
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
-from tests.simulated_cuda.record import Record, recorded, write_counts
+from tests.simulated_cuda.host import Record, recorded, write_counts
 
 # Launches of an update of four optimizer steps of the tiny Llama, most of them the model's own. With older versions of
 # torch and transformers there are some more.
