@@ -1,6 +1,7 @@
 """torch.cuda of the pretended devices."""
 
 import os
+from functools import cache
 from typing import Any
 
 from tests.simulated_cuda import native
@@ -19,7 +20,6 @@ from tests.simulated_cuda.operations import SimulatedDevice, cuda_device, scaled
 from tests.simulated_cuda.tensors import is_simulated
 
 TOTAL_MEMORY = 80 * 2**30
-NAME = "NVIDIA H100 80GB HBM3"
 
 
 class Stream:
@@ -33,8 +33,6 @@ class Stream:
         self.device_index, self.device_type, self.stream_id = self.device.index, 1, Stream.made
 
     def wait_stream(self, other: "Stream") -> None: ...
-
-    def wait_event(self, event: "Event") -> None: ...
 
     def synchronize(self) -> None:
         wait_for_device("Stream.synchronize")
@@ -50,8 +48,6 @@ class Event:
     def synchronize(self) -> None:
         if self.time is not None:
             wait_for_device("Event.synchronize", until=self.time)
-
-    def wait(self, stream: Stream | None = None) -> None: ...
 
     def elapsed_time(self, other: "Event") -> float:
         return 1.0
@@ -91,20 +87,15 @@ def set_sync_debug_mode(mode: str | int) -> None:
 
 
 current_streams: dict[int, Stream] = {}
-default_streams: dict[int, Stream] = {}
+default_stream_of = cache(Stream)
 
 
 def default_stream(device: Any = None) -> Stream:
-    number = device_with_number(device).index
-    return default_streams.setdefault(number, Stream(number))
+    return default_stream_of(device_with_number(device).index)
 
 
 def current_stream(device: Any = None) -> Stream:
-    return current_streams.setdefault(device_with_number(device).index, default_stream(device))
-
-
-def set_stream(stream: Stream) -> None:
-    current_streams[stream.device.index] = stream
+    return current_streams.get(device_with_number(device).index, default_stream(device))
 
 
 FUNCTIONS: dict[str, Any] = {
@@ -121,7 +112,7 @@ FUNCTIONS: dict[str, Any] = {
     "device_count": device_count,
     "empty_cache": lambda: None,
     "get_device_capability": lambda device=None: (9, 0),
-    "get_device_name": lambda device=None: NAME,
+    "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "get_sync_debug_mode": lambda: 0 if host.may_wait else 2,
     "is_available": lambda: True,
@@ -131,14 +122,12 @@ FUNCTIONS: dict[str, Any] = {
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
     "max_memory_allocated": max_memory_allocated,
-    "max_memory_reserved": max_memory_allocated,
     "mem_get_info": lambda device=None: (TOTAL_MEMORY - memory_allocated(device), TOTAL_MEMORY),
     "memory_allocated": memory_allocated,
-    "memory_reserved": memory_allocated,
     "reset_peak_memory_stats": lambda device=None: native.library().reset_peak(device_with_number(device).index),
     "set_device": lambda device: exchange_device(device_with_number(device).index) and None,
     "set_rng_state": lambda state, device=None: None,
-    "set_stream": set_stream,
+    "set_stream": lambda stream: current_streams.update({stream.device.index: stream}),
     "set_sync_debug_mode": set_sync_debug_mode,
     "synchronize": lambda device=None: wait_for_device("torch.cuda.synchronize"),
 }

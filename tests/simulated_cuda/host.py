@@ -89,17 +89,14 @@ def write_counts(name: str, counts: dict) -> None:
         file.write_text(json.dumps(noted | {name: counts}, indent=1) + "\n")
 
 
-class Copy(NamedTuple):
-    time: int
-    finish: Callable[[], None]
-
-
 @dataclass
 class Host:
-    """time: grows with every copy. may_wait: False where torch was told to raise. capture: the graph under way."""
+    """time: grows with every copy. under_way: times of copies, and what ends them. may_wait: False where torch was told
+    to raise. capture: the graph under way.
+    """
 
     time: int = 0
-    under_way: list[Copy] = field(default_factory=list)
+    under_way: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
     may_wait: bool = True
     capture: Any = None
 
@@ -119,15 +116,15 @@ def wait_for_device(kind: str, until: int | None = None) -> None:
 
 
 def finish_copies(until: int) -> None:
-    done = [copy for copy in host.under_way if copy.time <= until]
-    host.under_way = [copy for copy in host.under_way if copy.time > until]
-    for copy in done:
-        copy.finish()
+    done = [finish for time, finish in host.under_way if time <= until]
+    host.under_way = [copy for copy in host.under_way if copy[0] > until]
+    for finish in done:
+        finish()
 
 
 def copy_later(finish: Callable[[], None]) -> None:
     host.time += 1
-    host.under_way.append(Copy(host.time, finish))
+    host.under_way.append((host.time, finish))
 
 
 def copy_to_host_later(target: Tensor, values: Tensor) -> None:

@@ -69,14 +69,9 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     mixed = torch.Tag.pointwise in function.tags and len({tensor.dtype for tensor in tensors}) > 1
     changed = {"device": torch.device("cpu"), "pin_memory": False}
     kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
-    return execute(
-        STAND_INS.get(str(function), one_kernel(function) if mixed else function),
-        args,
-        kwargs,
-        device,
-        launched=launched,
-        written=written_by(function, args, kwargs),
-    )
+    written = written_by(function, args, kwargs)
+    function = STAND_INS.get(str(function), one_kernel(function) if mixed else function)
+    return execute(function, args, kwargs, device, launched=launched, written=written)
 
 
 def execute(
@@ -135,15 +130,12 @@ def cuda_device(device: Any) -> torch.device | None:
 def check_devices(name: str, function: Any, tensors: list[Tensor], device: torch.device) -> None:
     numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
     for tensor in tensors:
-        if is_simulated(tensor):
-            fits = tensor.simulated_device == device
-        else:
-            fits = name in INDEXES or tensor.device.type == "meta" or (tensor.dim() == 0 and numbers)
-        if not fits:
-            other = tensor.simulated_device if is_simulated(tensor) else "cpu"
+        found = tensor.simulated_device if is_simulated(tensor) else tensor.device
+        number = found.type == "cpu" and (name in INDEXES or (tensor.dim() == 0 and numbers))
+        if found != device and found.type != "meta" and not number:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{other} and {device}! ({name} at {place()})"
+                f"{found} and {device}! ({name} at {place()})"
             )
 
 
@@ -168,10 +160,10 @@ def waits(name: str, args: tuple, kwargs: dict) -> Iterator[str]:
 def written_by(function: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     if host.capture is None:
         return []
-    named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
-    writes = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = (named[name] for name in writes if name in named)
-    return [tensor for values in given for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+    arguments = function._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    given = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
 
 
 def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
@@ -182,11 +174,10 @@ def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, *
         return torch.empty_like(values_in(source), device="meta", **options)
     if target is None and device is None and is_simulated(source):
         target = source.simulated_device
+    note_launch("copy")
     if is_simulated(source) and target is not None:
-        note_launch("copy on the device" if target == source.simulated_device else "copy between devices")
         return execute(aten._to_copy.default, (source,), options, target, launched=True, written=[])
     if target is None:  # to the host
-        note_launch("copy to the host")
         values = converted(values_in(source), options)
         if not non_blocking or host.capture is not None:
             wait_for_device("copy to the host")
@@ -194,7 +185,6 @@ def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, *
         result = torch.empty_like(values, pin_memory=values.numel() > 0)
         on_host.copy_to_host_later(result, values.clone())
         return result
-    note_launch("copy to the device")
     with memory_of(target):
         values = converted(source, options, clone=True)
     result = on_device(values, target)
@@ -219,19 +209,15 @@ def upload(source: Tensor, non_blocking: bool) -> None:
 
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if is_simulated(target) and is_simulated(source):
-        note_launch("copy on the device" if target.device == source.device else "copy between devices")
-    elif is_simulated(target):
-        note_launch("copy to the device")
+    note_launch("copy")
+    if is_simulated(target) and not is_simulated(source):
         upload(source, non_blocking)
-    else:
-        note_launch("copy to the host")
-        if not (non_blocking and target.is_pinned()) or host.capture is not None:
-            wait_for_device("copy to the host")
-        else:
+    elif not is_simulated(target):
+        if non_blocking and target.is_pinned() and host.capture is None:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
                 on_host.copy_to_host_later(target, values_in(source).to(target.dtype).expand(target.shape).clone())
             return target
+        wait_for_device("copy to the host")
     device = target.simulated_device if is_simulated(target) else source.simulated_device
     execute(aten.copy_.default, (target, source), {}, device, launched=True, written=[target])
     return target

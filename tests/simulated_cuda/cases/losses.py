@@ -61,25 +61,12 @@ OBJECTIVES = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("impl", [None, "eager"])
 def test_an_objective_waits_for_nothing(name, impl):
-    dtype = torch.float16
-    hidden, head, tokens = randn(N, D, dtype=dtype, gradient=True), head_of(dtype), labels()
-    response_tensors = {"ref": randn(P, 2), "rewards": randn(P, 2)}
-    token_tensors = {"old": randn(N)}
+    hidden, head = randn(N, D, dtype=torch.float16, gradient=True), head_of(torch.float16)
+    options = {"response_tensors": {"ref": randn(P, 2), "rewards": randn(P, 2)}, "token_tensors": {"old": randn(N)}}
+    options |= {"divisor": torch.tensor(3.0), "memory_budget": budget_for(10, V), "responses_per_group": 2}
+    options |= {"outputs": ("entropy",) if name == "entropy" else (), "impl": impl}
     with recorded() as record:
-        linear_loss(
-            hidden,
-            head,
-            tokens,
-            OFFSETS,
-            OBJECTIVES[name],
-            responses_per_group=2,
-            token_tensors=token_tensors,
-            response_tensors=response_tensors,
-            outputs=("entropy",) if name == "entropy" else (),
-            divisor=torch.tensor(3.0),
-            memory_budget=budget_for(10, V),
-            impl=impl,
-        ).loss.backward()
+        linear_loss(hidden, head, labels(), OFFSETS, OBJECTIVES[name], **options).loss.backward()
     assert record.waits == [], record.table()
     assert all(leaf.grad is not None for leaf in (hidden, head.weight, head.bias))
 
@@ -92,15 +79,9 @@ def test_p3o_and_log_probs_wait_for_nothing_at_every_level(dtype, clipping, own,
     hidden, head, tokens = randn(N, D, dtype=dtype, gradient=True), head_of(dtype, softcap=5.0), labels()
     logits = randn(N, V, dtype=dtype, gradient=True)
     old, ref, rewards = (randn(P, 2) for _ in range(3))
-    old_tokens = None if own or clipping != "token" else randn(N)
     given = OFFSETS, None if own else old, ref, rewards, settings
-    options = {
-        "old_token_logprobs": old_tokens,
-        "valid_responses": rewards > -1,
-        "sampler_logprobs": None if own else randn(P, 2),
-        "divisor": torch.tensor(3.0),
-        "impl": impl,
-    }
+    options = {"valid_responses": rewards > -1, "sampler_logprobs": None if own else randn(P, 2), "impl": impl}
+    options |= {"divisor": torch.tensor(3.0), "old_token_logprobs": randn(N) if clipping == "token" else None}
     with recorded() as record:
         linear_p3o_loss(hidden, head, tokens, *given, **options, memory_budget=budget_for(10, V)).loss.backward()
         logits_p3o_loss(logits, tokens, *given, **options).loss.backward()
@@ -120,13 +101,12 @@ def test_a_device_that_is_not_the_current_one():
     def elsewhere(*shape):
         return torch.randn(*shape, device="cuda:1").requires_grad_()
 
-    hidden, weight = elsewhere(N, D), elsewhere(V, D)
-    old, ref, rewards = (elsewhere(P, 2).detach() for _ in range(3))
-    tokens, options = labels().to("cuda:1"), {"memory_budget": budget_for(10, V)}
+    hidden, weight, tokens = elsewhere(N, D), elsewhere(V, D), labels().to("cuda:1")
+    known = [elsewhere(P, 2).detach() for _ in range(3)]
     with recorded() as record:
-        linear_p3o_loss(hidden, weight, tokens, OFFSETS, old, ref, rewards, **options).loss.backward()
-        linear_loss(hidden, weight, tokens, OFFSETS, lambda groups: groups.logprobs.sum(), **options).loss.backward()
-        found = linear_logprobs(hidden, weight, tokens, cu_seqlens=OFFSETS, outputs=("entropy",), **options)
+        linear_p3o_loss(hidden, weight, tokens, OFFSETS, *known, memory_budget=budget_for(10, V)).loss.backward()
+        linear_loss(hidden, weight, tokens, OFFSETS, lambda groups: groups.logprobs.sum()).loss.backward()
+        found = linear_logprobs(hidden, weight, tokens, cu_seqlens=OFFSETS, outputs=("entropy",))
         (sequence_logprobs(found.logprobs, OFFSETS).sum() + found.entropy.sum()).backward()
         token_logprobs(elsewhere(N, V), tokens).sum().backward()
     assert record.devices.keys() == {"cuda:1"}

@@ -1,7 +1,6 @@
 """The calculator's predictions beside the bytes that live on the pretended device, counted as CUDA's allocator does."""
 
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from tests.fastp3o.backward import scaled_backward
-from tests.scripts.test_memory import random_model, random_row
-
-# hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response.
-SMALL = (128, 384, 2, 4, 512), (3, 60, 4)
+from tests.scripts.test_memory import DEEP_HALF, random_model, random_row
 
 
 @pytest.mark.parametrize(
@@ -24,7 +20,7 @@ SMALL = (128, 384, 2, 4, 512), (3, 60, 4)
 )
 def test_an_update_takes_what_is_predicted_within_a_tenth(precision, checkpointing):
     precision = choose_precision(precision, "fp16")
-    model_sizes, (P, prompt, response) = SMALL
+    model_sizes, (P, prompt, response) = DEEP_HALF
     config = P3OConfig(model="", output_dir="", prompts="", reward="", precision=precision.name)
     objective, device = P3O(config), torch.device("cuda", 0)
     model, row = random_model(*model_sizes, choose_precision("fp32", "fp32")), random_row(P, prompt, response, True)
@@ -38,7 +34,7 @@ def test_an_update_takes_what_is_predicted_within_a_tenth(precision, checkpointi
     microbatch = Microbatch(row, torch.randn(P, 2).to(device), old, old, old, old)
 
     def add_gradients() -> None:
-        with torch.autocast("cuda", torch.bfloat16) if precision.autocast else nullcontext():
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision.autocast is not None):
             loss, _ = objective.loss(model, microbatch, P)
         scaled_backward(optimizer, loss)
 
@@ -54,7 +50,6 @@ def test_an_update_takes_what_is_predicted_within_a_tenth(precision, checkpointi
     sizes = Model.from_config(model.model.config, parameters, parameters, trained_layers=0, head_trains=True)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
-    kept = parameters * precision.weights.itemsize
-    kept += predicted.masters + predicted.gradients + predicted.optimizer
+    kept = parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
     assert kept == pytest.approx(stays, rel=0.01)
     assert predicted.peak - kept == pytest.approx(measured - stays, rel=0.1)
