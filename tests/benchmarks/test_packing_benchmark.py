@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import padded, test_packing, training_shapes
+from benchmarks import test_packing, training_shapes
 from benchmarks.training_shapes import RESPONSES, llama
 
 TINY = llama(32, 48, 2, 4, 2, 61)
@@ -46,10 +46,3 @@ def test_all_layouts_give_the_same_loss_and_gradients_of_fewer_tokens(policy, K)
     assert tokens["shared prompts"] == sum(map(len, prompts)) + scored
     assert tokens["plain packing"] == K * sum(map(len, prompts)) + scored
     assert tokens["padded"] > tokens["plain packing"]
-
-
-def test_passes_hold_as_many_pairs_as_fit_with_their_padding():
-    prompts, pairs = [[1] * length for length in (3, 3, 9, 1)], [([1], [1])] * 4
-    assert padded.split(prompts, pairs, 20) == [range(0, 2), range(2, 3), range(3, 4)]
-    assert padded.split(prompts, pairs, 60) == [range(0, 3), range(3, 4)]
-    assert padded.split(prompts, pairs, 80) == [range(0, 4)]

@@ -11,7 +11,6 @@ from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
 from benchmarks.frontier.tasks import synthetic
-from benchmarks.frontier.tasks import task as tasks
 from benchmarks.frontier.tasks.language import Language
 from benchmarks.frontier.tasks.task import Task
 
@@ -116,9 +115,8 @@ def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximise
     liked = {"none": 2.0, "ratios": 1.0, "weights": 1.5}
 
     def recorded(run: Run) -> dict:
-        gain = (
-            liked[run.correction] + (run.learning_rate == 6e-4) - (run.algorithm == "none") * (run.correction == "none")
-        )
+        gain = liked[run.correction] + (run.learning_rate == 6e-4)
+        gain -= run.algorithm == run.correction == "none"
         ends = [{"step": step, "kl": 3.0 * step, "reward": step * (gain + 0.3), "missing_eos": 0.0} for step in (0, 1)]
         return vars(run) | {"evaluations": ends}
 
@@ -133,29 +131,3 @@ def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximise
     runs = list(tuned_arms.results([arm]))
     assert [(run.seed, run.task[-1], run.learning_rate) for run in runs] == [(n, str(n), 6e-4) for n in range(8)]
     assert "corrections" in json.loads((tmp_path / "tuned_arms.json").read_text())
-
-
-def test_slow_settings_get_more_updates_instead_of_being_ruled_out(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuned_arms, "CHOSEN", tmp_path / "tuned_arms.json")
-
-    def recorded(run: Run) -> dict:
-        """Half a nat an evaluation, or a quarter at the lowest rate, where a nat is worth more."""
-        slow = run.learning_rate == min(tuned_arms.rates_of(run))
-        ends = [
-            {"step": n, "kl": n * (0.25 if slow else 0.5), "missing_eos": 0.0} for n in range(9 + 4 * bool(run.updates))
-        ]
-        worth = 2.0 if slow else 1.0
-        return vars(run) | {"evaluations": [one | {"reward": one["kl"] * worth} for one in ends]}
-
-    trials = list(map(recorded, equal_kl.equal_kl_trials()))
-    choice.choose_slow_settings(to_frames(trials))
-    longer = list(equal_kl.equal_kl_longer())
-    assert len(longer) == 2 * 3 * len(equal_kl.EVERYONE)
-    assert {run.updates for run in longer} == {40}
-    choice.choose_at_equal_kl(to_frames([*trials, *map(recorded, longer)]))
-    runs = list(equal_kl.equal_kl())
-    assert len(runs) == 8 * len(equal_kl.EVERYONE), "the same setting is best at both KLs"
-    assert all(run.learning_rate == min(tuned_arms.rates_of(run)) for run in runs)
-    monkeypatch.setattr(one_run, "SETTINGS", tasks.SETTINGS)
-    config = configuration(runs[0], task, tmp_path)
-    assert (config.updates, config.eval_at) == (40, "2,4,7,10,14,20,28")
