@@ -34,8 +34,3 @@ def test_tokens_that_are_read():
     engine = counts("fastp3o engine", prompts, responses, case)
     assert engine == {"tokens": 9, "steps": 4, "read_per_token": ((4 * 4 + 2 * 2) + (10 + 1 + 3 + 3)) / 9}
     assert counts("generate", prompts, responses, case) == {"tokens": 9, "steps": 4}
-
-
-def test_steps_until_all_responses_have_ended():
-    assert test_rollouts.steps_of_slots([3, 1, 1, 2, 4], slots=2) == 7
-    assert test_rollouts.steps_of_slots([3, 1], slots=4) == 3

@@ -131,14 +131,6 @@ def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
     assert predicted.cache + predicted.head == pytest.approx(measured.peak, rel=0.1)
 
 
-def test_lengths_of_a_full_row():
-    shared = Lengths.full_row(Packing(1000), prompt=100, response=50)
-    assert shared == Lengths(tokens=1000, keys=1500, labelled=500)
-    plain = Lengths.full_row(Packing(1000, share_prompts=False), prompt=100, response=50)
-    assert plain == Lengths(tokens=900, keys=900, labelled=300)
-    assert Lengths.full_row(Packing(10), prompt=100, response=50).tokens == 200
-
-
 LLAMAS = {
     "0.5 B": llama(896, 4864, 24, 14, 2, 151936, True),
     "1.2 B": llama(2048, 8192, 16, 32, 8, 128256, True),

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import fastp3o
-import fastp3o_kernels
-
 ROOT = Path(__file__).parents[2]
 # One of each kind of command.
 SCRIPTS = ("memory.py", "online.py", "sft.py", "win_rate.py")
@@ -53,7 +50,3 @@ def test_importing_the_package_imports_nothing_that_takes_long():
     modules = imported_by("fastp3o")
     assert "fastp3o" in modules
     assert not HEAVY & modules
-
-
-def test_both_packages_have_one_version():
-    assert fastp3o.__version__ == fastp3o_kernels.__version__

@@ -5,7 +5,7 @@ freed or has moved would read garbage on a GPU, and raises here.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,21 +33,14 @@ class Address:
         return torch.empty(0, dtype=self.dtype).set_(storage, *self.view)
 
 
-class Operation(NamedTuple):
-    """function: on values in CPU memory. results: where its results go, tensors of the graph's own memory."""
-
-    function: Callable
-    args: tuple
-    kwargs: dict
-    results: list[Tensor]
-
-
 class Capture:
-    """Operations in the order of their launches, on one device."""
+    """Operations in the order of their launches, on one device: functions on values in CPU memory, their arguments, and
+    where their results go, tensors of the graph's own memory.
+    """
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.operations: list[Operation] = []
+        self.operations: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
         self.own: dict[int, torch.UntypedStorage] = {}
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -72,7 +65,7 @@ class Capture:
         results = tensors_in(result)
         self.own |= {identity(value): value.untyped_storage() for value in results if identity(value) not in given}
         if launched:
-            self.operations.append(Operation(function, *held, results))
+            self.operations.append((function, *held, results))
 
     def held(self, value: Any) -> Any:
         return Address(value) if isinstance(value, Tensor) and identity(value) not in self.own else value

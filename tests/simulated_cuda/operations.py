@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.simulated_cuda import host as on_host
 from tests.simulated_cuda.host import host, note_launch, place, wait_for_device
 from tests.simulated_cuda.native import library, memory_of
-from tests.simulated_cuda.stand_ins import STAND_INS, attention, attention_backward, fused, one_kernel
+from tests.simulated_cuda.stand_ins import STAND_INS, attention, attention_backward, fused
 from tests.simulated_cuda.tensors import is_simulated, on_device, values_in
 
 aten = torch.ops.aten
@@ -65,12 +65,10 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     launched = not function.is_view and name not in NO_LAUNCH
     if launched:
         note_launch(str(function))
-    # CUDA's kernels read and write each dtype as it is, where a CPU converts whole tensors first.
-    mixed = torch.Tag.pointwise in function.tags and len({tensor.dtype for tensor in tensors}) > 1
     changed = {"device": torch.device("cpu"), "pin_memory": False}
     kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
     written = written_by(function, args, kwargs)
-    function = STAND_INS.get(str(function), one_kernel(function) if mixed else function)
+    function = STAND_INS.get(str(function), function)
     return execute(function, args, kwargs, device, launched=launched, written=written)
 
 
@@ -224,27 +222,21 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """scaled_dot_product_attention: CUDA's kernels keep results and sums for their backward pass; this one does not
-    use them.
-    """
-
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
-        out = launched_attention(attention, query.device, query, key, value, mask, options)
-        log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, mask, out, log_sums)
+        ctx.save_for_backward(query, key, value, mask)
         ctx.options = options
-        return out
+        return launched_attention(attention, query.device, query, key, value, mask, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        inputs = ctx.saved_tensors[:4]
-        return *launched_attention(attention_backward, grad.device, grad, *inputs, ctx.options), None, None
+        inputs = *ctx.saved_tensors, ctx.options
+        return *launched_attention(attention_backward, grad.device, grad, *inputs), None, None
 
 
 def launched_attention(function: Callable, device: torch.device, *args: Any) -> Any:
     note_launch(function.__name__)
-    return execute(one_kernel(function), args, {}, device, launched=True, written=[])
+    return execute(function, args, {}, device, launched=True, written=[])
 
 
 def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):

@@ -1,36 +1,14 @@
 """Operations that torch has for CUDA only, or that compute more precisely there, on values in CPU memory."""
 
 from collections.abc import Callable
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-
-from tests.simulated_cuda.native import library
 
 aten = torch.ops.aten
 fused = torch.nn.functional.scaled_dot_product_attention
-
-
-def one_kernel(stand_in: Callable) -> Callable:
-    """The function, whose results alone take memory of the device: a kernel has other values in registers."""
-
-    @wraps(stand_in)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        device = library().allocate_on(-1)
-        try:
-            result = stand_in(*args, **kwargs)
-        finally:
-            library().allocate_on(device)
-        given = {id(value) for value in tree_leaves((args, kwargs))}
-        return tree_map(
-            lambda value: value.clone() if isinstance(value, Tensor) and id(value) not in given else value, result
-        )
-
-    return run
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
@@ -102,21 +80,18 @@ def varlen_attention_backward(grad, q, k, v, out, log_sums, cu_q, cu_k, longest_
 
 
 STAND_INS: dict[str, Callable] = {
-    name: one_kernel(stand_in)
-    for name, stand_in in {
-        "aten._log_softmax.default": log_softmax,
-        "aten._softmax.default": softmax,
-        "aten.addmm.dtype": sum_with_product,
-        "aten.addmm.dtype_out": sum_with_product,
-        "aten.histc.default": histogram,
-        "aten.mm.dtype": product,
-        "aten.mm.dtype_out": product,
-        "torch_attn._varlen_attn.default": varlen_attention,
-        "torch_attn._varlen_attn_backward.default": varlen_attention_backward,
-    }.items()
+    "aten._log_softmax.default": log_softmax,
+    "aten._softmax.default": softmax,
+    "aten.addmm.dtype": sum_with_product,
+    "aten.addmm.dtype_out": sum_with_product,
+    "aten.histc.default": histogram,
+    "aten.mm.dtype": product,
+    "aten.mm.dtype_out": product,
+    "torch_attn._varlen_attn.default": varlen_attention,
+    "torch_attn._varlen_attn_backward.default": varlen_attention_backward,
 }
 
-# torch has it in pieces for devices without a kernel of their own, and these would keep more.
+# torch has it in pieces for devices without a kernel of their own.
 if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
     kernels_of_cuda = torch.library.Library("aten", "IMPL", "CUDA")
     kernels_of_cuda.impl("silu_backward", aten.silu_backward.default)

@@ -51,16 +51,14 @@ def p3o(folder: str, model_name: str, **options) -> P3OTrainer:
     return trainer
 
 
+TWO_MINIBATCHES = {"num_generations": 4, "steps_per_generation": 2, "clipping": "separate", "max_steps": 4}
+
+
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
-        pytest.param({"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}, {}, id="iterations"),
-        pytest.param(
-            {"steps_per_generation": 2, "clipping": "separate", "max_steps": 4},
-            {"clipping": "separate"},
-            id="two-minibatches",
-        ),
-        pytest.param({"num_generations": 4, "beta": 0.0, "num_iterations": 2}, {"kl_coef": 0.0}, id="four-responses"),
+        ({"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}, {}),
+        (TWO_MINIBATCHES | {"beta": 0.0}, {"clipping": "separate", "kl_coef": 0.0}),
     ],
 )
 def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch, options, settings):

@@ -14,7 +14,6 @@ from fastp3o_kernels import (
     logits_p3o_loss,
     losses,
     p3o_loss,
-    response_tokens,
     sequence_logprobs,
     token_logprobs,
     token_p3o_loss,
@@ -132,10 +131,3 @@ def test_launches_of_a_chunk(dtype):
     few, many = launches(4), launches(6)
     assert many["triton dlogits_kernel"] - few["triton dlogits_kernel"] == 2
     assert (many.total() - few.total()) / 2 <= MOST_LAUNCHES[dtype], many - few
-
-
-def test_the_number_of_tokens_of_a_padded_batch_is_waited_for():
-    ids, mask = labels(24).view(4, 6), torch.ones(4, 6, dtype=torch.bool, device=DEVICE).triu(1)
-    with recorded() as record:
-        response_tokens(ids, mask)
-    assert record.places() == {("kernels/fastp3o_kernels/response_tokens.py", "response_tokens"): 1}

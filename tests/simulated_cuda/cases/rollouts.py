@@ -4,8 +4,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.sampling_copy import SamplingCopy
-from fastp3o.models.trainable import add_lora
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
 from fastp3o_kernels.decoding import response_keys
@@ -68,16 +66,3 @@ def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
     assert engine.run(PROMPTS, KEYS)[0]
     assert engine.graph.fails
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def test_a_copy_with_merged_adapters_is_sampled():
-    policy = make_policy()
-    add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
-    sampled = SamplingCopy(policy, torch.device("cuda"), torch.bfloat16, merges=True)
-    policy.to("cuda")
-    with torch.no_grad(), sampled.gathered(policy):
-        engine = make_engine(sampled.model, graph=True)
-        ids, _ = engine.run(PROMPTS, KEYS)
-        assert engine.graph.graph is not None
-    with sampled.gathered(policy):
-        assert engine.run(PROMPTS, KEYS)[0] == ids

@@ -17,7 +17,7 @@ from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
 from fastp3o.run.signals import StoppedError
 from fastp3o.training import preferences as preference
-from fastp3o.training import reward_model, sft
+from fastp3o.training import reward_model
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.simulated_cuda.host import recorded
@@ -108,12 +108,6 @@ def test_offline_objectives(tiny_model, workplace, name):
     data = "unpaired.jsonl" if name == "kto" else "preferences.jsonl"
     preference.train(OFFLINE_OBJECTIVES[name](**supervised(data, tiny_model, "run")))
     assert_finite("run", len(metrics("run")))
-
-
-@pytest.mark.parametrize("precision", ["bf16-autocast", "fp16"])
-def test_sft(tiny_model, workplace, precision):
-    sft.train(sft.SFTConfig(**supervised("sft.jsonl", tiny_model, "run", precision=precision, eval_data="sft.jsonl")))
-    assert_finite("run", 2)
 
 
 def test_generate(tiny_model, workplace):
