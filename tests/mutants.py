@@ -175,8 +175,8 @@ def tests_of_lines(coverage_file: Path) -> dict[str, dict[int, list[str]]]:
     data.read()
     reached = {}
     for file in data.measured_files():
-        contexts = data.contexts_by_lineno(file)
-        tests = {line: sorted({name.split("|")[0] for name in names if name}) for line, names in contexts.items()}
+        lines = data.contexts_by_lineno(file).items()
+        tests = {line: sorted({name.split("|")[0] for name in names if name}) for line, names in lines}
         reached[os.path.relpath(file, ROOT)] = tests
     return reached
 
@@ -184,10 +184,8 @@ def tests_of_lines(coverage_file: Path) -> dict[str, dict[int, list[str]]]:
 def measure_coverage(file: Path) -> None:
     """Runs the suite once and notes which test reaches which line, in forked processes too."""
     command = [sys.executable, "-m", "pytest", "-q", "--numprocesses", "auto", "--dist", "worksteal"]
-    options = [f"--cov={source}" for source in SOURCES]
-    subprocess.run(
-        [*command, *options, "--cov-context=test", "--cov-report="], cwd=ROOT, env=environment(ROOT, file), check=False
-    )
+    command += [*(f"--cov={source}" for source in SOURCES), "--cov-context=test", "--cov-report="]
+    subprocess.run(command, cwd=ROOT, env=environment(ROOT, file), check=False)
 
 
 def environment(tree: Path, coverage_file: Path | None = None) -> dict[str, str]:

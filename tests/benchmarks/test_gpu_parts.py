@@ -1,16 +1,12 @@
 """The parts of a run on a GPU, with small scripts in place of tests: order, failures, hangs, kills, resumption."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_parts, results_file
+from benchmarks import gpu_parts
 from benchmarks.gpu_parts import Part
 
 ROOT = Path(__file__).parents[2]
@@ -113,32 +109,6 @@ def test_a_part_ends_with_its_time_and_goes_on_in_the_next_run(tmp_path, capsys)
     assert "slow: unfinished, 0 done" in capsys.readouterr().out
     (tmp_path / "started").touch()
     assert run([shell("slow", f"test -f {tmp_path}/started")], tmp_path) == 0
-
-
-def test_a_machine_that_goes_leaves_results(tmp_path):
-    parts = [suite(tmp_path, "head", "fastp3o"), suite(tmp_path, "rollouts", "peer", "fastp3o=hang")]
-    every, out = [tuple(part) for part in parts], str(tmp_path / "out")
-    program = (
-        "from benchmarks import gpu_parts\nfrom pathlib import Path\ngpu_parts.LOOK = 0.02\n"
-        f"gpu_parts.run([gpu_parts.Part(*part) for part in {every!r}], Path({out!r}), 'gpu', 60)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
-    )
-    rollouts = tmp_path / "out" / "parts" / "rollouts.json"
-    while results_file.load(rollouts)["running"] != "benchmarks/test_x.py::test_fastp3o":
-        time.sleep(0.02)
-    while len(merged(tmp_path)["benchmarks"]) < 2:
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert measured(tmp_path) == ["fastp3o", "peer"]
-    # What was interrupted is not its test's fault: it runs, and the others do not.
-    known = merged(tmp_path)["benchmarks"]
-    parts[1] = suite(tmp_path, "rollouts", "peer", "fastp3o")
-    assert run(parts, tmp_path) == 0
-    assert merged(tmp_path)["benchmarks"][:2] == known
-    assert measured(tmp_path) == ["fastp3o", "peer", "fastp3o"]
 
 
 def test_parts_name_files_that_exist():

@@ -1,11 +1,52 @@
-import json
-import re
-import shutil
+"""Verdicts on made-up results, and pages that are what the committed results give."""
 
 import pytest
 
 from benchmarks import report
-from tests.benchmarks.results import result
+from benchmarks.goals import GOALS, NOT_MEASURED
+
+
+def result(level="hidden", implementation="fastp3o", passes="forward and backward", N=8192, ratio=1.0, ms=10.0, **more):
+    shape = {"N": N, "D": 4096, "V": 128256}
+    figures = {"ratio_to_bare": ratio, "ms": ms, "extra_gb": None}
+    return {"level": level, "implementation": implementation, "passes": passes, **shape, **figures, **more}
+
+
+def verdict(results, what, goal=""):
+    (found,) = [entry for entry in GOALS if entry.what.startswith(what) and goal in entry.goal]
+    return found.verdict(results)
+
+
+def test_nothing_measured_is_said_so():
+    assert {goal.verdict([]) for goal in GOALS} == {(NOT_MEASURED, NOT_MEASURED)}
+
+
+def test_the_worst_head_counts():
+    results = [result(ratio=1.08), result(ratio=1.21, N=32768)]
+    assert verdict(results, "hidden-level loss") == ("1.21 ×", "not met")
+    assert verdict(results[:1], "hidden-level loss") == ("1.08 ×", "met")
+
+
+def test_peers_are_compared_at_the_same_shape():
+    results = [result(ratio=1.1), result(implementation="TRL", ratio=1.43), result(implementation="TRL", N=32768)]
+    assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
+    results.append(result(implementation="torch.compile", ratio=0.99))
+    assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
+    assert verdict(results, "the same", "never slower") == ("0.90 ×", "not met")
+
+
+def rollouts(ratio, K=2, cuda=False, **more):
+    ways = {"generate": {"ratio": 1.0}, "fastp3o engine": {"ratio": ratio} | more}
+    shape = {"D": 2048, "prompt": 350, "response": 40, "mean": None, "K": K} if cuda else {"K": K}
+    return {"level": "rollouts", "implementation": "fastp3o", "cuda": cuda, "ways": ways} | shape
+
+
+def test_rollouts_are_judged_by_the_device_that_the_goal_names():
+    results = [rollouts(1.2), rollouts(0.9, K=4), rollouts(12.0, cuda=True, floor_ms=30.0, ms=40.0)]
+    assert verdict(results, "the same, any shape") == ("0.90 ×", "not met")
+    assert verdict(results, "rollouts on an H200") == ("75%", "met")
+    assert verdict(results, "the same", "≥ 10 ×") == ("12.0 ×", "met")
+    assert verdict(results, "rollouts on a CPU") == (NOT_MEASURED, NOT_MEASURED)
 
 
 def test_what_is_committed_is_what_the_results_give():
@@ -27,22 +68,3 @@ def test_no_goal_of_a_gpu_is_met_by_times_on_a_cpu():
     assert report.judged({"benchmarks": results, "environment": {"cuda": None}}) == [sampled | {"cuda": False}]
     everything = [result | {"cuda": True} for result in results]
     assert report.judged({"benchmarks": results, "environment": {"cuda": "13.0"}}) == everything
-
-
-def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(tmp_path, monkeypatch):
-    rates = {"gb_per_s": None, "tflop_per_s": 500.0, "bare_ms": 9.0, "extra_gb": 0.96}
-    environment = {"device": "a GPU", "packages": {"torch": "2.13.0"}, "date": "2026-01-01", "cuda": "13.0"}
-    missing = [{"name": "test_a", "reason": "absent: no module"}]
-    record = {"environment": environment, "benchmarks": [result(**rates)], "not_measured": missing}
-    shutil.copytree(report.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("frontier", "quickstart"))
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    for name in ("README", "PRECISION_PAGE", "FRONT_PAGE"):
-        shutil.copy(getattr(report, name), tmp_path / f"{name}.md")
-        monkeypatch.setattr(report, name, tmp_path / f"{name}.md")
-    (tmp_path / "results" / "kernels.gpu.json").write_text(json.dumps(record))
-    report.write()
-    assert "no GPU has" not in (tmp_path / "README.md").read_text()
-    assert "are of one machine: a GPU." in (tmp_path / "FRONT_PAGE.md").read_text()
-    text = report.summary([report.gpu_record()])
-    assert re.search(r"three bare products +1.00 × +met", text)
-    assert not re.search(r"60% of the floor +\d", text)

@@ -88,14 +88,9 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with PeakMemory() as measured:
         update()
-    parameters = model.model.num_parameters()
-    sizes = Model.from_config(
-        model.model.config,
-        parameters,
-        sum(parameter.numel() for parameter in trained),
-        trained_layers=trained_layers,
-        head_trains=not trained_layers,
-    )
+    parameters, trains = model.model.num_parameters(), sum(parameter.numel() for parameter in trained)
+    parts = {"trained_layers": trained_layers, "head_trains": not trained_layers}
+    sizes = Model.from_config(model.model.config, parameters, trains, **parts)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing, one_by_one=True)
     kept = parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
@@ -151,13 +146,9 @@ def model_sizes(config: LlamaConfig, trainable: TrainableConfig) -> Model:
     with torch.device("meta"):
         model = PackedModel(LlamaForCausalLM(copy.deepcopy(config)))
         choose_trainable(model, trainable)
-    return Model.from_config(
-        model.model.config,
-        model.model.num_parameters(),
-        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        trained_layers=trainable.trainable_layers,
-        head_trains=model.head().weight.requires_grad,
-    )
+    trains = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    parts = {"trained_layers": trainable.trainable_layers, "head_trains": model.head().weight.requires_grad}
+    return Model.from_config(model.model.config, model.model.num_parameters(), trains, **parts)
 
 
 def test_the_pages_table_is_what_the_formula_gives():

@@ -44,10 +44,7 @@ def test_sample():
 # Cases, and tests marked `gpu`: steps of the engine take the interpreter seconds, so one family stands for all.
 EVERY = [
     *((f"{CASES}/{case}.py", "") for case in ("losses", "rollouts", "supervised", "updates")),
-    *(
-        (f"{CASES}/runs.py", chosen)
-        for chosen in ("resumed or generate or memory or second_device", "online", "offline")
-    ),
+    *((f"{CASES}/runs.py", chosen) for chosen in ("online", "offline", "not online and not offline")),
     ("tests/kernels", f"gpu and {SIZES}"),
     ("tests/fastp3o/models", "gpu"),
     ("tests/fastp3o/rollouts", "llama and not compiled"),

@@ -28,11 +28,8 @@ def names(workplace, tiny_model) -> dict:
     return {"MODEL": tiny_model, "PROMPTS": prompts, "reward": varied}
 
 
-def test_a_page_has_at_most_60_lines():
-    assert max(len(section.splitlines()) for section in SECTIONS) <= 60
-
-
 def test_the_plain_loop_is_fastp3os_own_update(names, tiny_model):
+    assert max(len(section.splitlines()) for section in SECTIONS) <= 60
     run("Plain loop", names)
     batch = PaddedBatch(names["ids"], names["batch"]["attention_mask"], names["response_mask"], 2)
     groups = batch_groups(batch, names["rewards"])

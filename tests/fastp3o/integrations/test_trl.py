@@ -19,19 +19,16 @@ from tests.fastp3o.integrations.own_trainer import assert_own_update, plain_desc
 WORDS = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
 
 
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL reports that it is used, except in CI."""
+    monkeypatch.setenv("CI", "true")
+
+
 def arguments(folder: str) -> dict:
-    return {
-        "output_dir": folder,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "max_grad_norm": 0.0,
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-    }
+    settings = {"output_dir": folder, "report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
+    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0}
+    return settings | {"per_device_train_batch_size": 4, "max_steps": 2}
 
 
 def parts(model_name: str, prompts: list[dict] | None = None) -> dict:
