@@ -195,28 +195,19 @@ def environment(tree: Path, coverage_file: Path | None = None) -> dict[str, str]
 
 
 def is_found(mutant: Mutant, tests: Sequence[str], tree: Path) -> str | None:
-    """The first lines of a failing test's report, or None if all pass."""
+    """The first line of a failing test's report, or None if all pass."""
     path = tree / mutant.file
     text = path.read_text()
     path.write_text(text[: mutant.start] + mutant.after + text[mutant.end :])
     folder = "tests/" + mutant.file.removeprefix("kernels/fastp3o_").rpartition("/")[0]
-    near = [test for test in tests if test.startswith(folder)]
-    try:
-        for some in (near, [test for test in tests if test not in set(near)]):
-            if some and (failed := failure(some, tree)):
-                return failed
-    finally:
-        path.write_text(text)
-    return None
-
-
-def failure(tests: Sequence[str], tree: Path) -> str | None:
-    """The first failure of these tests; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses", "2", "-p", "no:cacheprovider", *tests]
+    near_first = sorted(tests, key=lambda test: not test.startswith(folder))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses", "2", "-p", "no:cacheprovider", *near_first]
     try:
         ran = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return "the tests hang"
+    finally:
+        path.write_text(text)
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (failed or [ran.stdout[-200:]])[0][:200] if ran.returncode not in (0, 5) else None
 

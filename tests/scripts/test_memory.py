@@ -75,8 +75,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     choose_trainable(model, TrainableConfig(trainable_layers=trained_layers))
     if checkpointing:
         model.recompute_activations()
-    vocabulary = model_sizes[-1]
-    old = torch.full((P, 2), -response * torch.tensor(float(vocabulary)).log())
+    old = torch.full((P, 2), -response * torch.tensor(float(model_sizes[-1])).log())
     microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old)
 
     def update():

@@ -74,23 +74,13 @@ def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch, options, 
     assert_own_update(trainer.model.state_dict(), tiny_model, rounds, iterations, **settings)
 
 
-def test_masked_completions_have_no_gradient(tmp_path, tiny_model):
-    """The random model hardly ever ends a response within two tokens."""
-    options = {"mask_truncated_completions": True, "max_completion_length": 2, "max_steps": 1}
-    trainer = p3o(str(tmp_path), tiny_model, **options)
-    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    assert all(torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items())
-
-
 def test_siblings_stay_together():
     rows = torch.arange(12)
-    shuffled = shuffled_groups({"rows": rows, "list": rows.tolist(), "number": torch.tensor(3), "none": None}, 3)
+    shuffled = shuffled_groups({"rows": rows, "list": rows.tolist(), "none": None}, 3)
     assert shuffled["rows"].tolist() == shuffled["list"]
     firsts = shuffled["list"][::3]
     assert sorted(firsts) == [0, 3, 6, 9]
     assert shuffled["list"] == [first + sibling for first in firsts for sibling in range(3)]
-    assert shuffled["number"] == 3
-    assert shuffled["none"] is None
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,6 @@ OBJECTIVES = {
         losses.ppo_clip(g.token_logprobs, g["old"], g.per_token(losses.group_advantages(g["rewards"])))
         + losses.k3(g.token_logprobs, g["old"])
     ).sum(),
-    "weighted": lambda g: (
-        losses.reinforce(g.logprobs, g["rewards"]) * losses.truncated_ratios(g["ref"] - g["rewards"], 2.0)
-    ).sum(),
-    "rebel": lambda g: losses.rebel(g.logprobs, g["ref"], g["rewards"]).sum(),
     "dpo": lambda g: losses.dpo(g.logprobs, g["ref"]).sum(),
     "orpo": lambda g: losses.orpo(g.means(g.token_logprobs) - 1).sum(),
     "entropy": lambda g: (g.logprobs.sum() - 0.1 * g.entropy.sum(), {"entropy": g.entropy.sum()}),
