@@ -1,4 +1,4 @@
-"""The wheel that `pip install fastp3o` would bring: what it needs, what it holds, and whether it works by itself."""
+"""The sdist, and the wheel made of it, that an index would have: what they need and hold, and whether they work."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 from fastp3o_kernels import __version__
@@ -46,7 +47,7 @@ assert hidden.grad.abs().sum() > 0 and head.grad.abs().sum() > 0
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds, built from a copy of the sources."""
+    """A folder with what the wheel holds, built from the sdist of a copy of the sources."""
     for needed in ("pip", "setuptools"):
         if find_spec(needed) is None:
             pytest.skip(f"building a wheel needs {needed}, which this interpreter does not have")
@@ -56,8 +57,12 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(ROOT / name, sources)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    built = subprocess.run([sys.executable, "-c", build], cwd=sources, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (sdist,) = folder.glob("fastp3o-*.tar.gz")
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    command = [sys.executable, "-m", "pip", "wheel", str(sources), *offline, "--wheel-dir", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", str(sdist), *offline, "--wheel-dir", str(folder)]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = folder.glob("fastp3o-*.whl")
@@ -87,6 +92,9 @@ def test_it_needs_torch_and_triton_alone_and_the_trainer_is_an_extra(distributio
     base = {r.name for r in requirements if "extra" not in str(r.marker)}
     assert base == {"torch", "triton"}
     assert distribution.version == __version__
+    metadata = Metadata.from_email(distribution.read_text("METADATA") or "", validate=True)
+    assert metadata.license_expression == "Apache-2.0"
+    assert metadata.description.startswith("# fastp3o")
 
     def added_by(extra: str) -> set[str]:
         return {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": extra})} - base
