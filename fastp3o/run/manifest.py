@@ -69,7 +69,7 @@ def require_files(folder: Path, manifest: Manifest) -> None:
     """Raises CorruptStateError if a file is missing. Others are nobody's business: file systems and tools that copy
     folders leave their own.
     """
-    if missing := [name for name in sorted(manifest.checksums) if not (folder / name).is_file()]:
+    if missing := [name for name in sorted(manifest.checksums) if not (folder / name).exists()]:
         raise CorruptStateError(f"{missing[0]} is missing")
 
 

@@ -66,7 +66,7 @@ def test_a_flag_that_is_declared_again_stays_changeable_and_needs_flags_that_exi
         ("learning_rate", "1e-5", "a number"),
         ("resume", "no", "True or False"),
         ("output_dir", ["a"], "text"),
-        ("chat_template_kwargs", [1], "text"),
+        ("chat_template_kwargs", 1, "text"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_python(name, value, expected):
