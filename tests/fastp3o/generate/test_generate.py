@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
@@ -16,7 +15,6 @@ from fastp3o.generate.loop import generate
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.folder import release
 from fastp3o.run.manifest import CorruptStateError, ResumeError
-from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.together import together
 
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
@@ -149,42 +147,14 @@ def kills(prompts, responses):
 
 
 def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
-    """Eight prompts are three batches: two processes share them unevenly. The reward model is spread over them."""
+    """Eight prompts are three batches: two processes share them unevenly."""
     Path("killing.py").write_text(KILLS)
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("judge")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
-    begun, fresh, judged = (
-        flags(tiny_model, *run)
-        for run in (("begun", "killing:kills"), ("fresh", "rewards_for_tests:varied"), ("judged", "judge"))
-    )
+    begun, fresh = (flags(tiny_model, *run) for run in (("begun", "killing:kills"), ("fresh", SETTINGS["reward"])))
     killed = together(RUNS, *begun, processes=1)
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6
-    done = together(RUNS, *begun, "--resume", "+", *fresh, "+", *judged)
+    done = together(RUNS, *begun, "--resume", "+", *fresh)
     assert done.returncode == 0, done.stdout
     assert "resuming on another number of processes: 1 before, 2 now" in done.stdout
-    assert contents("begun") == contents("fresh")
-    for name, reward in (("fresh", "rewards_for_tests:varied"), ("judged", "judge")):
-        generate(config(tiny_model, "alone", reward=reward))
-        assert contents("alone") == contents(name)
-        shutil.rmtree("alone")
-
-
-def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workplace, tiny_model):
-    """The second process has no prompt left for the third batch. In another run it is refused in its first."""
-    asked: list[list[str]] = []
-
-    def reply(body: dict) -> Reply:
-        refused = "Say stone:" in body["prompts"] and body["prompts"] in asked
-        asked.append(body["prompts"])
-        if refused:
-            return Reply(400, b"enough")
-        return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
-
-    with serving("/score", reply, lambda body, number: body) as server:
-        whole, stopped = (flags(tiny_model, folder, server.url) for folder in ("whole", "stopped"))
-        done = together(RUNS, *whole, "+", *stopped)
-    assert len(records("whole", "samples.jsonl")) == 8
-    assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
-    assert done.returncode != 0
-    assert done.stdout.count("/score answered with status 400: enough") == 2
+    generate(config(tiny_model, "alone"))
+    assert contents("begun") == contents("fresh") == contents("alone")
