@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from fastp3o.evaluation.frontier import linear_fit, print_table, read_run
+from fastp3o.evaluation.frontier import linear_fit, plot, print_table, read_run
 
 
 def test_a_straight_frontier_is_fitted_exactly_and_told_with_standard_errors_unless_metrics_lack(tmp_path, capsys):
@@ -16,6 +16,7 @@ def test_a_straight_frontier_is_fitted_exactly_and_told_with_standard_errors_unl
     assert linear_fit(run[:1]) is None
     print_table({"joint": run})
     assert "4.000 ± 0.500 (0.125)" in capsys.readouterr().out
+    plot({"joint": run}, tmp_path / "frontier.png")
     (tmp_path / "eval.jsonl").write_text('{"step": 0, "reward": 1, "kl": 0, "reward_std": 1}\n')
     with pytest.raises(ValueError, match=r"eval\.jsonl lacks kl_std, prompts at step 0"):
         read_run(tmp_path)

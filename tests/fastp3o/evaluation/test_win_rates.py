@@ -100,9 +100,7 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
     forth, back = (WinRate(**rates[pair]["reward"]) for pair in ((tiny_model, "other"), ("other", "third")))
     assert forth.wins + forth.losses > 0
     assert asdict(forth.swapped) == pytest.approx(asdict(back))
-    printed = capsys.readouterr().out
-    for text in ("win rates by reward", "win rates by judge", f"{back.win_rate:.3f}", "0.500 to 0.500"):
-        assert text in printed
+    assert f"{back.win_rate:.3f}" in capsys.readouterr().out
 
 
 def test_different_texts_of_a_prompt_are_refused(workplace, tiny_model):

@@ -1,12 +1,10 @@
 """Generation without training: the files, when they exist, and how many processes write them."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
@@ -46,7 +44,7 @@ def contents(folder: str) -> list[bytes]:
     return [Path(folder, name).read_bytes() for name in ("samples.jsonl", "kept.jsonl")]
 
 
-def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, capsys):
+def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
     done = generate(config(tiny_model, "best"))
     assert (done.prompts, done.responses, done.records, done.prompts_kept) == (8, 32, 8, 8)
@@ -56,7 +54,6 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, c
     assert done.mean_reward == pytest.approx(sum(sum(line["rewards"]) for line in samples) / 32)
     assert done.mean_kept == pytest.approx(sum(line["reward"] for line in records("best")) / 8)
     assert done.tokens_per_second > 0
-    assert f"best{os.sep}kept.jsonl (best): 8 responses of 8 prompts, mean reward" in capsys.readouterr().out
     examples, _ = load_demonstrations("best/kept.jsonl", tokenizer, **limits)
     assert [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]] == [
         line["completion"] for line in records("best")
@@ -94,32 +91,10 @@ def test_samples_of_something_else_or_of_nothing_known_are_not_gone_on_with(work
     for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
         with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
             generate(config(tiny_model, "run", resume=True, **changes))
-    unknown = r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
-    for content in (None, b"", b"{}"):
-        Path("run/manifest.json").unlink()
-        if content is not None:
-            Path("run/manifest.json").write_bytes(content)
-        with pytest.raises(CorruptStateError, match=unknown):
-            generate(config(tiny_model, "run", resume=True))
-        Path("run/manifest.json").touch()
+    Path("run/manifest.json").unlink()
+    with pytest.raises(CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "):
+        generate(config(tiny_model, "run", resume=True))
     assert contents("run") == before
-
-
-def test_messages_stay_messages(workplace, tiny_model):
-    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("chat")
-    chat = AutoTokenizer.from_pretrained(tiny_model)
-    chat.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    chat.save_pretrained("chat")
-    asked = [{"role": "user", "content": "Grüß Gott " + "so " * 40}]  # its beginning is truncated for the policy
-    Path("chat.jsonl").write_text(json.dumps({"messages": [*asked, {"role": "assistant", "content": "Ho"}]}) + "\n")
-    generate(config("chat", "run", prompts="chat.jsonl", keep="all"))
-    assert all(line["prompt"] == asked for line in records("run"))
-    assert all(line["completion"][0].keys() == {"role", "content"} for line in records("run"))
-    examples, _ = load_demonstrations("run/kept.jsonl", chat, max_prompt_tokens=32, max_response_tokens=9)
-    assert len(examples) == len(records("run")) >= 2
 
 
 def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):

@@ -5,7 +5,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastp3o.config import TrainableConfig
-from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
@@ -14,7 +13,7 @@ from fastp3o.models.trainable import choose_trainable, whole_model
 from fastp3o.training import sft
 from fastp3o.training.config import SFTConfig
 from fastp3o.training.loop import train
-from tests.fastp3o.models.model_families import PAIRS, random_model
+from tests.fastp3o.models.model_families import PAIRS
 from tests.fastp3o.models.test_adapters import trained
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
@@ -109,13 +108,3 @@ def test_runs_train_and_resume_exactly(workplace, tiny_model, bits, precision):
     assert metrics("p3o", "eval.jsonl")[0]["kl"] == 0
     assert metrics("p3o", "eval.jsonl")[-1]["kl"] != 0
     assert all(line["sampler_gap"] < 1e-4 for line in metrics("p3o"))
-
-
-def test_layers_that_cannot_be_quantized_are_refused(tmp_path):
-    for family, bits, message in (
-        ("llama", "4bit", r"a multiple of 64 inputs on a CPU, and model\.layers\.0.*_proj has 32"),
-        ("gpt2", "8bit", r"--quantize takes linear layers alone, and transformer.* is a Conv1D"),
-    ):
-        random_model(family).save_pretrained(tmp_path / family)
-        with pytest.raises(UserError, match=message):
-            load_policy(str(tmp_path / family), quantize=bits)

@@ -161,12 +161,8 @@ def test_a_url_that_cannot_be_one_is_refused_without_its_secrets(url):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        (
-            "https_proxy",
-            "http://me:secret@proxy:port",
-            "the environment's proxy for https must be .*, got 'proxy:port'",
-        ),
-        ("https_proxy", "proxy:0", "the environment's proxy for https must be .*, got 'proxy:0'"),
+        ("https_proxy", "http://me:secret@proxy:port", "proxy for https must be a URL .*, got 'proxy:port'"),
+        ("https_proxy", "proxy:0", "proxy for https must be a URL .*, got 'proxy:0'"),
         (VARIABLE, "sk-secret\nInjected: yes", VARIABLE),
     ],
 )

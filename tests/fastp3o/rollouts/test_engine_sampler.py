@@ -104,7 +104,6 @@ def test_memory_limits_the_prompts_and_is_given_back_to_the_device(policy, token
 
     monkeypatch.setattr(engine_sampler, "return_unused_memory", returned)
     given = tokenised(tokenizer, prompts)
-    assert max(len(prompt.ids) for prompt in given) == 56
     for _ in range(2):
         sampler(given, K, 0)
     # One engine for all batches and calls.

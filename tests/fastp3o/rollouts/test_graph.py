@@ -76,7 +76,6 @@ def test_a_step_that_waits_is_not_captured_and_the_first_step_is_not_excused(cud
         assert step_graph.ready(step, []) is step
     assert (len(steps), cuda.graph.call_count) == (1, 0)
     cuda.warning.assert_called_once()
-    assert "synchronizing CUDA operation" in cuda.warning.call_args.args[0]
     with pytest.raises(MemoryError):
         StepGraph(DEVICE).ready(MagicMock(side_effect=MemoryError), [])
     cuda.warning.assert_called_once()
