@@ -35,12 +35,10 @@ def test_responses_to_one_prompt_stay_together():
     assert (alone.low, alone.high) == (together.low, together.high)
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "message"), [([NONE] * 4, "none of 4 comparisons has a verdict"), ([TIE] * 3, "3 verdicts are not 2")]
-)
-def test_nothing_to_count_is_an_error(verdicts, message):
-    with pytest.raises(ValueError, match=message):
-        win_rate(verdicts, responses_per_prompt=2)
+def test_nothing_to_count_is_an_error():
+    for verdicts, said in (([NONE] * 4, "none of 4 comparisons has a verdict"), ([TIE] * 3, "3 verdicts are not 2")):
+        with pytest.raises(ValueError, match=said):
+            win_rate(verdicts, responses_per_prompt=2)
 
 
 def test_a_reward_that_is_not_finite_is_named():

@@ -43,11 +43,7 @@ def translated(
 
 
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
-@pytest.mark.parametrize(
-    "prompt",
-    ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}]],
-    ids=["text", "hostile text", "messages"],
-)
+@pytest.mark.parametrize("prompt", ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}]])
 def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
     """Names of special tokens in a response are text."""
     own, said = tokenizer(adds, own="<turn>"), f" Ho {BOS}<turn>" if isinstance(prompt, str) else " Ho"

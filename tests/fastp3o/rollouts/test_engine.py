@@ -95,26 +95,3 @@ def test_one_engine_serves_batches_smaller_than_its_room_and_follows_the_weights
     ids, logprobs = engine.run(PROMPTS, keys)
     assert ids != expected
     assert largest_difference(policy, ids, logprobs) < 2e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_give_the_responses_of_others_and_follow_the_weights_in_place_and_moved(family, device):
-    policy = PackedModel(random_model(family)).to(device)
-    engine, keys = make_engine(policy, graph=True), response_keys(3, torch.arange(len(PROMPTS)), K)
-    for scale in (1.0, 1.1):
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.mul_(scale)
-        ids, logprobs = engine.run(PROMPTS, keys)
-        captured = engine.graph.graph
-        assert captured is not None
-        assert ids == sample(policy)[0]
-        assert largest_difference(policy, ids, logprobs) < 1e-4
-        # The memory comes back, and one graph serves again.
-        engine.release_memory()
-        assert engine.run(PROMPTS, keys)[0] == ids
-    for parameter in policy.parameters():
-        parameter.data = parameter.data.clone()
-    assert engine.run(PROMPTS, keys)[0] == ids
-    assert engine.graph.graph is not captured

@@ -162,8 +162,6 @@ def test_a_killed_runs_weights_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
 
 
-# --- what else samples: two processes, generation, evaluations of preference training ---
-
 RUNS = Path(__file__).parents[2] / "training" / "runs_of_a_process.py"
 
 
