@@ -86,10 +86,12 @@ def serving(path: str, reply: Callable[[Any], Reply], question: Callable[[dict, 
     server = Server(path, reply, question)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def always(**reply) -> Callable[[Any], Reply]:
