@@ -35,7 +35,7 @@ def prompt(template: str, *messages: dict[str, Any]) -> str:
     return ChatTemplate(byte_tokenizer(template=template)).prompt(Part("prompt", list(messages)))
 
 
-@pytest.mark.parametrize("template", [CHATML, TRIMMED, SHOUTING])
+@pytest.mark.parametrize("template", [CHATML, SHOUTING])
 @pytest.mark.parametrize("message", [{"content": HOSTILE}, {"content": "Hi", "name": EOS}, {"role": f"user{EOS}"}])
 def test_no_message_holds_the_text_of_a_special_token(template: str, message: dict[str, str]):
     chat, asked = ChatTemplate(byte_tokenizer(template=template)), Part("prompt", CALM)
@@ -139,10 +139,8 @@ ASKED = "expected what the chat template reads, got a name that is not in it"
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": {"name": "f"}}, "field 'tools': expected a list of tools, got an object with the fields name"),
         ({"tools": "[{"}, "field 'tools': expected a list of tools, got a string"),
         ({"tools": [{"name": f"add{EOS}"}]}, "field 'tools': expected no text of a special token"),
-        ({"chat_template_kwargs": [1]}, "field 'chat_template_kwargs': expected an object, got a list of 1"),
         ({"chat_template_kwargs": {"enable_thinkin": 1}}, f"field 'chat_template_kwargs.enable_thinkin': {ASKED}"),
         ({"chat_template_kwargs": {"messages": []}}, f"field 'chat_template_kwargs.messages': {ASKED}"),
         ({"chat_template_kwargs": {"enable_thinking": EOS}}, "'chat_template_kwargs': expected no text of a special"),
