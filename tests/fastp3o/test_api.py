@@ -11,7 +11,6 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
@@ -29,7 +28,6 @@ from fastp3o.training import loop as online
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.together import together
 
-CALLS = 0
 PROMPTS = "prompts.jsonl"
 
 
@@ -46,14 +44,6 @@ GIVEN = {"prompts": PROMPTS, "reward": vowels}
 
 
 def third_without_a_name(prompts, responses, answer, /):
-    return vowels(prompts, responses)
-
-
-def interrupted_on_third_call(prompts, responses):
-    global CALLS
-    CALLS += len(responses) > 1  # not the trial before the run
-    if CALLS == 3:
-        os.kill(os.getpid(), signal.SIGINT)
     return vowels(prompts, responses)
 
 
@@ -114,7 +104,6 @@ def test_rewards_are_functions_and_names_with_weights_and_columns(tiny_model, wo
     ("config_class", "data", "metric"),
     [
         (SFTConfig, "sft", "loss"),
-        (RewardModelConfig, "preferences", "accuracy"),
         (DPOConfig, "preferences", "accuracy"),
         (KTOConfig, "unpaired", "loss"),
     ],
@@ -236,17 +225,13 @@ def test_a_process_trains_one_run_at_a_time(tiny_model, workplace):
             train(without_data(tiny_model, "inner"), **GIVEN)
         refused.append(place)
 
-    def reward(prompts, responses):
-        train_another("reward")
-        return vowels(prompts, responses)
-
     def on_update(metrics: dict) -> None:
         train_another("callback")
         (thread := threading.Thread(target=train_another, args=["thread"])).start()
         thread.join()
 
-    train(without_data(tiny_model, "run", updates=1), prompts=PROMPTS, reward=reward, on_update=on_update)
-    assert refused == ["reward", "reward", "callback", "thread"]  # the reward is tried before the run
+    train(without_data(tiny_model, "run", updates=1), **GIVEN, on_update=on_update)
+    assert refused == ["callback", "thread"]
 
 
 @pytest.fixture
@@ -258,15 +243,17 @@ def interrupts():
 
 
 def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace, interrupts):
-    global CALLS
-    CALLS = 0
-    settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts")}
+    def interrupted_after_two(metrics: dict) -> None:
+        if metrics["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts"), "reward": vowels}
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match=r"SIGINT: stopped after update 2; resume=True goes on from there"):
-        train(settings, **given, reward=interrupted_on_third_call)
+        train(settings, **given, on_update=interrupted_after_two)
     assert signal.getsignal(signal.SIGINT) is handler
-    result = train(replace(settings, resume=True), **given, reward=interrupted_on_third_call)
-    train(replace(settings, output_dir="whole"), **given, reward=vowels)
+    result = train(replace(settings, resume=True), **given)
+    train(replace(settings, output_dir="whole"), **given)
     assert_equal(weights("run"), weights("whole"))
     assert list(result.history.index) == [1, 2, 3, 4]
 
@@ -319,8 +306,6 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
-TABLE = pd.DataFrame({"prompt": ["a"]})
-
 
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
@@ -330,8 +315,7 @@ TABLE = pd.DataFrame({"prompt": ["a"]})
         ({"split": "test"}, {"prompts": [{"prompt": "a"}]}, "<prompts>: there is no split 'test'"),
         ({}, {"prompts": ["a"]}, "<prompts> record 1: expected an object"),
         ({}, {"prompts": iter([])}, "prompts must be a Dataset or a list of records"),
-        ({}, {"prompts": DatasetDict(train=Dataset.from_pandas(TABLE))}, "got a DatasetDict"),
-        ({}, {"prompts": TABLE}, "such as .* a DataFrame's to_dict"),
+        ({}, {"prompts": DatasetDict(train=Dataset.from_list([{"prompt": "a"}]))}, "got a DatasetDict"),
         ({}, {"train_data": []}, "P3OConfig has no train_data"),
         ({}, {"tokenizer": 3}, "tokenizer= goes with a loaded model"),
         ({}, {"model": 3}, "model must be a transformers model"),
@@ -403,7 +387,8 @@ def test_the_readmes_ten_lines_train(workplace, tiny_model):
     code = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
     for name, other in {"Qwen/Qwen3-0.6B": tiny_model, "runs/mine": "run", "questions.jsonl": "answers.jsonl"}.items():
         code = code.replace(name, other)
-    code = code.replace("""chat_template_kwargs={"enable_thinking": False}""", "updates=1, report_to='none'")
+    short = "updates=1, max_response_tokens=8, report_to='none'"
+    code = code.replace('chat_template_kwargs={"enable_thinking": False}', short)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["result"].history) == 1

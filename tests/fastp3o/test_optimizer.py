@@ -40,11 +40,11 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
-    config = StageConfig(
-        model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
-    )
-    return Optimizer(Accelerator(cpu=True), model, choose_precision(NAMES[dtype], "fp32"), config, steps=100)
+def optimizer_for(model: nn.Module, dtype: torch.dtype, rates: dict[str, float] | None = None, **settings) -> Optimizer:
+    """rates: learning rates of submodules."""
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings
+    config, precision = StageConfig(model="", output_dir="", **settings), choose_precision(NAMES[dtype], "fp32")
+    return Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
 
 
 def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
@@ -222,10 +222,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     model.critic = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.critic.weight)
     model.unused = nn.Parameter(torch.tensor([5.0]))
-    config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
-    precision = choose_precision(NAMES[dtype], "fp32")
-    rates = {"critic": 2**-1}
-    optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
+    optimizer = optimizer_for(model, dtype, {"critic": 2**-1}, learning_rate=2**-3, max_grad_norm=1.0)
     loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
     scaled_backward(optimizer, loss)
     metrics = optimizer.step(loss.detach())

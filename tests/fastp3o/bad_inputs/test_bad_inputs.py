@@ -36,9 +36,4 @@ def arguments(case: Case, folder: Path) -> list[str]:
     for name, content in case.files.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     flags, working = shlex.split(case.flags), shlex.split(WORKING[case.script])
-    if flags != ["run.yaml"]:
-        return [*working, *flags]
-    # A file of flags comes first, and flags after it would override it.
-    given = str(case.files["run.yaml"])
-    pairs = zip(working[::2], working[1::2], strict=True)
-    return [*flags, *(part for pair in pairs if f"{pair[0][2:]}:" not in given for part in pair)]
+    return [*flags, *working] if flags == ["run.yaml"] else [*working, *flags]  # a file of flags comes first

@@ -113,7 +113,6 @@ BAD_PAIRS = [
 BAD_DEMONSTRATIONS = [
     ({"prompt": "Hi", "label": "a", "response": "b"}, ": expected one response in the fields label, response"),
     ({"messages": [USER]}, "field 'messages': expected a last message of assistant"),
-    ({"messages": [GOOD]}, "field 'messages': expected messages before the assistant's, got a single message"),
 ]
 BAD_UNPAIRED = [
     (but(UNPAIRED, label=1), LABEL),
