@@ -94,8 +94,6 @@ def test_evaluations_come_regularly_at_given_updates_and_last():
 def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what_is_required(capsys):
     names = [flag.name for flag in fields(P3OConfig)]
     assert names[:5] == ["clipping", "clip_range", "ratio_cap", "kl_coef", "kl_reward"]
-    order = ("temperature", "reward", "weight_decay", "max_prompt_tokens", "model", "eval_every", "output_dir")
-    assert [name for name in names if name in order] == list(order)
     with pytest.raises(SystemExit):
         parse(P3OConfig, ["--help"])
     shown = capsys.readouterr().out

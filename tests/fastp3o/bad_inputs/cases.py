@@ -111,7 +111,6 @@ USES = [
     ("online", "--ptx_data prompts.jsonl", "prompts.jsonl record 1: expected the fields of one of the layouts"),
     ("preference", "--train_data unpaired.jsonl", "record 1: expected the fields of one of the layouts prompt/chosen/"),
     ("preference", "--objective kto --train_data sft.jsonl", "the fields of the layout prompt/completion/label"),
-    ("make_tiny_llama", "--text rewards_for_tests.py", "rewards_for_tests.py: expected a file that ends with one of"),
     ("generate", "--output_dir prompts.jsonl", "--output_dir prompts.jsonl is a file"),
     ("generate", "--output_dir models", "--model models/whole lies in --output_dir models"),
     # Models.

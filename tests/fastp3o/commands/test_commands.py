@@ -38,7 +38,7 @@ def test_python_m_and_hyphens(workplace):
     assert done.stdout.startswith("usage: fastp3o win_rate")
 
 
-def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch, capsys):
+def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch):
     def evaluate(*flags: str) -> dict:
         rewards = "rewards_for_tests:vowels,rewards_for_tests:varied"
         plain = f"--prompts prompts.jsonl --max_response_tokens 6 --max_prompt_tokens 64 --reward {rewards}"
@@ -50,9 +50,7 @@ def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch, c
     assert sampled.keys() == {*rewards, "response_length", "missing_eos"}
     assert 0 < sampled["response_length"]["mean"] <= 6
     assert sampled["rewards_for_tests:varied"]["interval"] > 0
-    capsys.readouterr()
     assert evaluate("--greedy", "--seed", "0") == evaluate("--greedy", "--seed", "1")
-    assert "greedy" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         evaluate("--greedy", "--top_k", "3")
     Path("folder").mkdir()

@@ -123,10 +123,10 @@ def test_the_template_reads_tools_and_its_arguments_of_records_and_options(tmp_p
     assert plain["prompt"][:2] == [f"{asked}{begun}", f"[add;]{asked}{begun}"]
     assert plain["prompt"][2:] == [f"[add;]{asked}{begun}<think></think>", f"{asked}{begun}"]
     options = {"chat_template_kwargs": {"enable_thinking": False}, "as_given": True}
-    silent, report = load_prompts(source, tokenizer, max_prompt_tokens=99, **options)
+    silent, report = load_prompts(source, tokenizer, max_prompt_tokens=30, **options)
     assert ["<think>" in prompt for prompt in silent["prompt"]] == [True, True, True, False]
     assert [*map(json.loads, silent["given"])] == records
-    assert not report.unread
+    assert (report.truncated_prompts, report.unread) == (3, {}), "given are the whole prompts"
 
 
 ASKED = "expected what the chat template reads, got a name that is not in it"

@@ -169,7 +169,6 @@ def test_the_template_alone_decides_on_bos():
         ("{{ raise_exception('only from admins') }}", "only from admins"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "'assistant' that it drops"),
     ],
-    ids=["rewrites the prompt", "refuses", "drops a message"],
 )
 def test_a_template_that_makes_no_reply_says_why(template: str, said: str):
     with pytest.raises(RecordError, match=said):

@@ -41,7 +41,6 @@ def read(record: dict[str, Any], responses: int, layouts: tuple[Layout, ...] = L
         ({"chosen": DIALOGUE + " Knock.", "rejected": DIALOGUE + " No."}, (DIALOGUE, " Knock.", " No.")),
         (COMPARISON, ("SUBREDDIT: r/running\n\nTITLE: A run\n\nPOST: I ran.\n\nTL;DR:", " Someone ran.", " ran")),
     ],
-    ids=lambda value: "/".join(value) if isinstance(value, dict) else "as",
 )
 def test_layouts(record: dict[str, Any], expected: tuple[Any, ...]):
     assert read(record, len(expected) - 1) == expected

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -80,14 +80,6 @@ def test_columns(tmp_path: Path):
     data, _ = load_unpaired_preferences(jsonl(tmp_path, unpaired), PLAIN, **LENGTHS)
     assert data.to_list() == [prompts[0] | {"response_ids": chosen, "desirable": label} for label in (True, False)]
     assert data.features["response_ids"] == datasets.List(datasets.Value("int32"))
-
-
-def test_prompts_as_they_were_given(tmp_path: Path):
-    asked = [{"role": "user", "content": "Zoë 🎈"}]
-    records = [{"prompt": "long " * 50}, {"prompt": asked, "completion": [{"role": "assistant", "content": "you"}]}]
-    data, report = prompts(tmp_path, records, CHAT, max_prompt_tokens=20, as_given=True)
-    assert [json.loads(given) for given in data["given"]] == [{"prompt": "long " * 50}, {"prompt": asked}]
-    assert (report.truncated_prompts, len(data[0]["prompt_ids"])) == (1, 20)
 
 
 def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path):
@@ -288,7 +280,6 @@ def test_any_json_gives_usable_records_or_a_data_error(
         data, report = load(source, CHAT, skip_bad_records=skip, **lengths)
     except DataError:
         return
-    event("usable")
     assert len(data) == report.examples > 0
     assert report.examples + report.skipped == len(records), "every record is used or counted"
     assert report.reasons == Counter() or skip

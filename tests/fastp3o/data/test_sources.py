@@ -148,7 +148,6 @@ def test_a_folder_is_read_whole_or_by_its_splits(tmp_path: Path):
 @pytest.mark.parametrize(
     ("split", "names", "other"),
     [
-        ("train", ["de-train.jsonl", "en-train.jsonl"], "test.jsonl"),
         ("train_sft", ["data/train_sft-00000-of-00001.jsonl"], "data/train_prefs-00000-of-00001.jsonl"),
         ("train", ["b[1]/train/1.json"], "b[1]/test/1.json"),
     ],
