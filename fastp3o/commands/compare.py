@@ -13,14 +13,7 @@ from rich.table import Table
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, read_run
-from fastp3o.evaluation.matched_kl import (
-    Estimate,
-    Seed,
-    gain_at_kl,
-    interval,
-    paired_difference,
-    passed_at_once,
-)
+from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, interval, paired_difference, passed_at_once
 from fastp3o.run.names import CONFIG
 
 

@@ -78,10 +78,7 @@ class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
         1, "Responses to each prompt; response k of one against k of the other.", at_least=1
     )
     seed: int = option(
-        0,
-        "Seed of the responses, the same for both checkpoints, and of the interval.",
-        at_least=0,
-        below=LARGEST_INT,
+        0, "Seed of the responses, the same for both checkpoints, and of the interval.", at_least=0, below=LARGEST_INT
     )
 
     def __post_init__(self) -> None:

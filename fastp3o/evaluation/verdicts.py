@@ -128,12 +128,7 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
 
 
 def percentile_interval(
-    numerators: np.ndarray,
-    denominators: np.ndarray,
-    *,
-    seed: int,
-    resamples: int = 10_000,
-    confidence: float = 0.95,
+    numerators: np.ndarray, denominators: np.ndarray, *, seed: int, resamples: int = 10_000, confidence: float = 0.95
 ) -> tuple[float, float]:
     """Interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
 

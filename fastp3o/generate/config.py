@@ -74,8 +74,7 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
     )
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
     precision: PrecisionName = option(
-        "auto",
-        "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32.",
+        "auto", "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32."
     )
     offload: bool = option(False, "Keep the reward model on the CPU between uses.", changeable=True)
 

@@ -136,11 +136,7 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
 
 
 def preference(prompt: Prompt, chosen: str, rejected: str) -> Record:
-    return {
-        "prompt": prompt,
-        "chosen": in_prompt_form(prompt, chosen),
-        "rejected": in_prompt_form(prompt, rejected),
-    }
+    return {"prompt": prompt, "chosen": in_prompt_form(prompt, chosen), "rejected": in_prompt_form(prompt, rejected)}
 
 
 def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:

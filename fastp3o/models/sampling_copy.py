@@ -27,14 +27,7 @@ class SamplingCopy:
     model: has weights only within `gathered`; outside, its memory is given back.
     """
 
-    def __init__(
-        self,
-        model: PackedModel,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        merges: bool = False,
-    ):
+    def __init__(self, model: PackedModel, device: torch.device, dtype: torch.dtype, *, merges: bool = False):
         """model: not sharded yet. dtype: of the copy. merges: whether LoRA adapters are added to the weights that they
         adapt; a step launches five kernels for each adapter otherwise.
         """

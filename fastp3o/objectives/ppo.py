@@ -93,8 +93,7 @@ class PPOConfig(KLConfig):
         0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
     )
     reward_scaling: Literal["absolute", "none"] = option(
-        "absolute",
-        "absolute: divide rewards by their running standard deviation (first author's code); none.",
+        "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
     )
     reward_clip: float = option(
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True

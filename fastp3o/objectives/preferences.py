@@ -32,8 +32,7 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
 
     offload: ClassVar[bool] = True
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
-        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"),
-        "eval_prompts",
+        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"), "eval_prompts"
     ) | {
         "gold_reward": "reward",
         "reference": (
