@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fastp3o.cli import parse
 from fastp3o.config import TrainableConfig, option, options, required
@@ -18,6 +18,12 @@ from fastp3o.packing.settings import Packing
 if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
     from fastp3o.commands.predicted_memory import Model
     from fastp3o.rollouts.cache import Room
+
+NOTE = """\
+peak = the sum, with the larger of head and layer only; where embeddings need more than these and
+activations, they count instead. Policy and reference both on the GPU need the policy's peak and the
+reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and
+optimizer in memory; with --rollout_memory, or less free memory, they cache less."""
 
 
 @options
@@ -71,19 +77,13 @@ def main() -> None:
         update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
         rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
     each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
-    table = Table(title=f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled")
-    table.add_column("")
-    for column in ("policy's update", "reference's pass", "rollouts"):
-        table.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))
+    title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled"
+    table = Table("", *columns, title=title)
     for name in (*vars(update), "peak"):
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
     Console().print(table)
-    print("peak = the sum, with the larger of head and layer only; where embeddings need more than these and")
-    print("activations, they count instead. Policy and reference both on the GPU need the policy's peak and the")
-    print(
-        "reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and"
-    )
-    print("optimizer in memory; with --rollout_memory, or less free memory, they cache less.")
+    print(NOTE)
 
 
 def room(config: MemoryConfig) -> "Room":
@@ -114,11 +114,10 @@ def sizes(config: MemoryConfig) -> "Model":
         model = PackedModel(AutoModelForCausalLM.from_config(architecture))
         choose_trainable(model, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    head_trains = model.head().weight.requires_grad
     return Model.from_config(
         model.model.config,
         model.model.num_parameters(),
         trained,
         trained_layers=config.trainable_layers,
-        head_trains=head_trains,
+        head_trains=model.head().weight.requires_grad,
     )

@@ -160,7 +160,6 @@ def update_memory(
     precision: Precision,
     *,
     checkpointing: bool = False,
-    memory_budget: int = MEMORY_BUDGET,
     one_by_one: bool = False,
 ) -> Memory:
     """The memory of a policy's update on one device.
@@ -184,18 +183,18 @@ def update_memory(
         optimizer=8 * model.trained,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
         embeddings=2 * tied_gradient,
-        head=head_update(model, lengths, precision, memory_budget) + copies - kept_copies,
+        head=head_update(model, lengths, precision) + copies - kept_copies,
         layer=lengths.tokens * item * 2 * (model.intermediate + model.hidden)
         + tied_gradient
         + (layer_activations if checkpointing else 0),
     )
 
 
-def head_update(model: Model, lengths: Lengths, precision: Precision, memory_budget: int) -> int:
+def head_update(model: Model, lengths: Lengths, precision: Precision) -> int:
     norms, item = element_bytes(precision)
     dlogits = lengths.labelled * model.vocabulary * item
-    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, memory_budget)
-    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * memory_budget
+    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
+    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * MEMORY_BUDGET
     gradient = model.head_gradient(2 if single else 4)
     rounded = model.head_gradient(2) if precision.half and not single else 0
     kept = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
@@ -220,13 +219,11 @@ def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> 
     )
 
 
-def frozen_memory(
-    model: Model, lengths: Lengths, precision: Precision, *, memory_budget: int = MEMORY_BUDGET
-) -> Memory:
+def frozen_memory(model: Model, lengths: Lengths, precision: Precision) -> Memory:
     """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
     _, item = element_bytes(precision)
     residual, autocast = precision.weights.itemsize, precision.autocast is not None
-    logits = min(4 * lengths.labelled * model.vocabulary, memory_budget)
+    logits = min(4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
     hidden = model.hidden * ((lengths.tokens + lengths.labelled) * residual + lengths.labelled * item * autocast)
     return Memory(
         weights=model.parameters * residual,

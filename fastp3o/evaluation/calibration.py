@@ -62,8 +62,7 @@ def calibration(differences: Sequence[float]) -> list[Bin]:
     bins = []
     for number in np.unique(bin_numbers):
         inside = bin_numbers == number
-        observed, pairs = float(right[inside].mean()), int(inside.sum())
-        mean = float(predicted[inside].mean())
+        mean, observed, pairs = float(predicted[inside].mean()), float(right[inside].mean()), int(inside.sum())
         bins.append(Bin(0.5 + WIDTH * int(number), mean, observed, *wilson_interval(observed, pairs), pairs))
     return bins
 
