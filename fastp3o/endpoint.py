@@ -189,18 +189,15 @@ def cancel_when(stopped: threading.Event, answered: Future[Answer]) -> Answer:
 
 
 class Answers(Generic[Answer]):
-    """Answers to questions that are asked in the background, `requests` at a time. `ask` gets an event that is set once
+    """Answers to questions that are asked in the background, some `at_once`. `ask` gets an event that is set once
     no more answers are wanted.
 
     Iterating yields answers as they come. After an error or an interrupt no more requests are sent, and pending answers
     are waited for.
     """
 
-    def __init__(
-        self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
-    ):
-        self.stopped = threading.Event()
-        self.pool = ThreadPoolExecutor(requests)
+    def __init__(self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], at_once: int):
+        self.stopped, self.pool = threading.Event(), ThreadPoolExecutor(at_once)
         self.futures = [self.pool.submit(ask, question, self.stopped) for question in questions]
 
     def __iter__(self) -> Iterator[Answer]:

@@ -104,13 +104,7 @@ class Model(NamedTuple):
 
     @classmethod
     def from_config(
-        cls,
-        config: PretrainedConfig,
-        parameters: int,
-        trained: int,
-        *,
-        trained_layers: int = 0,
-        head_trains: bool = True,
+        cls, config: PretrainedConfig, parameters: int, trained: int, trained_layers: int = 0, head_trains: bool = True
     ) -> "Model":
         """`trained_layers` 0 means all, as in the configuration."""
         config = config.get_text_config()
@@ -168,9 +162,8 @@ def update_memory(
     """
     norms, item = element_bytes(precision)
     attends = 3 if one_by_one or item == 4 else 2
-    layer_activations = lengths.tokens * (
-        norms * model.hidden + item * (4 * model.intermediate + attends * model.queries)
-    )
+    products = 4 * model.intermediate + attends * model.queries
+    layer_activations = lengths.tokens * (norms * model.hidden + item * products)
     layer_activations += lengths.keys * 2 * item * model.keys
     layer_input = lengths.tokens * model.hidden * precision.weights.itemsize
     copies = 0 if precision.autocast is None else 2 * model.parameters

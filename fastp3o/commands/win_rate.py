@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fastp3o.cli import parse
 from fastp3o.errors import UserError
@@ -88,13 +88,10 @@ def print_matrices(config: WinRateConfig, rates: "Rates", responses: "list[Respo
     longest = max(map(len, names))
     for by, known in rates.items():
         by_pair = known | {(second, first): rate.swapped for (first, second), rate in known.items()}
-        table = Table(
-            title=f"win rates by {by}",
-            caption="of the row against the column; ties count half; 95% interval over prompts",
-        )
-        table.add_column("")
-        for column in ("tokens", *(f"against {number + 1}" for number in numbers)):
-            table.add_column(column, justify="right")
+        headers = ("tokens", *(f"against {number + 1}" for number in numbers))
+        caption = "of the row against the column; ties count half; 95% interval over prompts"
+        columns = (Column(header, justify="right") for header in headers)
+        table = Table("", *columns, title=f"win rates by {by}", caption=caption)
         for row in numbers:
             rates_of_row = (by_pair.get((row, column)) for column in numbers)
             cells = (f"{rate.win_rate:.3f}\n{rate.low:.3f} to {rate.high:.3f}" if rate else "" for rate in rates_of_row)

@@ -46,11 +46,9 @@ Asked = Mapping[str, str]
 class DataReport:
     """Counts of one pass over a source.
 
-    examples: usable records, which are the entries of the data set.
-    truncated_prompts, truncated_responses: texts cut at a limit; both responses of a pair may count.
-    special_texts: texts that hold the text of a special token, such as a written end of sequence.
-    skipped: records that cannot be used.
-    reasons: how many records were skipped for each reason.
+    examples: usable records, which are the entries of the data set. truncated_prompts, truncated_responses: texts cut
+    at a limit; both responses of a pair may count. special_texts: texts that hold the text of a special token, such as
+    a written end of sequence. skipped: records that cannot be used. reasons: how many were skipped for each reason.
     unread: fields with values that nothing reads, in their order.
     """
 
@@ -243,16 +241,14 @@ class Loader:
         layout = layouts[record.file]
         prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.tokenizer.chat_template is None:
-            raise DataError(
-                f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
-            )
+            place = f"{record.file} record {record.number}"
+            raise DataError(f"{place}: holds messages, and the tokenizer has no chat template")
         responses = layout.responses(record.content) if self.response_columns else ()
         responses = responses if self.takes_all else responses[: len(self.response_columns)]
         texts = self.encoder.render(prompt, responses, record.content)
         read = {*layout.fields, *self.columns, *self.labels, *(TEMPLATE_FIELDS if texts.templated else ())}
-        self.report.unread |= {
-            name: None for name, value in record.content.items() if value is not None and name not in read
-        }
+        has_value = (name for name, value in record.content.items() if value is not None)
+        self.report.unread |= dict.fromkeys(name for name in has_value if name not in read)
         return texts
 
     def example(self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError) -> dict | None:
@@ -303,6 +299,4 @@ def json_text(value: object, field: str, expected: str, *, ensure_ascii: bool = 
 
 def column_values(examples: Mapping[str, list]) -> dict[str, list]:
     """The values of the further fields that a batch of examples keeps."""
-    return {
-        name: [json.loads(text) for text in texts] for name, texts in examples.items() if name not in PROMPT_COLUMNS
-    }
+    return {name: list(map(json.loads, texts)) for name, texts in examples.items() if name not in PROMPT_COLUMNS}

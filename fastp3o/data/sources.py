@@ -123,9 +123,8 @@ def split_files(folder: Path, split: str) -> list[Path]:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
     for file in sorted(place.iterdir()):
         if file.name.endswith(READABLE) and not file.name.startswith(".") and file not in files:
-            raise DataError(
-                f"{folder}: some files are named after a split and {file.name} is not; name a file or a glob"
-            )
+            mixed = f"some files are named after a split and {file.name} is not"
+            raise DataError(f"{folder}: {mixed}; name a file or a glob")
     if not splits.get(split):
         names = ", ".join(str(file.relative_to(place)) for file in sorted(files))
         raise DataError(f"{folder}: no file is named after the split '{split}'; found {names}")

@@ -16,6 +16,7 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations
 
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
+Gains = Mapping[Seed, float | None]
 LEVEL = 0.95
 RESAMPLES = 20_000
 
@@ -66,7 +67,7 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
     return Estimate(mean, *limits, count)
 
 
-def seeds_interval(values: Mapping[Seed, float | None], comparisons: int = 1) -> Estimate | None:
+def seeds_interval(values: Gains, comparisons: int = 1) -> Estimate | None:
     """`interval` over the seeds that have a value, resampled by task; None if none has one."""
     strata: dict[str, list[float]] = {}
     for (task, _), value in values.items():
@@ -75,9 +76,7 @@ def seeds_interval(values: Mapping[Seed, float | None], comparisons: int = 1) ->
     return interval(list(strata.values()), comparisons) if strata else None
 
 
-def paired_difference(
-    first: Mapping[Seed, float | None], second: Mapping[Seed, float | None], comparisons: int = 1
-) -> Estimate | None:
+def paired_difference(first: Gains, second: Gains, comparisons: int = 1) -> Estimate | None:
     """Mean of first − second over the seeds where both have a value, resampled by task; None if no seed has both."""
     both = {seed: (value, second.get(seed)) for seed, value in sorted(first.items())}
     differences = {seed: one - other for seed, (one, other) in both.items() if one is not None and other is not None}

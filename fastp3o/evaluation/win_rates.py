@@ -57,9 +57,8 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig | EvaluateConfig) -> list[Prompt]:
     """The prompts, with the columns that the reward asks for."""
-    prompts, report = load_prompts(
-        config.prompts, tokenizer, **asked_of_records(config.scorers, config), **config.reading
-    )
+    asked = asked_of_records(config.scorers, config)
+    prompts, report = load_prompts(config.prompts, tokenizer, **asked, **config.reading)
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return make_prompts(prompts[:])
 

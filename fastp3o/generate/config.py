@@ -24,9 +24,7 @@ class SelectionConfig(Flags):
         "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged).",
         changeable=True,
     )
-    threshold: float = option(
-        0.0, "--keep rest keeps rewards above this (ReST's τ).", needs="keep=rest", changeable=True
-    )
+    threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
     min_gap: float = option(
         0.0,
         "--keep rs_dpo keeps pairs whose rewards differ by more than this (τ log(η/(1-η)) of RS-DPO).",

@@ -46,9 +46,8 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
         for sample in samples:
             chosen = choose(sample)
             for record in chosen:
-                file.write(
-                    json.dumps(record | sample.template_fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-                )
+                line = json.dumps(record | sample.template_fields, ensure_ascii=False, allow_nan=False) + "\n"
+                file.write(line.encode())
             kept += [record[name] for record in chosen for name in ("margin", "reward") if name in record]
             records += len(chosen)
             prompts += 1

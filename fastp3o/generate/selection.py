@@ -9,6 +9,7 @@ from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fastp3o.data.layouts import Message
 from fastp3o.endpoint import EndpointError
@@ -76,7 +77,7 @@ def above(rewards: Sequence[float], threshold: float) -> list[int]:
     return [i for i, reward in enumerate(rewards) if reward > threshold]
 
 
-def accepted(candidates: Candidates, beta: float, count: int, random: np.random.Generator) -> list[int]:
+def accepted(candidates: Candidates, beta: float, count: int, random: Generator) -> list[int]:
     """Statistical rejection sampling: samples of the policy that is optimal for reward / β, from samples of this one.
 
     As in RSO (arXiv 2309.06657, algorithm 1), different texts are accepted one after the other with probability
@@ -101,15 +102,13 @@ def pairs_apart(rewards: Sequence[float], min_gap: float) -> list[tuple[int, int
     return [(i, j) for i in numbers for j in numbers if rewards[i] - rewards[j] > min_gap]
 
 
-def pairs_at_random(
-    chosen: Sequence[int], rewards: Sequence[float], random: np.random.Generator
-) -> list[tuple[int, int]]:
+def pairs_at_random(chosen: Sequence[int], rewards: Sequence[float], random: Generator) -> list[tuple[int, int]]:
     """(better, worse) of disjoint pairs; those of equal rewards, of which none is better, are left out."""
     pairs = disjoint_pairs(chosen, random)
     return [(i, j) if rewards[i] > rewards[j] else (j, i) for i, j in pairs if rewards[i] != rewards[j]]
 
 
-def disjoint_pairs(chosen: Sequence[int], random: np.random.Generator) -> list[tuple[int, int]]:
+def disjoint_pairs(chosen: Sequence[int], random: Generator) -> list[tuple[int, int]]:
     """Pairs at random, each response in one of them; an odd one out is left out."""
     drawn = [chosen[i] for i in random.permutation(len(chosen))]
     return list(zip(drawn[::2], drawn[1::2], strict=False))

@@ -156,14 +156,12 @@ def libraries_support(device: torch.device) -> bool:
 
 
 def by_flash_attn(query, key, value, segments, scale, window, softcap):
+    lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
     return flash_attn_varlen_func(
         query,
         key,
         value,
-        segments.cu_queries,
-        segments.cu_keys,
-        segments.longest_query,
-        segments.longest_keys,
+        *lengths,
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -183,18 +181,9 @@ def by_varlen_attn(query, key, value, segments, scale, window, softcap):
     options: dict[str, Any] = {"enable_gqa": True} if names_grouped_heads(varlen_attn) else {}
     if not options:
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    return varlen_attn(
-        query,
-        key,
-        value,
-        segments.cu_queries,
-        segments.cu_keys,
-        segments.longest_query,
-        segments.longest_keys,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
+    lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
+    window_size = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **options)
 
 
 class GatherKeys(torch.autograd.Function):
@@ -222,16 +211,11 @@ def gather_keys(tokens: Tensor, shared: SharedKeys) -> Tensor:
 @torch.compiler.disable
 def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softcap):
     # Splitting, unlike slicing, adds up the pieces' gradients in one operation.
-    pieces = zip(
-        query.split(segments.query_lengths),
-        key.split(segments.key_lengths),
-        value.split(segments.key_lengths),
-        strict=True,
-    )
+    keys, values = (tensor.split(segments.key_lengths) for tensor in (key, value))
+    pieces = zip(query.split(segments.query_lengths), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
-    return torch.cat(
-        [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces], dim=1
-    ).transpose(0, 1)
+    results = [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces]
+    return torch.cat(results, dim=1).transpose(0, 1)
 
 
 def with_sdpa(query, key, value, scale, window, softcap):

@@ -41,18 +41,10 @@ def quantized_loading(bits: str) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": PartialState().device}}
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a layer whose weight is quantized, and not one that wraps it."""
-    return type(module._parameters.get("weight")).__name__ in PARAMETERS
-
-
-def has_quantized_layers(model: nn.Module) -> bool:
-    return any(map(is_quantized, model.modules()))
-
-
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers with quantized weights, by name."""
-    return {name: module for name, module in model.named_modules() if is_quantized(module)}
+    """The layers with quantized weights, not those that wrap them, by name."""
+    weights = ((name, layer, layer._parameters.get("weight")) for name, layer in model.named_modules())
+    return {name: layer for name, layer, weight in weights if type(weight).__name__ in PARAMETERS}
 
 
 def dequantized(layer: Any) -> Tensor:

@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from fastp3o.models.packed_model import PackedModel
@@ -27,11 +28,7 @@ LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
 
 
 def save_model(
-    accelerator: Accelerator,
-    model: PackedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype | None = None,
+    accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None = None
 ) -> None:
     """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
 
@@ -42,11 +39,7 @@ def save_model(
 
 
 def write_model(
-    accelerator: Accelerator,
-    model: PackedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype | None,
+    accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None
 ) -> None:
     """`save_model` into a folder that is not in its place yet."""
     gathered = folder / "gathered"

@@ -18,6 +18,8 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.sharding import whole
 
+Keep = Callable[[Tensor], Tensor]
+
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
     """Freezes all but what the configuration names, or nothing. A reward model's head, which begins at zero, always
@@ -127,7 +129,7 @@ def dropout_on(model: nn.Module) -> Iterator[None]:
 
 
 def whole_model(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] | None = None
+    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Keep | None = None
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
 
@@ -151,9 +153,7 @@ def whole_model(
 
 
 @torch.no_grad()
-def whole_weights(
-    model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor] | None
-) -> dict[str, Tensor]:
+def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None, keep: Keep | None) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):

@@ -114,9 +114,6 @@ class PPGConfig(P3OConfig):
             "inner_epochs": 1,
             "prompts_per_minibatch": self.prompts_per_update,
         }
-        values = {name: getattr(self, name) for name in fixed}
-        problems = [
-            f"--{name} must be {fixed[name]}, got {values[name]}" for name in fixed if values[name] != fixed[name]
-        ]
-        if problems:
+        if wrong := {name: value for name, value in fixed.items() if getattr(self, name) != value}:
+            problems = (f"--{name} must be {value}, got {getattr(self, name)}" for name, value in wrong.items())
             raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")

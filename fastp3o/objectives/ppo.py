@@ -20,6 +20,7 @@ from fastp3o.config import objective_name, option, options
 from fastp3o.objectives.base import (
     LossAndMetrics,
     Microbatch,
+    Minibatches,
     Objective,
     SumOverProcesses,
     masked_tokens,
@@ -59,11 +60,7 @@ class PPOConfig(KLConfig):
         "policy before the update, in the loss (Schulman et al. 2017, section 4); both.",
     )
     step_kl_coef: float = option(
-        1.0,
-        "Weight of that KL; with step_kl_target its first one, which matters little.",
-        above=0,
-        needs=PENALTY,
-        changeable=True,
+        1.0, "Its weight; with step_kl_target the first, which matters little.", above=0, needs=PENALTY, changeable=True
     )
     step_kl_target: float | None = option(
         None,
@@ -74,18 +71,12 @@ class PPOConfig(KLConfig):
         changeable=True,
     )
     gae_lambda: float = option(
-        0.95,
-        "Lambda of generalised advantage estimation; nothing is discounted.",
-        at_least=0,
-        at_most=1,
-        changeable=True,
+        0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
     )
     critic_learning_rate: float = option(
         1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
     )
-    entropy_coef: float = option(
-        0.0, "Weight of an entropy bonus, the mean over tokens, in nats.", at_least=0, changeable=True
-    )
+    entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats per token.", at_least=0, changeable=True)
     value_coef: float = option(
         0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
     )
@@ -136,9 +127,7 @@ class PPO(Objective):
         policy.critic = Critic(policy)
 
     @torch.no_grad()
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
+    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         from fastp3o.models.sharding import map_rows_in_lockstep
 
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
@@ -153,9 +142,7 @@ class PPO(Objective):
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
     @torch.no_grad()
-    def conclude(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> None:
+    def conclude(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> None:
         """Adapts the weight of the KL to the policy before the update, by what it is after it."""
         from fastp3o.models.packed_model import labelled_logprobs
         from fastp3o.models.sharding import map_rows_in_lockstep
@@ -164,9 +151,8 @@ class PPO(Objective):
             return
         microbatches = list(chain.from_iterable(minibatches))
         logprobs = map_rows_in_lockstep([batch.row for batch in microbatches], partial(labelled_logprobs, policy))
-        kls = torch.cat(
-            [step_kl(now, batch.old_token_logprobs) for now, batch in zip(logprobs, microbatches, strict=True)]
-        ).double()
+        compared = zip(logprobs, (batch.old_token_logprobs for batch in microbatches), strict=True)
+        kls = torch.cat([step_kl(*pair) for pair in compared]).double()
         total, count = sum_over_processes(torch.stack([kls.sum(), kls.new_full((), len(kls))])).tolist()
         self.step_kl.adapt(total / count)
 
@@ -232,9 +218,7 @@ def token_rewards(
     return kl_penalties.index_add(0, cu_seqlens[1:].long() - 1, rewards)
 
 
-def estimate_advantages(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, *, gae_lambda: float
-) -> Tensor:
+def estimate_advantages(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, gae_lambda: float) -> Tensor:
     """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
 
     longest: tokens of the longest response. Schulman et al. 2016, equation 16. A response that was cut off ends like

@@ -33,10 +33,8 @@ def pack(
     """
     for number, (prompt, group) in enumerate(zip(prompts, responses, strict=True)):
         if not prompt or not group or not all(group):
-            lengths = [len(response) for response in group]
-            raise UserError(
-                f"group {number} has {len(prompt)} prompt tokens and responses of {lengths}; each needs one"
-            )
+            tokens = f"{len(prompt)} prompt tokens and responses of {list(map(len, group))}"
+            raise UserError(f"group {number} has {tokens}; each needs one")
         if label_prompts and len(group) != 1:
             raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
     layout = shared_layout if packing.share_prompts else plain_layout

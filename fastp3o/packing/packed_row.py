@@ -194,12 +194,9 @@ class RowBuilder:
             self.add_keys(segment, start, repeat=k - 1)
 
     def add_labelled_tokens(self, segment: Segment, start: int) -> None:
-        first = start + segment.labelled_from
-        end = start + len(segment.ids)
-        self.labelled_at += [
-            first - 1 if segment.predicted_by is None else segment.predicted_by,
-            *range(first, end - 1),
-        ]
+        first, end = start + segment.labelled_from, start + len(segment.ids)
+        predicted_by = first - 1 if segment.predicted_by is None else segment.predicted_by
+        self.labelled_at += [predicted_by, *range(first, end - 1)]
         self.labels += segment.ids[segment.labelled_from :]
         self.labelled_lengths.append(end - first)
         self.ends_at.append(end - 1)
