@@ -30,8 +30,7 @@ GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 class Optimizer:
     """A model that trains, with AdamW, the learning-rate schedule, and in half precision fp32 masters and a loss scale.
 
-    Brings the model to the device, or spreads it over a mesh of processes. learning_rates: by submodule, for those that
-    have their own.
+    Brings the model to the device, or spreads it over a mesh. learning_rates: of submodules that have their own.
 
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
     learning_rate: the first group's in the last step, or before any step in the next one.

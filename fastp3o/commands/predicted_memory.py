@@ -25,8 +25,7 @@ Next to activations, the larger of two moments counts. The head's has the budget
 the labelled tokens need if that is less, its weight's gradient, and the last norm's activations. That gradient is
 summed in fp32; in half precision it is rounded once logits are freed, unless a single product gives it in bf16. A
 layer's backward pass has 2 (F + D) elements a token, and the gradient of a head that is tied to the embeddings, which
-waits for theirs. When these come, activations are gone: in place of all of this two such gradients count, if they are
-larger.
+waits for theirs. When these come, activations are gone: two such gradients count in place of all of this, if larger.
 
 Without gradients, a layer keeps 3 F elements and four of D (embeddings, its input, that of its feed-forward part, the
 same after the norm), or at its attention three of D, queries, results, and keys and values before and after they are

@@ -213,9 +213,7 @@ class Encoder:
             raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
 
     def render(self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS) -> Texts:
-        """Applies the chat template to messages, with `tools` and `chat_template_kwargs` of their record, and leaves
-        text as it is. Raises RecordError.
-        """
+        """Applies the chat template to messages, with what their record says for it; text stays. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
         templated = not isinstance(prompt.value, str)
         variables = self.template.variables(record) if templated else {}
@@ -294,9 +292,7 @@ class Encoder:
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:
-    """The ids of texts, without what the tokenizer itself puts first or last. control: whether a special token's text
-    is that token, or only text.
-    """
+    """The ids of texts, without what the tokenizer adds. control: whether a special token's text is that token."""
     # A tokenizer file may switch padding and truncation on.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     if not texts:

@@ -106,9 +106,7 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The readable files of a split. As in `datasets`, the names of files, folders and shards tell the splits, and all
-    files are train if no name tells one.
-    """
+    """A split's readable files. Names of files and folders tell it as in `datasets`; all are train if none does."""
     if (folder / "dataset_dict.json").exists() or all((folder / name).exists() for name in SAVED_TO_DISK):
         raise DataError(f"{folder}: save_to_disk wrote this folder, which is not read: use to_json or to_parquet")
     place = folder.absolute()

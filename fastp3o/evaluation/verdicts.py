@@ -130,8 +130,7 @@ def percentile_interval(numerators: np.ndarray, denominators: np.ndarray, *, see
     """95% interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
 
     numerators, denominators: [n], one entry for each unit; dependent values must be in the same unit. Denominators are
-    above 0 (ones give the interval of a mean). Units with equal ratios give an interval of zero width, however few they
-    are.
+    above 0 (ones give the interval of a mean). Units of equal ratios, however few, have an interval of zero width.
     """
     random, units, ratios = np.random.default_rng(seed), len(numerators), np.empty(RESAMPLES)
     for resample in range(RESAMPLES):

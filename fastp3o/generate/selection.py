@@ -1,5 +1,4 @@
-"""Chooses responses to a prompt by their rewards or a judge's verdicts (RLAIF, arXiv 2309.00267), and makes records of
-them.
+"""Makes records of responses that are chosen by their rewards or a judge's verdicts (RLAIF, arXiv 2309.00267).
 
 A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
 """

@@ -226,9 +226,7 @@ def load_reward_model(
 
 
 def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Loads a model without dropout or router noise. Also returns transformers' lists of missing, unexpected and
-    mismatched weights.
-    """
+    """A model without dropout or router noise, and transformers' lists of missing, unexpected, mismatched weights."""
     with errors_naming(name):
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if isinstance(name, Named):
@@ -252,9 +250,7 @@ def without_weights(model_class: Any, name: str, dtype: torch.dtype, trust_remot
 
 
 def noise_off(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that turn off all dropout and router noise of a configuration. Nested configurations that have any are
-    given whole.
-    """
+    """Settings that turn off all dropout and router noise. Nested configurations that have any are given whole."""
     off: dict[str, Any] = {}
     for key, value in config.items():
         # PhiMoE's routers also take it as a threshold in evaluation, so without it this would be another model.
@@ -375,9 +371,7 @@ def weight_files(name: str) -> list[Path]:
 
 
 def require_floats(file: Path) -> None:
-    """Raises ValueError for weights that are whole numbers: transformers would take those of a quantized model as they
-    are, without their scales.
-    """
+    """Raises ValueError for weights in whole numbers: transformers would take quantized ones without their scales."""
     with safe_open(file, framework="pt") as weights:
         for key in weights.keys():  # noqa: SIM118
             dtype = weights.get_slice(key).get_dtype()

@@ -111,9 +111,7 @@ def run_trial(model: PackedModel) -> Trial:
 
 @contextmanager
 def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, PackedRow], Tensor], PackedRow]]:
-    """Yields a function of model and row, and a row for it. The block keeps no gradients, and leaves the model's mode
-    and the random generators unchanged.
-    """
+    """Yields a function of model and row, and a row. Keeps no gradients, the model's mode and the random generators."""
     inner = model.model
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
     generators = [inner.device] if inner.device.type == "cuda" else []

@@ -30,8 +30,7 @@ logger = get_logger(__name__)
 class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
-    Everything happens within one forward call, which gathers a sharded model's weights. Only that function may compute
-    logits.
+    All happens within one forward call, which gathers a sharded model's weights. Only that function computes logits.
 
     relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
     may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
@@ -120,9 +119,7 @@ class PackedModel(nn.Module):
         raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
-        """The head, with the temperature. Raises ValueError if it is not a plain linear layer; one with a LoRA adapter
-        is not.
-        """
+        """The head, with the temperature. Raises ValueError if it is no plain linear layer, such as one with LoRA."""
         try:
             head = model_head(self.model)
         except ValueError as error:
@@ -147,8 +144,8 @@ def compiled_forward(layer, *args, **kwargs):
 
 @contextmanager
 def as_in_training() -> Iterator[None]:
-    """Runs what is compiled for training, and keeps nothing of it: a mere forward pass rounds otherwise, and ratios to
-    old log-probs would not begin at one.
+    """Runs what is compiled for training, and keeps nothing: a mere forward pass rounds otherwise, and ratios to old
+    log-probs would not begin at one.
     """
     nothing = cast(Any, lambda _: None)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):

@@ -22,8 +22,7 @@ logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def quantized_loading(bits: str) -> dict[str, Any]:
-    """Arguments of transformers' `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or
-    8bit.
+    """Arguments of `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or 8bit.
 
     Raises ValueError if bitsandbytes is not installed, and for several processes.
     """

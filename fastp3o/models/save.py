@@ -117,8 +117,7 @@ def adapter_config(model: PreTrainedModel) -> Any:
 def adapter_weights(trained: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
     """The weights of an adapter, and of a reward model's head, by peft's names.
 
-    trained: what trains, in fp32, by names in a PackedModel. Parts that are spread over processes are gathered, on all
-    of them.
+    trained: what trains, in fp32, by names in a PackedModel. Parts that processes share are gathered, on all of them.
     """
     return {
         f"base_model.{name}".replace(f".{adapter}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()

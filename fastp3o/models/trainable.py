@@ -1,6 +1,4 @@
-"""Chooses the parameters that train (all, the top layers, or LoRA adapters, with dropout of their inputs), and merges
-adapters for saving.
-"""
+"""Chooses what trains (all, the top layers, or LoRA adapters with dropout), and merges adapters for saving."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -22,9 +20,7 @@ Keep = Callable[[Tensor], Tensor]
 
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
-    """Freezes all but what the configuration names, or nothing. A reward model's head, which begins at zero, always
-    trains.
-    """
+    """Freezes all but what the configuration names, or nothing. A reward model's head, zero at first, always trains."""
     if config.lora_rank:
         if config.lora_save == "adapter" and not model.model.name_or_path:
             raise UserError("--lora_save adapter needs a model that is no adapter itself: no checkpoint holds its base")
@@ -115,9 +111,7 @@ class SwitchedDropout(nn.Dropout):
 
 @contextmanager
 def dropout_on(model: nn.Module) -> Iterator[None]:
-    """Within the block adapters have dropout, if they were given any. Backward passes, which may compute activations
-    again, belong into it.
-    """
+    """In the block adapters have dropout. Backward passes, which may compute activations again, belong into it."""
     switched = [module for module in model.modules() if isinstance(module, SwitchedDropout)]
     for module in switched:
         module.on = True

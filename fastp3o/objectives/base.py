@@ -142,8 +142,7 @@ class GroupwiseObjective(Objective):
         """The loss of some prompts, summed, and its metrics.
 
         groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `loss_mask` [P, K] and
-            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_log_ratios` [n], log π_old − log μ, μ what
-            sampled.
+            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_log_ratios` [n], as in `Microbatch`.
         """
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:

@@ -57,9 +57,7 @@ class P3O(Objective):
         return self.pair_loss(policy, microbatch, divisor, on_policy=False)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
-        not.
-        """
+        """Old log-probs are the policy's own, so that every ratio is exactly 1; not with `--old_logprobs sampler`."""
         return self.pair_loss(policy, microbatch, divisor, on_policy=self.old_is_policy)
 
     def pair_loss(

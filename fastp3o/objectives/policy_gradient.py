@@ -129,9 +129,7 @@ class PolicyGradient(GroupwiseObjective):
         return with_count(sums, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum())
 
     def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
-        """The sum over tokens that count, if the loss averages tokens; else over responses that count, of [P, K] values
-        or of the means of [n] ones.
-        """
+        """The sum over what counts: tokens, if the loss averages these, or responses, of [P, K] or the means of [n]."""
         if self.loss_mean == "token":
             return values.where(groups.per_token(groups["loss_mask"]), 0.0).sum()
         return (groups.means(values) if values.dim() == 1 else values).where(groups["loss_mask"], 0.0).sum()

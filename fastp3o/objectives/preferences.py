@@ -141,9 +141,7 @@ class PairConfig(PairLoss, PreferenceConfig):
         return pair_sums(self, groups)
 
     def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """log_ratio_chosen, log_ratio_rejected (logprob_chosen, logprob_rejected without a reference): the scores. k2:
-        see `square_kl`.
-        """
+        """log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2: see `square_kl`."""
         kind = "log_ratio" if self.needs_reference else "logprob"
         metrics = {f"{kind}_chosen": scores[:, :1], f"{kind}_rejected": scores[:, 1:]}
         return metrics | ({"k2": square_kl(groups)[:, None]} if self.needs_reference else {})
@@ -196,8 +194,7 @@ class FreshPairs(GroupwiseObjective):
 def square_kl(groups: Groups) -> Tensor:
     """Mean over each group's responses of (log π/π_ref)² / 2, [P].
 
-    It is about the KL to the reference, in nats per response, if the policy is near it and the responses are like its
-    own.
+    It is about the KL to the reference, in nats per response, if the policy is near it and responses are as its own.
     """
     return losses.k2(groups.logprobs, groups["ref"]).mean(1)
 
