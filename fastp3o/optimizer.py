@@ -296,10 +296,8 @@ class Masters:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.rounded = trained_parameters(model)
-        self.parameters = {
-            name: nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
-            for name, parameter in self.rounded.items()
-        }
+        copies = {name: own.detach().to(device, torch.float32, copy=True) for name, own in self.rounded.items()}
+        self.parameters = {name: nn.Parameter(copied) for name, copied in copies.items()}
         # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
         # rounded rotary frequencies would move every position.
         for parameter in model.parameters():

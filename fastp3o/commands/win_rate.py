@@ -105,15 +105,10 @@ def write(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -
     names, tokens = config.checkpoints, [side.mean_tokens for side in responses]
     result: dict = {"config": asdict(config)}
     if config.models:
-        pairs = sorted({pair for by_pair in rates.values() for pair in by_pair})
-        result["pairs"] = [
-            {
-                "first": names[pair[0]],
-                "second": names[pair[1]],
-                "win_rates": {by: asdict(known[pair]) for by, known in rates.items() if pair in known},
-            }
-            for pair in pairs
-        ]
+        result["pairs"] = []
+        for pair in sorted({pair for by_pair in rates.values() for pair in by_pair}):
+            known = {by: asdict(by_pair[pair]) for by, by_pair in rates.items() if pair in by_pair}
+            result["pairs"].append({"first": names[pair[0]], "second": names[pair[1]], "win_rates": known})
         result["tokens_per_response"] = dict(zip(names, tokens, strict=True))
     else:
         result["win_rates"] = {by: asdict(by_pair[0, 1]) for by, by_pair in rates.items()}

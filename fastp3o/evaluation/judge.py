@@ -130,10 +130,8 @@ class EndpointJudge:
             pass  # `compare` keeps each verdict, also those that are pending when another comparison fails
         if self.unusable:
             tqdm.write(f"{len(self.unusable)} answers have no verdict, the first one: {self.unusable[0]!r:.300}")
-        return [
-            Verdict.TIE if first == second else self.file.verdicts[key]
-            for key, (_, first, second) in zip(keys, comparisons, strict=True)
-        ]
+        same = [first == second for _, first, second in comparisons]
+        return [Verdict.TIE if tied else self.file.verdicts[key] for key, tied in zip(keys, same, strict=True)]
 
     def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
         """Asks in both orders and keeps the verdict."""

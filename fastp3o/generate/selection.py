@@ -32,13 +32,9 @@ def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
     """Leaves out empty responses, which no layout can hold, and, unless `unfinished`, those without end-of-sequence: as
     data they would have one, and teach to stop there. Without a reward all have 0.
     """
-    kept = [
-        (text, reward)
-        for text, finished, reward in zip(
-            samples.responses, samples.finished, samples.rewards or [0.0] * len(samples.responses), strict=True
-        )
-        if text.strip() and (finished or unfinished)
-    ]
+    rewards = samples.rewards or [0.0] * len(samples.responses)
+    responses = zip(samples.responses, samples.finished, rewards, strict=True)
+    kept = [(text, reward) for text, finished, reward in responses if text.strip() and (finished or unfinished)]
     return Candidates([text for text, _ in kept], [reward for _, reward in kept])
 
 

@@ -197,14 +197,9 @@ def end_of_positions(config: PretrainedConfig) -> int | None:
     kinds = rope_kinds(config)
     if not kinds:
         return getattr(config, "max_position_embeddings", None)
-    return min(
-        (
-            kind.get("original_max_position_embeddings", config.max_position_embeddings)
-            for kind in kinds
-            if kind.get("rope_type") in ("dynamic", "longrope")
-        ),
-        default=None,
-    )
+    changing = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+    ends = (kind.get("original_max_position_embeddings", config.max_position_embeddings) for kind in changing)
+    return min(ends, default=None)
 
 
 def rope_kinds(config: PretrainedConfig) -> list[dict]:

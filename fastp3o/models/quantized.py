@@ -75,10 +75,8 @@ def checked(model: Any) -> Any:
         state = getattr(layer.weight, "quant_state", None)  # of 4 bits
         if state is not None and layer.weight.device.type == "cpu" and state.shape[1] % state.blocksize:
             # Dequantizing on a CPU begins a block with each row (0.50), and quantizing does not.
-            raise UserError(
-                f"--quantize 4bit needs layers with a multiple of {state.blocksize} inputs on a CPU, and {name} has "
-                f"{state.shape[1]}"
-            )
+            needed = f"needs layers with a multiple of {state.blocksize} inputs on a CPU"
+            raise UserError(f"--quantize 4bit {needed}, and {name} has {state.shape[1]}")
     return model
 
 

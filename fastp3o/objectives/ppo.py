@@ -158,14 +158,8 @@ class PPO(Objective):
 
     def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Advantages of the tokens, [N] fp32, not whitened yet."""
-        rewards = token_rewards(
-            microbatch.rewards.flatten(),
-            microbatch.old_token_logprobs,
-            microbatch.ref_token_logprobs,
-            microbatch.row.cu_seqlens,
-            kl_coef=self.kl.value,
-        )
-        row = microbatch.row
+        row, logprobs = microbatch.row, (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
+        rewards = token_rewards(microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value)
         longest = max(row.labelled_lengths)
         return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 
