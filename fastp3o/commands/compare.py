@@ -67,8 +67,8 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
         passed += sum(early)
     Console(width=110).print(table)
     if passed:
-        print("Some seeds passed a KL before their first evaluation after update 0, so that no gain at it was", end=" ")
-        print("measured:\nthey are left out. Earlier evaluations (--eval_at 1,2,5) measure it.")
+        print("Some seeds passed a KL before their first evaluation after update 0, so no gain at it was measured:")
+        print("they are left out. Earlier evaluations (--eval_at 1,2,5) measure it.")
     print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
 
 

@@ -17,7 +17,6 @@ from fastp3o.packing.settings import Packing
 
 if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
     from fastp3o.commands.predicted_memory import Model
-    from fastp3o.rollouts.cache import Room
 
 NOTE = """\
 peak = the sum, with the larger of head and layer only; where embeddings need more than these and
@@ -60,6 +59,7 @@ def main() -> None:
     config = parse(MemoryConfig)
     from fastp3o.commands.predicted_memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
     from fastp3o.precision import choose_precision
+    from fastp3o.rollouts.cache import fitting_room
 
     model = sizes(config)
     lengths = Lengths.full_row(
@@ -72,7 +72,15 @@ def main() -> None:
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
     frozen = frozen_memory(model, lengths, precision)
     adapters = config.lora_rank > 0
-    rollouts = rollout_memory(model, room(config), precision, shards=config.shards, adapters=adapters)
+    room = fitting_room(
+        config.max_prompt_tokens - 1,
+        config.max_response_tokens,
+        config.responses_per_prompt,
+        prompts=config.rollout_batch_size,
+        bytes_per_token=1,
+        memory=sys.maxsize,
+    )
+    rollouts = rollout_memory(model, room, precision, shards=config.shards, adapters=adapters)
     if config.gpus > 1:
         update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
         rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
@@ -84,19 +92,6 @@ def main() -> None:
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
     Console().print(table)
     print(NOTE)
-
-
-def room(config: MemoryConfig) -> "Room":
-    from fastp3o.rollouts.cache import fitting_room
-
-    return fitting_room(
-        config.max_prompt_tokens - 1,
-        config.max_response_tokens,
-        config.responses_per_prompt,
-        prompts=config.rollout_batch_size,
-        bytes_per_token=1,
-        memory=sys.maxsize,
-    )
 
 
 def sizes(config: MemoryConfig) -> "Model":
