@@ -213,7 +213,7 @@ class Encoder:
             raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
 
     def render(self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS) -> Texts:
-        """Applies the chat template to messages, with what their record says for it; text stays. Raises RecordError."""
+        """Applies the chat template to messages, with their record's fields for it; text stays. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
         templated = not isinstance(prompt.value, str)
         variables = self.template.variables(record) if templated else {}

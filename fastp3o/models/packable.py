@@ -111,7 +111,7 @@ def run_trial(model: PackedModel) -> Trial:
 
 @contextmanager
 def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, PackedRow], Tensor], PackedRow]]:
-    """Yields a function of model and row, and a row. Keeps no gradients, the model's mode and the random generators."""
+    """Yields a function of model and row, and a row; keeps no gradients. Mode and random generators stay unchanged."""
     inner = model.model
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
     generators = [inner.device] if inner.device.type == "cuda" else []

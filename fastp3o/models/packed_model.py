@@ -119,7 +119,7 @@ class PackedModel(nn.Module):
         raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
-        """The head, with the temperature. Raises ValueError if it is no plain linear layer, such as one with LoRA."""
+        """The head, with the temperature. Raises ValueError if it is not plain linear, as with a LoRA adapter."""
         try:
             head = model_head(self.model)
         except ValueError as error:
@@ -144,8 +144,8 @@ def compiled_forward(layer, *args, **kwargs):
 
 @contextmanager
 def as_in_training() -> Iterator[None]:
-    """Runs what is compiled for training, and keeps nothing: a mere forward pass rounds otherwise, and ratios to old
-    log-probs would not begin at one.
+    """Runs what is compiled for training, and keeps nothing of it: a mere forward pass rounds otherwise, and ratios to
+    old log-probs would not begin at one.
     """
     nothing = cast(Any, lambda _: None)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):

@@ -60,7 +60,11 @@ class PPOConfig(KLConfig):
         "policy before the update, in the loss (Schulman et al. 2017, section 4); both.",
     )
     step_kl_coef: float = option(
-        1.0, "Its weight; with step_kl_target the first, which matters little.", above=0, needs=PENALTY, changeable=True
+        1.0,
+        "Weight of that KL; with step_kl_target its first one, which matters little.",
+        above=0,
+        needs=PENALTY,
+        changeable=True,
     )
     step_kl_target: float | None = option(
         None,
