@@ -194,12 +194,9 @@ class RowBuilder:
             self.add_keys(segment, start, repeat=k - 1)
 
     def add_labelled_tokens(self, segment: Segment, start: int) -> None:
-        first = start + segment.labelled_from
-        end = start + len(segment.ids)
-        self.labelled_at += [
-            first - 1 if segment.predicted_by is None else segment.predicted_by,
-            *range(first, end - 1),
-        ]
+        first, end = start + segment.labelled_from, start + len(segment.ids)
+        predicted_by = first - 1 if segment.predicted_by is None else segment.predicted_by
+        self.labelled_at += [predicted_by, *range(first, end - 1)]
         self.labels += segment.ids[segment.labelled_from :]
         self.labelled_lengths.append(end - first)
         self.ends_at.append(end - 1)
@@ -219,6 +216,7 @@ class RowBuilder:
         self.keys += range(start, start + length)
 
     def build(self) -> PackedRow:
+        repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)
         return PackedRow(
             input_ids=torch.tensor([self.input_ids]),
             position_ids=torch.tensor([self.positions]),
@@ -227,7 +225,7 @@ class RowBuilder:
                 cu_keys=offsets(self.key_lengths),
                 query_lengths=tuple(self.query_lengths),
                 key_lengths=tuple(self.key_lengths),
-                shared=self.shared_keys(),
+                shared=SharedKeys(torch.tensor(self.keys), torch.tensor(self.own_keys), repeats) if repeats else None,
             ),
             labelled_at=torch.tensor(self.labelled_at),
             labels=torch.tensor(self.labels),
@@ -237,9 +235,3 @@ class RowBuilder:
             groups=tuple(self.groups),
             responses_per_prompt=next(iter(self.group_sizes)) if len(self.group_sizes) == 1 else None,
         )
-
-    def shared_keys(self) -> SharedKeys | None:
-        if not self.repeats:
-            return None
-        repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)
-        return SharedKeys(torch.tensor(self.keys), torch.tensor(self.own_keys), repeats)
