@@ -209,19 +209,23 @@ def square_kl(groups: Groups) -> Tensor:
 
 
 @options
-class DPOConfig(PairWithSFTConfig):
-    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
-
-    objective: str = objective_name("dpo")
-    beta: float = option(
-        0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
-    )
+class LogisticLoss(PairLoss):
     label_smoothing: float = option(
         0.0,
         "Probability that a label is wrong (conservative DPO, Mitchell 2023).",
         at_least=0,
         below=0.5,
         changeable=True,
+    )
+
+
+@options
+class DPOConfig(LogisticLoss, PairWithSFTConfig):
+    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
+
+    objective: str = objective_name("dpo")
+    beta: float = option(
+        0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -250,7 +254,7 @@ class IPOConfig(IPO, PairWithSFTConfig):
 
 
 @options
-class SimPO(PairLoss):
+class SimPO(LogisticLoss):
     """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
 
     anchor: ClassVar[str] = ""
@@ -263,7 +267,7 @@ class SimPO(PairLoss):
     )
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return losses.simpo(logprobs, beta=self.beta, gamma=self.gamma)
+        return losses.simpo(logprobs, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
 
 
 @options
@@ -301,7 +305,7 @@ class OnlineORPOConfig(ORPO, FreshPairConfig):
 
 
 @options
-class CPO(PairLoss):
+class CPO(LogisticLoss):
     """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
 
     anchor: ClassVar[str] = ""
@@ -311,7 +315,7 @@ class CPO(PairLoss):
     )
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return losses.cpo(logprobs, beta=self.beta, weight=self.nll_weight)
+        return losses.cpo(logprobs, beta=self.beta, weight=self.nll_weight, label_smoothing=self.label_smoothing)
 
 
 @options
