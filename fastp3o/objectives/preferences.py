@@ -211,11 +211,7 @@ def square_kl(groups: Groups) -> Tensor:
 @options
 class LogisticLoss(PairLoss):
     label_smoothing: float = option(
-        0.0,
-        "Probability that a label is wrong (conservative DPO, Mitchell 2023).",
-        at_least=0,
-        below=0.5,
-        changeable=True,
+        0.0, "How likely a label is wrong (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
     )
 
 

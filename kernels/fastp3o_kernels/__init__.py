@@ -5,6 +5,7 @@ Needs only torch. With triton installed, tensors on a GPU go through fused kerne
 
 from fastp3o_kernels.exposed_head import expose_head
 from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.linear_distillation import linear_distillation
 from fastp3o_kernels.head.linear_logprobs import linear_logprobs
 from fastp3o_kernels.head.linear_loss import Groups, LinearLossOutput, linear_loss
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
@@ -24,6 +25,7 @@ __all__ = [
     "ResponseTokens",
     "TokenOutputs",
     "expose_head",
+    "linear_distillation",
     "linear_logprobs",
     "linear_loss",
     "linear_p3o_loss",

@@ -49,9 +49,7 @@ PAIRS = {
     ),
     "smoothed simpo": (
         lambda x, known: losses.simpo(x, beta=2.5, gamma=0.4, label_smoothing=0.2),
-        lambda a, b, s, t: (
-            -0.8 * log(sigmoid(2.5 * a - 2.5 * b - 0.4)) - 0.2 * log(sigmoid(2.5 * b - 2.5 * a + 0.4))
-        ),
+        lambda a, b, s, t: -0.8 * log(sigmoid(2.5 * a - 2.5 * b - 0.4)) - 0.2 * log(sigmoid(2.5 * b - 2.5 * a + 0.4)),
     ),
     "orpo": (
         lambda x, known: losses.orpo(x, weight=0.3),

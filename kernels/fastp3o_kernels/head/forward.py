@@ -18,7 +18,7 @@ from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
-    from fastp3o_kernels.rows.logits_kernel import launch_logprobs, launch_statistics
+    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs, launch_statistics
 
 
 class ChunkedHead:
@@ -74,3 +74,17 @@ class ChunkedHead:
         self.logprobs[span] = logprobs
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
             all_tokens[span] = values
+
+    def write_dlogits(
+        self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
+    ) -> None:
+        """out [n, V] = the gradients of rows of neighbouring tokens of the span `resident`, given dL/d(log-prob) of
+        each and, if it counts, dL/d(entropy).
+        """
+        arguments = rows, self.row_max[tokens], self.log_sum[tokens], coefficients, out
+        if not self.triton:
+            oracle.dlogits(rows, coefficients, entropy_coefficients, out)
+        elif entropy_coefficients is None:
+            launch_dlogits(*arguments)
+        else:
+            launch_dlogits(*arguments, entropy=self.statistics[0][tokens], entropy_coefficients=entropy_coefficients)
