@@ -216,8 +216,7 @@ def log1mexp(logprobs: Tensor) -> Tensor:
 def cpo(logprobs: Tensor, *, beta: float = 0.1, weight: float = 1.0, label_smoothing: float = 0.0) -> Tensor:
     """Contrastive preference optimization, without a reference (arXiv 2401.08417, equations 3 and 4), [P, 2] -> [P].
 
-    −log σ(β (log π_chosen − log π_rejected)) − λ log π_chosen. weight: λ, 1 in the paper. label_smoothing: as in `dpo`,
-    of the first term alone.
+    −log σ(β (log π_chosen − log π_rejected)) − λ log π_chosen. weight: λ, 1 in the paper. label_smoothing: as in `dpo`.
     """
     return logistic(beta * (logprobs[:, 0] - logprobs[:, 1]), label_smoothing) - weight * logprobs[:, 0]
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastp3o_kernels import (
     Groups,
@@ -78,3 +80,32 @@ def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
         torch.testing.assert_close(loss, model(ids, use_cache=False, head_loss=head_loss))
         loss.backward()
     assert sum(counters["graph_break"].values()) == 1
+
+
+def loss_of_each(hidden, weight, labels):
+    offsets = torch.tensor([0, 1, 2, 3, 11])
+    logprobs = linear_logprobs(hidden, weight, labels).sum()
+    return logprobs + linear_p3o_loss(hidden, weight, labels, offsets, *KNOWN).loss
+
+
+class Loss(nn.Module):
+    forward = staticmethod(loss_of_each)
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [
+        lambda inputs: torch.compile(loss_of_each, backend="eager", fullgraph=True)(*inputs),
+        lambda inputs: torch.export.export(Loss(), inputs),
+        lambda inputs: torch.export.export(Loss(), inputs, strict=True),
+        lambda inputs: loss_of_each(*map(FakeTensorMode().from_tensor, inputs)),
+        lambda inputs: p3o_loss(*3 * [KNOWN[0]], rewards=FakeTensorMode().from_tensor(KNOWN[2])),
+    ],
+    ids=["fullgraph", "export", "strict export", "fake tensors", "a fake keyword"],
+)
+def test_what_cannot_be_traced_says_where_to_call_it(traced):
+    inputs = torch.randn(11, 8), torch.randn(30, 8), torch.arange(11)
+    with pytest.raises(
+        (RuntimeError, Unsupported), match="leave fastp3o_kernels outside of fullgraph=True, torch.export"
+    ):
+        traced(inputs)

@@ -78,9 +78,7 @@ class ChunkedHead:
     def write_dlogits(
         self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
     ) -> None:
-        """out [n, V] = the gradients of rows of neighbouring tokens of the span `resident`, given dL/d(log-prob) of
-        each and, if it counts, dL/d(entropy).
-        """
+        """out [n, V] = the gradients of rows within the span `resident`, given dL/d(log-prob) and dL/d(entropy)."""
         arguments = rows, self.row_max[tokens], self.log_sum[tokens], coefficients, out
         if not self.triton:
             oracle.dlogits(rows, coefficients, entropy_coefficients, out)

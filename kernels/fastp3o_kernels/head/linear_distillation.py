@@ -112,15 +112,14 @@ def linear_distillation(
         teacher_hidden: [N, D'], the teacher's hidden states that predict the same tokens.
         teacher_head: its Head with a weight [V, D'] of that dtype, or the bare weight; both are constants.
         divergence, beta: see above; beta, above 0 and below 1, counts for "jsd" alone.
-        memory_budget: bytes of scratch for the logits of both and the gradient of the student's, as in
-            `linear_logprobs`; logits that have left their buffers are computed again for the backward pass.
+        memory_budget: bytes of scratch for the logits of both and the student's gradient, as in `linear_logprobs`.
 
     Returns:
-        [N] fp32 (fp64 for fp64 hidden states of the student); inf where the second distribution of a KL excludes, by a
-        logit of -inf, what the first one does not. The gradient of such a reverse KL is NaN.
+        [N] fp32 (fp64 for an fp64 student); inf where a logit of -inf excludes from a KL's second distribution what its
+        first one draws. The gradient of such a reverse KL is NaN.
 
     Raises:
-        ValueError: for tensors that disagree, a divergence or beta that is none, a budget that holds no row of logits.
+        ValueError: for tensors that disagree, another divergence or beta, and a budget that holds no row of logits.
         RuntimeError: in the backward pass, if the teacher's tensors were changed in place before it.
     """
     head, teacher_head, teacher_hidden = Head.from_weight(head), Head.from_weight(teacher_head), teacher_hidden.detach()
@@ -143,5 +142,4 @@ def linear_distillation(
     bounds, V, dtypes = [0, len(hidden)], len(head.weight), HeadDtypes.for_hidden(hidden)
     plan = plan_chunks(bounds, V, dtypes, memory_budget, teacher_bytes=teacher_bytes)
     chunked = DistilledHead(plan, labels, teacher_hidden, teacher_head.detach(), divergence, beta)
-    (values,) = LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)
-    return values
+    return LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)[0]
