@@ -61,8 +61,7 @@ def graph_break(function: Function) -> Function:
     """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes.
 
     A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler
-    has nothing to fuse there, and much to recompile. As an operator of torch.library it would lose sight of autocast,
-    and of the logits that the backward pass need not compute again. RuntimeError for fake tensors.
+    has nothing to fuse there, and much to recompile. As an operator of torch.library it would not see autocast.
     """
 
     @wraps(function)

@@ -123,7 +123,7 @@ class HeadGradients:
         if self.triton:
             self.scale, ratio, scaled = launch_lowered_scale(self.scale, scaled, LARGEST_SCALED, HIGHEST_SCALE)
         else:
-            largest = torch.stack([values.abs().max() for values in scaled]).max()
+            largest = torch.stack([values.abs().max() for values in scaled]).max() * self.chunked.steepest
             lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST_SCALED / largest))), self.scale)
             self.scale, ratio, scaled = lowered, lowered / self.scale, [values * lowered for values in scaled]
         waiting = self.dlogits_buffer[: self.waiting.number]

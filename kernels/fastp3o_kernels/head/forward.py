@@ -34,6 +34,7 @@ class ChunkedHead:
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
         self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
         self.resident: slice | None = None
+        self.steepest: float | Tensor = 1.0  # bound of d log-prob / d logit
         self.logprobs, self.row_max, self.log_sum = (torch.empty(N, **on_device) for _ in range(3))
         dtypes = (plan.dtypes.logits, plan.dtypes.logits, torch.bool) if statistics else ()
         self.statistics = tuple(torch.empty(N, dtype=dtype, device=labels.device) for dtype in dtypes)

@@ -47,6 +47,7 @@ def student_gradients(s: Tensor, t: Tensor, divergence: str, beta: float) -> Ten
         return p.sub_(t.exp())
     target, weight = (t, 1.0) if divergence == "reverse_kl" else (mixture(s, t, beta), 1 - beta)
     ratios = (s - target).masked_fill_(p == 0, 0.0)
+    ratios -= ratios.gather(1, p.argmax(1, keepdim=True))  # or the digits of a token of probability near 1 would cancel
     return ratios.sub_((p * ratios).sum(1, keepdim=True)).mul_(p).mul_(weight)
 
 
@@ -83,6 +84,8 @@ class DistilledHead(ChunkedHead):
     def forward(self, span: slice) -> None:
         for part, s, t in self.parts(self.rows(span), span):
             self.logprobs[span][part] = divergences(s, t, *self.kind)
+        if self.kind[0] == "reverse_kl":  # the others' gradients are at most 2
+            self.steepest = (1 + self.logprobs[span].nan_to_num(posinf=0.0).amax()).clamp(min=self.steepest)
 
     def write_dlogits(self, rows: Rows, tokens: slice, coefficients: Tensor, _: Tensor | None, out: Tensor) -> None:
         for part, s, t in self.parts(rows, tokens):
@@ -123,14 +126,12 @@ def linear_distillation(
         RuntimeError: in the backward pass, if the teacher's tensors were changed in place before it.
     """
     head, teacher_head, teacher_hidden = Head.from_weight(head), Head.from_weight(teacher_head), teacher_hidden.detach()
-    for name, student, teacher in ("N", hidden, teacher_hidden), ("V", head.weight, teacher_head.weight):
+    for name, student, teacher in ("tokens", hidden, teacher_hidden), ("vocabulary", head.weight, teacher_head.weight):
         if student.shape[:1] != teacher.shape[:1]:
-            shapes = f"{list(student.shape)} and {list(teacher.shape)}"
-            raise ValueError(f"student and teacher must share {name}, the tokens or the vocabulary, got {shapes}")
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must be above 0 and below 1, got {beta}")
+            raise ValueError(f"teacher and student must share the {name}: {list(teacher.shape)}, {list(student.shape)}")
+    if divergence not in DIVERGENCES or not 0 < beta < 1:
+        expected = f"one of {', '.join(DIVERGENCES)}, and beta above 0 and below 1"
+        raise ValueError(f"divergence must be {expected}, got {divergence!r} and {beta}")
     labels = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)  # which no divergence reads
     check_head(hidden, head, labels, None)
     check_same_device(hidden=hidden, teacher_hidden=teacher_hidden)
@@ -138,8 +139,7 @@ def linear_distillation(
         check_head(teacher_hidden, teacher_head.detach(), labels, None)
     except ValueError as error:
         raise ValueError(f"the teacher's {error}") from None
-    teacher_bytes = HeadDtypes.for_hidden(teacher_hidden).logits.itemsize
     bounds, V, dtypes = [0, len(hidden)], len(head.weight), HeadDtypes.for_hidden(hidden)
-    plan = plan_chunks(bounds, V, dtypes, memory_budget, teacher_bytes=teacher_bytes)
+    plan = plan_chunks(bounds, V, dtypes, memory_budget, HeadDtypes.for_hidden(teacher_hidden))
     chunked = DistilledHead(plan, labels, teacher_hidden, teacher_head.detach(), divergence, beta)
     return LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)[0]
