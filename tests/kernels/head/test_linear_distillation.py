@@ -52,7 +52,7 @@ def run(function, student, teacher, *kind, **given):
     return values.detach(), student.gradients()
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 90), st.integers(3, 90)),
     held=st.integers(1, 100),
