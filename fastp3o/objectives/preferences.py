@@ -200,15 +200,19 @@ def square_kl(groups: Groups) -> Tensor:
 
 
 @options
-class DPOConfig(PairWithSFTConfig):
+class LogisticLoss(PairLoss):
+    label_smoothing: float = option(
+        0.0, "How likely a label is wrong (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
+    )
+
+
+@options
+class DPOConfig(LogisticLoss, PairWithSFTConfig):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
     objective: str = objective_name("dpo")
     beta: float = option(
         0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
-    )
-    label_smoothing: float = option(
-        0.0, "Probability of a wrong label (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
     )
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -237,7 +241,7 @@ class IPOConfig(IPO, PairWithSFTConfig):
 
 
 @options
-class SimPO(PairLoss):
+class SimPO(LogisticLoss):
     """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
 
     anchor: ClassVar[str] = ""
@@ -246,7 +250,7 @@ class SimPO(PairLoss):
     gamma: float = option(1.0, "Gamma: target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return losses.simpo(logprobs, beta=self.beta, gamma=self.gamma)
+        return losses.simpo(logprobs, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
 
 
 @options
@@ -284,7 +288,7 @@ class OnlineORPOConfig(ORPO, FreshPairConfig):
 
 
 @options
-class CPO(PairLoss):
+class CPO(LogisticLoss):
     """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
 
     anchor: ClassVar[str] = ""
@@ -292,7 +296,7 @@ class CPO(PairLoss):
     nll_weight: float = option(1.0, "Weight of the chosen response's NLL (paper: 1).", at_least=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return losses.cpo(logprobs, beta=self.beta, weight=self.nll_weight)
+        return losses.cpo(logprobs, beta=self.beta, weight=self.nll_weight, label_smoothing=self.label_smoothing)
 
 
 @options

@@ -1,10 +1,12 @@
 """Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
 Needs only torch. With triton installed, tensors on a GPU go through fused kernels; without it, through PyTorch.
+torch.compile calls them with a graph break; leave them outside of fullgraph=True, torch.export and fake tensors.
 """
 
 from fastp3o_kernels.exposed_head import expose_head
 from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.linear_distillation import linear_distillation
 from fastp3o_kernels.head.linear_logprobs import linear_logprobs
 from fastp3o_kernels.head.linear_loss import Groups, LinearLossOutput, linear_loss
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
@@ -24,6 +26,7 @@ __all__ = [
     "ResponseTokens",
     "TokenOutputs",
     "expose_head",
+    "linear_distillation",
     "linear_logprobs",
     "linear_loss",
     "linear_p3o_loss",

@@ -164,7 +164,11 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1, label_smoo
     reference. If that is the policy that sampled the pairs, this is behaviour preference optimization (BPO, arXiv
     2406.12168). label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell 2023).
     """
-    difference = beta * log_ratio_difference(logprobs, ref_logprobs)
+    return logistic(beta * log_ratio_difference(logprobs, ref_logprobs), label_smoothing)
+
+
+def logistic(difference: Tensor, label_smoothing: float) -> Tensor:
+    """−(1 − ε) log σ(d) − ε log σ(−d); any shape. label_smoothing: ε, the probability that a label is wrong."""
     loss = -(1 - label_smoothing) * logsigmoid(difference)
     return loss - label_smoothing * logsigmoid(-difference) if label_smoothing else loss
 
@@ -178,13 +182,13 @@ def ipo(logprobs: Tensor, ref_logprobs: Tensor, *, tau: float = 0.1) -> Tensor:
     return (log_ratio_difference(logprobs, ref_logprobs) - 1 / (2 * tau)).square()
 
 
-def simpo(mean_logprobs: Tensor, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
+def simpo(mean_logprobs: Tensor, *, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0) -> Tensor:
     """Simple preference optimization, without a reference (arXiv 2405.14734, equation 6), [P, 2] -> [P].
 
     −log σ(β (mean log π_chosen − mean log π_rejected) − γ). mean_logprobs: means over the tokens of each response.
-    gamma: the target margin.
+    gamma: the target margin. label_smoothing: as in `dpo`; the mirrored term has the margin's sign turned, too.
     """
-    return -logsigmoid(beta * (mean_logprobs[:, 0] - mean_logprobs[:, 1]) - gamma)
+    return logistic(beta * (mean_logprobs[:, 0] - mean_logprobs[:, 1]) - gamma, label_smoothing)
 
 
 def orpo(mean_logprobs: Tensor, *, weight: float = 0.1) -> Tensor:
@@ -209,12 +213,12 @@ def log1mexp(logprobs: Tensor) -> Tensor:
     return torch.where(near, by_expm1, by_log1p)
 
 
-def cpo(logprobs: Tensor, *, beta: float = 0.1, weight: float = 1.0) -> Tensor:
+def cpo(logprobs: Tensor, *, beta: float = 0.1, weight: float = 1.0, label_smoothing: float = 0.0) -> Tensor:
     """Contrastive preference optimization, without a reference (arXiv 2401.08417, equations 3 and 4), [P, 2] -> [P].
 
-    −log σ(β (log π_chosen − log π_rejected)) − λ log π_chosen. weight: λ, 1 in the paper.
+    −log σ(β (log π_chosen − log π_rejected)) − λ log π_chosen. weight: λ, 1 in the paper. label_smoothing: as in `dpo`.
     """
-    return -logsigmoid(beta * (logprobs[:, 0] - logprobs[:, 1])) - weight * logprobs[:, 0]
+    return logistic(beta * (logprobs[:, 0] - logprobs[:, 1]), label_smoothing) - weight * logprobs[:, 0]
 
 
 def slic(logprobs: Tensor, *, delta: float = 1.0, weight: float = 1.0) -> Tensor:

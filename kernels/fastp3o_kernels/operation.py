@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 try:
     import triton  # noqa: F401
@@ -53,16 +54,27 @@ def on_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return values.to(device, non_blocking=True)
 
 
+UNTRACED = "leave fastp3o_kernels outside of fullgraph=True, torch.export and fake tensors, as `expose_head` does"
+
+
 def graph_break(function: Function) -> Function:
     """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes.
 
     A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler
-    has nothing to fuse there, and much to recompile.
-
-    `torch.compiler.disable` would import the compiler here, which takes longer than all else that we import. This one
-    marks torch's own functions, and imports it at the first call.
+    has nothing to fuse there, and much to recompile. As an operator of torch.library it would not see autocast.
     """
-    return cast(Function, torch._disable_dynamo(function))
+
+    @wraps(function)
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        if detect_fake_mode((args, kwargs)) is not None:
+            raise RuntimeError(UNTRACED)
+        return function(*args, **kwargs)
+
+    # `torch.compiler.disable` would import the compiler here, which takes longer than all else that we import. This one
+    # marks torch's own functions, and imports it at the first call.
+    disabled = torch._disable_dynamo(untraced)
+    vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)  # the error with fullgraph=True
+    return cast(Function, disabled)
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastp3o_kernels import (
     Groups,
@@ -78,3 +80,21 @@ def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
         torch.testing.assert_close(loss, model(ids, use_cache=False, head_loss=head_loss))
         loss.backward()
     assert sum(counters["graph_break"].values()) == 1
+
+
+class Loss(nn.Module):
+    def forward(self, *given):
+        return linear_logprobs(*given).sum() + linear_p3o_loss(*given, [0, 1, 2, 3, 11], *KNOWN).loss
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [
+        lambda *inputs: torch.compile(Loss(), backend="eager", fullgraph=True)(*inputs),
+        lambda *inputs: torch.export.export(Loss(), inputs),
+        lambda *inputs: Loss()(*map(FakeTensorMode().from_tensor, inputs)),
+    ],
+)
+def test_what_cannot_be_traced_says_where_to_call_it(traced):
+    with pytest.raises((RuntimeError, Unsupported), match=r"outside of fullgraph=True, torch.export and fake tensors"):
+        traced(torch.randn(11, 8), torch.randn(30, 8), torch.arange(11))

@@ -47,6 +47,10 @@ PAIRS = {
         lambda x, known: losses.simpo(x, beta=2.5, gamma=0.4),
         lambda a, b, s, t: -log(sigmoid(2.5 * a - 2.5 * b - 0.4)),
     ),
+    "smoothed simpo": (
+        lambda x, known: losses.simpo(x, beta=2.5, gamma=0.4, label_smoothing=0.2),
+        lambda a, b, s, t: -0.8 * log(sigmoid(2.5 * a - 2.5 * b - 0.4)) - 0.2 * log(sigmoid(2.5 * b - 2.5 * a + 0.4)),
+    ),
     "orpo": (
         lambda x, known: losses.orpo(x, weight=0.3),
         lambda a, b, s, t: -a - 0.3 * log(sigmoid(log(odds(a) / odds(b)))),
@@ -54,6 +58,10 @@ PAIRS = {
     "cpo": (
         lambda x, known: losses.cpo(x, beta=0.3, weight=0.5),
         lambda a, b, s, t: -log(sigmoid(0.3 * (a - b))) - 0.5 * a,
+    ),
+    "smoothed cpo": (
+        lambda x, known: losses.cpo(x, beta=0.3, weight=0.5, label_smoothing=0.2),
+        lambda a, b, s, t: -0.8 * log(sigmoid(0.3 * (a - b))) - 0.2 * log(sigmoid(0.3 * (b - a))) - 0.5 * a,
     ),
     "slic": (
         lambda x, known: losses.slic(x, delta=0.8, weight=0.1),

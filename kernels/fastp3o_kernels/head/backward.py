@@ -19,12 +19,10 @@ from torch import Tensor
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, multiply
 from fastp3o_kernels.operation import HAS_TRITON, on_device
-from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
     from fastp3o_kernels.head.scale_kernel import launch_lowered_scale, launch_scale
-    from fastp3o_kernels.rows.logits_kernel import launch_dlogits
 
 # Rows of the buffer that move at once, through a copy that the budget does not hold.
 ROWS_MOVED = 32
@@ -125,7 +123,7 @@ class HeadGradients:
         if self.triton:
             self.scale, ratio, scaled = launch_lowered_scale(self.scale, scaled, LARGEST_SCALED, HIGHEST_SCALE)
         else:
-            largest = torch.stack([values.abs().max() for values in scaled]).max()
+            largest = torch.stack([values.abs().max() for values in scaled]).max() * self.chunked.steepest
             lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST_SCALED / largest))), self.scale)
             self.scale, ratio, scaled = lowered, lowered / self.scale, [values * lowered for values in scaled]
         waiting = self.dlogits_buffer[: self.waiting.number]
@@ -160,14 +158,7 @@ class HeadGradients:
                 flags = flags | (entropy_coefficients != 0)
         self.waiting.add(tokens, flags)
         out = self.dlogits_buffer[first : self.waiting.number, : chunked.plan.V]
-        if not self.triton:
-            oracle.dlogits(rows, coefficients, entropy_coefficients, out)
-            return
-        arguments = rows, chunked.row_max[tokens], chunked.log_sum[tokens], coefficients, out
-        if entropy_coefficients is None:
-            launch_dlogits(*arguments)
-        else:
-            launch_dlogits(*arguments, entropy=chunked.statistics[0][tokens], entropy_coefficients=entropy_coefficients)
+        chunked.write_dlogits(rows, tokens, coefficients, entropy_coefficients, out)
 
     def multiply_waiting(self, *, last: bool) -> None:
         """The gradients' products over all tokens that wait and take part."""

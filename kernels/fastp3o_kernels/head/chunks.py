@@ -54,17 +54,21 @@ class HeadPlan(NamedTuple):
     chunks: list[Chunk]
 
 
-def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None) -> HeadPlan:
+def plan_chunks(
+    bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None, teacher: HeadDtypes | None = None
+) -> HeadPlan:
     """Chunks for groups between `bounds` (0 first, N last), within this many bytes (None: MEMORY_BUDGET).
 
     It depends on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply matrices
     of the same shapes: libraries round differently for different shapes.
+    teacher: of a teacher, whose logits have a buffer as long as that for the head's own.
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
     budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     row_elements = -(-V // ALIGNMENT) * ALIGNMENT
-    logits_bytes, dlogits_bytes = row_elements * dtypes.logits.itemsize, row_elements * dtypes.multiplied.itemsize
+    logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
+    dlogits_bytes = row_elements * dtypes.multiplied.itemsize
     if budget < logits_bytes + dlogits_bytes:
         raise ValueError(
             f"memory_budget of {budget} bytes is less than one row of logits and its gradient take at a vocabulary of "

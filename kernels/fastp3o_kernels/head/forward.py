@@ -18,7 +18,7 @@ from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
-    from fastp3o_kernels.rows.logits_kernel import launch_logprobs, launch_statistics
+    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs, launch_statistics
 
 
 class ChunkedHead:
@@ -34,6 +34,7 @@ class ChunkedHead:
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
         self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
         self.resident: slice | None = None
+        self.steepest: float | Tensor = 1.0  # bound of d log-prob / d logit
         self.logprobs, self.row_max, self.log_sum = (torch.empty(N, **on_device) for _ in range(3))
         dtypes = (plan.dtypes.logits, plan.dtypes.logits, torch.bool) if statistics else ()
         self.statistics = tuple(torch.empty(N, dtype=dtype, device=labels.device) for dtype in dtypes)
@@ -74,3 +75,15 @@ class ChunkedHead:
         self.logprobs[span] = logprobs
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
             all_tokens[span] = values
+
+    def write_dlogits(
+        self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
+    ) -> None:
+        """out [n, V] = the gradients of rows within the span `resident`, given dL/d(log-prob) and dL/d(entropy)."""
+        arguments = rows, self.row_max[tokens], self.log_sum[tokens], coefficients, out
+        if not self.triton:
+            oracle.dlogits(rows, coefficients, entropy_coefficients, out)
+        elif entropy_coefficients is None:
+            launch_dlogits(*arguments)
+        else:
+            launch_dlogits(*arguments, entropy=self.statistics[0][tokens], entropy_coefficients=entropy_coefficients)

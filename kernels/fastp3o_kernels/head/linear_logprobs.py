@@ -116,8 +116,6 @@ def linear_logprobs(
     if impl == "eager" or len(hidden) == 0:
         values = oracle.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
         return values.logprobs if outputs is None else values
-    if not torch.is_grad_enabled():
-        hidden, head = hidden.detach(), head.detach()
     N = len(hidden)
     bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)

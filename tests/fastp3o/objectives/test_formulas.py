@@ -128,6 +128,10 @@ def dpo(difference: Tensor) -> Tensor:
     return -torch.sigmoid(difference).log()
 
 
+def smoothed_dpo(difference: Tensor) -> Tensor:
+    return 0.8 * dpo(difference) + 0.2 * dpo(-difference)
+
+
 def masked_rebel(first: Response, second: Response) -> Tensor:
     log_ratio = (first.now - first.old).sum() - (second.now - second.old).sum()
     return (log_ratio / 3 - (first.reward - second.reward)) ** 2 * (first.counts and second.counts)
@@ -170,8 +174,12 @@ CASES = {
         of_pairs(lambda y, n: ((y.now - y.ref).mean() - (n.now - n.ref).mean() - 1 / (2 * 0.2)) ** 2),
     ),
     "online_simpo": (
-        {"beta": 2.5, "gamma": 0.4},
-        of_pairs(lambda y, n: dpo(2.5 * (y.now.mean() - n.now.mean()) - 0.4), weighs=False),
+        {"beta": 2.5, "gamma": 0.4, "label_smoothing": 0.2},
+        of_pairs(lambda y, n: smoothed_dpo(2.5 * (y.now.mean() - n.now.mean()) - 0.4), weighs=False),
+    ),
+    "online_cpo": (
+        {"beta": 0.3, "label_smoothing": 0.2},
+        of_pairs(lambda y, n: smoothed_dpo(0.3 * (y.now.sum() - n.now.sum())) - y.now.sum(), weighs=False),
     ),
     "nash_md": ({"responses_per_prompt": K}, nash),
     "ppg": (WEIGHTED | {"reward_scaling": "none", "reward_clip": 0.0}, of_pairs(ppg, labelled=False)),
