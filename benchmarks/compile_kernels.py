@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import get_args
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -34,7 +35,7 @@ import fastp3o_kernels
 from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
-from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD, P3OSettings
+from fastp3o_kernels.p3o.settings import Clipping, KLReward, P3OSettings
 from fastp3o_kernels.rows import logits_kernel, sequence_kernel
 
 # The file of each kernel.
@@ -95,10 +96,10 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         yield from logits_configurations(V)
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
-    for clipping, kl_reward, K, valid in product(CLIPPING, KL_REWARD, RESPONSES, (False, True)):
+    for clipping, kl_reward, K, valid in product(get_args(Clipping), get_args(KLReward), RESPONSES, (False, True)):
         yield pair_configuration(clipping, kl_reward, K, valid=valid)
     # Importance weights add the same few instructions to each, and the flags of valid responses take the most beside.
-    for clipping, K in product(CLIPPING, RESPONSES):
+    for clipping, K in product(get_args(Clipping), RESPONSES):
         yield pair_configuration(clipping, "current", K, valid=True, sampler=True)
     for sampler in (False, True):
         constants = {"HAS_SAMPLER": sampler, "BLOCK_R": pair_kernel.BLOCK_R}

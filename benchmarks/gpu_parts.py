@@ -103,11 +103,10 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
             "tests-stages": test(stages, "-k", "first_ratio and fp16"),
         }
     others = ("test_checks", "test_losses", "test_response_tokens", "test_exposed_head", "test_drop_in")
-    trainer = ("tests/fastp3o/models/test_attention.py", "tests/fastp3o/models/test_reference.py")
     return {
         **{f"tests-{room}": test(f"{rooms}/{room}") for room in ("rows", "head", "p3o", "decoding")},
         "tests-others": test(*(f"{rooms}/{name}.py" for name in others)),
-        "tests-attention": test(*trainer, "-m", "gpu"),
+        "tests-attention": test("tests/fastp3o/models/test_attention.py", "-m", "gpu"),
         "tests-stages": test(stages, "-k", "half_precision or first_ratio"),
         "tests-engine": test("tests/fastp3o/rollouts/test_engine_on_gpu.py"),
     }

@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from typing import Any
 
 from fastp3o.script import run_script
 
@@ -21,6 +22,18 @@ COMMANDS = {
     "compare": "two sets of runs at equal KL",
     "memory": "the GPU memory that a run will take",
 }
+# Commands that only read options: a configuration, or one for each `--objective`; and the function of them. The others
+# are files of commands/.
+STAGES = {
+    "sft": ("training.config:SFTConfig", "training.sft:train"),
+    "reward": ("training.config:RewardModelConfig", "training.reward_model:train"),
+    "p3o": ("objectives.p3o:P3OConfig", "training.loop:train"),
+    "online": ("objectives.online:OBJECTIVES", "training.loop:train"),
+    "ppo": ("objectives.ppo:PPOConfig", "training.loop:train"),
+    "online_dpo": ("objectives.preferences:OnlineDPOConfig", "training.loop:train"),
+    "preference": ("objectives.preferences:OFFLINE_OBJECTIVES", "training.preferences:train"),
+    "generate": ("generate.config:GenerateConfig", "generate.loop:generate"),
+}
 
 
 def main(command: str | None = None) -> None:
@@ -30,16 +43,26 @@ def main(command: str | None = None) -> None:
         if asked not in COMMANDS:
             width = max(map(len, COMMANDS))
             lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-            print(
-                "usage: fastp3o COMMAND [--help]",
-                *lines,
-                sep="\n",
-                file=sys.stdout if asked == "__help" else sys.stderr,
-            )
+            file = sys.stdout if asked == "__help" else sys.stderr
+            print("usage: fastp3o COMMAND [--help]", *lines, sep="\n", file=file)
             sys.exit(0 if asked == "__help" else 2)
         sys.argv[:2] = [f"fastp3o {asked}"]
         command = asked
-    run_script(import_module(f"fastp3o.commands.{command}").main)
+    run_script((lambda: run_stage(*STAGES[command])) if command in STAGES else found(f"commands.{command}:main"))
+
+
+def run_stage(options: str, action: str) -> None:
+    from fastp3o.cli import parse, parse_chosen
+
+    chosen = found(options)
+    config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
+    found(action)(config)  # its import takes seconds, which --help does without
+
+
+def found(place: str) -> Any:
+    """What a module of this package has: `module:name`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"fastp3o.{module}"), name)
 
 
 if __name__ == "__main__":

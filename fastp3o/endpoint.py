@@ -50,18 +50,16 @@ class AnswerError(ValueError):
 class Endpoint:
     """A URL that takes JSON, with the time limits and retries of requests to it.
 
-    Args:
-        url: http or https, without a user.
-        key_variable: environment variable of the key, if there is one. The key is only sent in the Authorization
-            header. No redirect is followed. Only https goes through the environment's proxy, which cannot read the key
-            then. Stars replace a key that an answer repeats.
-        timeout: seconds that one attempt may take, from its connection to its last byte.
-        retries: attempts after the first, if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
-            read), too slow or unreachable. Any other status except 200 stops at once.
-        backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
-        longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
-        longest_body: bytes of an answer; a longer one is not read.
-        abandons: whether a request under way is given up once its answer is no longer wanted, rather than waited for.
+    url: http or https, without a user. key_variable: environment variable of the key, if there is one. The key is only
+    sent in the Authorization header. No redirect is followed. Only https goes through the environment's proxy, which
+    cannot read the key then. Stars replace a key that an answer repeats.
+
+    timeout: seconds that one attempt may take, from its connection to its last byte. retries: attempts after the first,
+    if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be read), too slow or unreachable. Any other
+    status except 200 stops at once. backoff: seconds before the first retry, doubled for each further one, and up to
+    half as much again at random. longest_wait: seconds; an endpoint whose Retry-After asks for more counts as
+    unavailable. longest_body: bytes of an answer; a longer one is not read. abandons: whether a request under way is
+    given up once its answer is no longer wanted, rather than waited for.
 
     Raises ValueError on a URL, a key or a proxy that cannot be used.
     """
@@ -93,8 +91,7 @@ class Endpoint:
         """Posts a body as JSON, or sends a GET without one, and returns `read_answer` of the answer's bytes. On a wrong
         answer `read_answer` raises AnswerError, or ValueError if another attempt may help.
 
-        Raises EndpointError if the endpoint refuses or all attempts fail, and CancelledError in place of a retry once
-        `stopped` is set.
+        Raises EndpointError if the endpoint refuses or all attempts fail, and CancelledError once `stopped` is set.
         """
         content = b"" if body is None else json.dumps(body).encode()
         for attempt in count(1):
@@ -138,9 +135,7 @@ class Endpoint:
             raise AttemptError(f"{what} — {error}") from error
 
     async def request(self, client: httpx.AsyncClient, content: bytes) -> tuple[int, str | None, bytes]:
-        """The status, the Retry-After header and the body of the answer. Raises TimeoutError; httpx's own time limits
-        begin anew with every byte.
-        """
+        """Status, Retry-After header and body of the answer. Raises TimeoutError; httpx's limits restart each byte."""
         async with (
             asyncio.timeout(self.timeout),
             client.stream("POST" if content else "GET", self.url, content=content, headers=self.headers) as response,
@@ -189,18 +184,14 @@ def cancel_when(stopped: threading.Event, answered: Future[Answer]) -> Answer:
 
 
 class Answers(Generic[Answer]):
-    """Answers to questions that are asked in the background, `requests` at a time. `ask` gets an event that is set once
+    """Answers to questions that are asked in the background, some `at_once`. `ask` gets an event that is set once
     no more answers are wanted.
 
-    Iterating yields answers as they come. After an error or an interrupt no more requests are sent, and pending answers
-    are waited for.
+    Iterating yields answers as they come. An error or an interrupt sends no more requests, and waits for pending ones.
     """
 
-    def __init__(
-        self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
-    ):
-        self.stopped = threading.Event()
-        self.pool = ThreadPoolExecutor(requests)
+    def __init__(self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], at_once: int):
+        self.stopped, self.pool = threading.Event(), ThreadPoolExecutor(at_once)
         self.futures = [self.pool.submit(ask, question, self.stopped) for question in questions]
 
     def __iter__(self) -> Iterator[Answer]:

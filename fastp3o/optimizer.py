@@ -30,8 +30,7 @@ GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 class Optimizer:
     """A model that trains, with AdamW, the learning-rate schedule, and in half precision fp32 masters and a loss scale.
 
-    Brings the model to the device, or spreads it over a mesh of processes. learning_rates: by submodule, for those that
-    have their own.
+    Brings the model to the device, or spreads it over a mesh. learning_rates: of submodules that have their own.
 
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
     learning_rate: the first group's in the last step, or before any step in the next one.
@@ -75,9 +74,7 @@ class Optimizer:
             raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
         # transformers' constant schedule leaves out the warm-up.
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-        self.schedule = get_scheduler(
-            name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
-        )
+        self.schedule = get_scheduler(name, self.optimizer, config.warmup_steps, steps)
         self.learning_rate = self.next_learning_rate()
         self.replicas = 1 if mesh is None else accelerator.num_processes // mesh.size(-1)
         self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
@@ -116,9 +113,8 @@ class Optimizer:
         """
         groups = [group["params"] for group in self.optimizer.param_groups]
         gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
-        norms = torch.stack(
-            [nn.utils.get_total_norm([g for g in group if g.numel()], foreach=True) for group in gradients]
-        )
+        own_parts = ([gradient for gradient in group if gradient.numel()] for group in gradients)
+        norms = torch.stack([nn.utils.get_total_norm(group, foreach=True) for group in own_parts])
         if self.accelerator.num_processes == 1:
             return norms
         return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()
@@ -281,15 +277,12 @@ class DividingAdamW(torch.optim.AdamW):
         self.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
 
 
-def parameter_groups(
-    parameters: dict[str, nn.Parameter], learning_rate: float, learning_rates: Mapping[str, float]
-) -> list[dict]:
+def parameter_groups(parameters: dict[str, nn.Parameter], rate: float, rates: Mapping[str, float]) -> list[dict]:
     """AdamW's groups: first all with the common learning rate, then each submodule with its own."""
-    rates = {"": learning_rate, **learning_rates}
-    groups: dict[str, list[nn.Parameter]] = {module: [] for module in rates}
+    groups: dict[str, list[nn.Parameter]] = {module: [] for module in ("", *rates)}
     for name, parameter in parameters.items():
-        groups[next((module for module in learning_rates if name.startswith(f"{module}.")), "")].append(parameter)
-    return [{"params": group, "lr": rates[module]} for module, group in groups.items() if group]
+        groups[next((module for module in rates if name.startswith(f"{module}.")), "")].append(parameter)
+    return [{"params": group, "lr": rates.get(module, rate)} for module, group in groups.items() if group]
 
 
 class Masters:
@@ -303,10 +296,8 @@ class Masters:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.rounded = trained_parameters(model)
-        self.parameters = {
-            name: nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
-            for name, parameter in self.rounded.items()
-        }
+        copies = {name: own.detach().to(device, torch.float32, copy=True) for name, own in self.rounded.items()}
+        self.parameters = {name: nn.Parameter(copied) for name, copied in copies.items()}
         # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
         # rounded rotary frequencies would move every position.
         for parameter in model.parameters():

@@ -1,1 +1,1 @@
-"""The commands, a file each, whose `main` reads the command line. The first line of a file says what it does."""
+"""Commands that do more than read a configuration, a file each, whose `main` reads the command line."""

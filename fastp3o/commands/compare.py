@@ -9,18 +9,11 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, read_run
-from fastp3o.evaluation.matched_kl import (
-    Estimate,
-    Seed,
-    gain_at_kl,
-    interval,
-    paired_difference,
-    passed_at_once,
-)
+from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, paired_difference, passed_at_once, seeds_interval
 from fastp3o.run.names import CONFIG
 
 
@@ -59,13 +52,13 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
 def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations], kls: list[float], metric: str) -> None:
     """Prints the gains over update 0 at each KL, and their paired difference."""
     sides = (first, second)
-    table = Table(title=f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)")
-    for column in ("KL, nats", "first", "second", "first − second, paired"):
-        table.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in ("KL, nats", "first", "second", "first − second, paired"))
+    title = f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)"
+    table = Table(*columns, title=title)
     passed = 0
     for kl in kls:
         gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
-        means = [stratified_interval(side) for side in gains]
+        means = map(seeds_interval, gains)
         early = [sum(passed_at_once(run, kl) for run in side.values()) for side in sides]
         none = [f"passed at once ({count})" if count else "not reached" for count in early]
         cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
@@ -74,20 +67,9 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
         passed += sum(early)
     Console(width=110).print(table)
     if passed:
-        print(
-            "Some seeds passed a KL before their first evaluation after update 0, so that no gain at it was measured:"
-        )
+        print("Some seeds passed a KL before their first evaluation after update 0, so no gain at it was measured:")
         print("they are left out. Earlier evaluations (--eval_at 1,2,5) measure it.")
     print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
-
-
-def stratified_interval(gains: dict[Seed, float | None]) -> Estimate | None:
-    """Mean and interval over the seeds that reached the KL, resampled within each set of evaluation prompts."""
-    strata: dict[str, list[float]] = {}
-    for (prompts, _), gain in gains.items():
-        if gain is not None:
-            strata.setdefault(prompts, []).append(gain)
-    return interval(list(strata.values())) if strata else None
 
 
 def format_estimate(estimate: Estimate | None, absent: str) -> str:

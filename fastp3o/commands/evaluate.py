@@ -26,10 +26,10 @@ def main() -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from fastp3o.evaluation.evaluate import lengths_and_ends
     from fastp3o.evaluation.win_rates import prompts_for, respond
     from fastp3o.files import write_file
     from fastp3o.models.loading import load_tokenizer
-    from fastp3o.rollouts.groups import finished, lengths
     from fastp3o.run.log import prompt_end
 
     disable_progress_bar()
@@ -38,23 +38,15 @@ def main() -> None:
         require_place(Path(config.output))
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     responses = respond(config.model, tokenizer, prompts_for(tokenizer, settings), settings)
-    values = {
-        **responses.rewards,
-        "response_length": lengths(responses.groups),
-        "missing_eos": (~finished(responses.groups)).float(),
-    }
     means = {}
-    table = Table(title=f"{config.model}, {len(responses.groups)} prompts{', greedy' if config.greedy else ''}")
-    for column in ("", "mean", "± (95%, over prompts)"):
-        table.add_column(column)
-    for name, value in values.items():
+    title = f"{config.model}, {len(responses.groups)} prompts{', greedy' if config.greedy else ''}"
+    table = Table("", "mean", "± (95%, over prompts)", title=title)
+    for name, value in (responses.rewards | lengths_and_ends(responses.groups)).items():
         of_prompts = value.double().mean(dim=1)
         half = 1.96 * of_prompts.std().item() / sqrt(len(of_prompts)) if len(of_prompts) > 1 else float("nan")
         means[name] = {"mean": of_prompts.mean().item(), "interval": half}
         table.add_row(name, f"{means[name]['mean']:.4g}", f"{half:.2g}")
-    samples = Table(title="samples")
-    for column in ("prompt", "response", *responses.rewards):
-        samples.add_column(column)
+    samples = Table("prompt", "response", *responses.rewards, title="samples")
     for number in torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups))).long().tolist():
         group = responses.groups[number]
         scores = [f"{value[number, 0]:.3g}" for value in responses.rewards.values()]

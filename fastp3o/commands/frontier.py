@@ -15,10 +15,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("frontier.png"), help="PNG to write.")
     arguments = parser.parse_args()
     try:
-        names = [folder.name for folder in arguments.runs]
-        runs = {
-            folder.name if names.count(folder.name) == 1 else str(folder): read_run(folder) for folder in arguments.runs
-        }
+        names = [run.name for run in arguments.runs]
+        runs = {run.name if names.count(run.name) == 1 else str(run): read_run(run) for run in arguments.runs}
     except ValueError as error:
         parser.error(str(error))
     print_table(runs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fastp3o.cli import parse
 from fastp3o.config import TrainableConfig, option, options, required
@@ -17,7 +17,12 @@ from fastp3o.packing.settings import Packing
 
 if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
     from fastp3o.commands.predicted_memory import Model
-    from fastp3o.rollouts.cache import Room
+
+NOTE = """\
+peak = the sum, with the larger of head and layer only; where embeddings need more than these and
+activations, they count instead. Policy and reference both on the GPU need the policy's peak and the
+reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and
+optimizer in memory; with --rollout_memory, or less free memory, they cache less."""
 
 
 @options
@@ -54,6 +59,7 @@ def main() -> None:
     config = parse(MemoryConfig)
     from fastp3o.commands.predicted_memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
     from fastp3o.precision import choose_precision
+    from fastp3o.rollouts.cache import fitting_room
 
     model = sizes(config)
     lengths = Lengths.full_row(
@@ -66,30 +72,7 @@ def main() -> None:
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
     frozen = frozen_memory(model, lengths, precision)
     adapters = config.lora_rank > 0
-    rollouts = rollout_memory(model, room(config), precision, shards=config.shards, adapters=adapters)
-    if config.gpus > 1:
-        update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
-        rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
-    each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
-    table = Table(title=f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled")
-    table.add_column("")
-    for column in ("policy's update", "reference's pass", "rollouts"):
-        table.add_column(column, justify="right")
-    for name in (*vars(update), "peak"):
-        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
-    Console().print(table)
-    print("peak = the sum, with the larger of head and layer only; where embeddings need more than these and")
-    print("activations, they count instead. Policy and reference both on the GPU need the policy's peak and the")
-    print(
-        "reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and"
-    )
-    print("optimizer in memory; with --rollout_memory, or less free memory, they cache less.")
-
-
-def room(config: MemoryConfig) -> "Room":
-    from fastp3o.rollouts.cache import fitting_room
-
-    return fitting_room(
+    room = fitting_room(
         config.max_prompt_tokens - 1,
         config.max_response_tokens,
         config.responses_per_prompt,
@@ -97,6 +80,18 @@ def room(config: MemoryConfig) -> "Room":
         bytes_per_token=1,
         memory=sys.maxsize,
     )
+    rollouts = rollout_memory(model, room, precision, shards=config.shards, adapters=adapters)
+    if config.gpus > 1:
+        update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
+        rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
+    each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
+    columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))
+    title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled"
+    table = Table("", *columns, title=title)
+    for name in (*vars(update), "peak"):
+        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
+    Console().print(table)
+    print(NOTE)
 
 
 def sizes(config: MemoryConfig) -> "Model":
@@ -114,11 +109,10 @@ def sizes(config: MemoryConfig) -> "Model":
         model = PackedModel(AutoModelForCausalLM.from_config(architecture))
         choose_trainable(model, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    head_trains = model.head().weight.requires_grad
     return Model.from_config(
         model.model.config,
         model.model.num_parameters(),
         trained,
         trained_layers=config.trainable_layers,
-        head_trains=head_trains,
+        head_trains=model.head().weight.requires_grad,
     )

@@ -25,8 +25,7 @@ Next to activations, the larger of two moments counts. The head's has the budget
 the labelled tokens need if that is less, its weight's gradient, and the last norm's activations. That gradient is
 summed in fp32; in half precision it is rounded once logits are freed, unless a single product gives it in bf16. A
 layer's backward pass has 2 (F + D) elements a token, and the gradient of a head that is tied to the embeddings, which
-waits for theirs. When these come, activations are gone: in place of all of this two such gradients count, if they are
-larger.
+waits for theirs. When these come, activations are gone: two such gradients count in place of all of this, if larger.
 
 Without gradients, a layer keeps 3 F elements and four of D (embeddings, its input, that of its feed-forward part, the
 same after the norm), or at its attention three of D, queries, results, and keys and values before and after they are
@@ -104,13 +103,7 @@ class Model(NamedTuple):
 
     @classmethod
     def from_config(
-        cls,
-        config: PretrainedConfig,
-        parameters: int,
-        trained: int,
-        *,
-        trained_layers: int = 0,
-        head_trains: bool = True,
+        cls, config: PretrainedConfig, parameters: int, trained: int, trained_layers: int = 0, head_trains: bool = True
     ) -> "Model":
         """`trained_layers` 0 means all, as in the configuration."""
         config = config.get_text_config()
@@ -160,7 +153,6 @@ def update_memory(
     precision: Precision,
     *,
     checkpointing: bool = False,
-    memory_budget: int = MEMORY_BUDGET,
     one_by_one: bool = False,
 ) -> Memory:
     """The memory of a policy's update on one device.
@@ -169,9 +161,8 @@ def update_memory(
     """
     norms, item = element_bytes(precision)
     attends = 3 if one_by_one or item == 4 else 2
-    layer_activations = lengths.tokens * (
-        norms * model.hidden + item * (4 * model.intermediate + attends * model.queries)
-    )
+    products = 4 * model.intermediate + attends * model.queries
+    layer_activations = lengths.tokens * (norms * model.hidden + item * products)
     layer_activations += lengths.keys * 2 * item * model.keys
     layer_input = lengths.tokens * model.hidden * precision.weights.itemsize
     copies = 0 if precision.autocast is None else 2 * model.parameters
@@ -184,18 +175,18 @@ def update_memory(
         optimizer=8 * model.trained,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
         embeddings=2 * tied_gradient,
-        head=head_update(model, lengths, precision, memory_budget) + copies - kept_copies,
+        head=head_update(model, lengths, precision) + copies - kept_copies,
         layer=lengths.tokens * item * 2 * (model.intermediate + model.hidden)
         + tied_gradient
         + (layer_activations if checkpointing else 0),
     )
 
 
-def head_update(model: Model, lengths: Lengths, precision: Precision, memory_budget: int) -> int:
+def head_update(model: Model, lengths: Lengths, precision: Precision) -> int:
     norms, item = element_bytes(precision)
     dlogits = lengths.labelled * model.vocabulary * item
-    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, memory_budget)
-    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * memory_budget
+    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
+    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * MEMORY_BUDGET
     gradient = model.head_gradient(2 if single else 4)
     rounded = model.head_gradient(2) if precision.half and not single else 0
     kept = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
@@ -220,13 +211,11 @@ def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> 
     )
 
 
-def frozen_memory(
-    model: Model, lengths: Lengths, precision: Precision, *, memory_budget: int = MEMORY_BUDGET
-) -> Memory:
+def frozen_memory(model: Model, lengths: Lengths, precision: Precision) -> Memory:
     """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
     _, item = element_bytes(precision)
     residual, autocast = precision.weights.itemsize, precision.autocast is not None
-    logits = min(4 * lengths.labelled * model.vocabulary, memory_budget)
+    logits = min(4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
     hidden = model.hidden * ((lengths.tokens + lengths.labelled) * residual + lengths.labelled * item * autocast)
     return Memory(
         weights=model.parameters * residual,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fastp3o.cli import parse
 from fastp3o.errors import UserError
@@ -88,13 +88,10 @@ def print_matrices(config: WinRateConfig, rates: "Rates", responses: "list[Respo
     longest = max(map(len, names))
     for by, known in rates.items():
         by_pair = known | {(second, first): rate.swapped for (first, second), rate in known.items()}
-        table = Table(
-            title=f"win rates by {by}",
-            caption="of the row against the column; ties count half; 95% interval over prompts",
-        )
-        table.add_column("")
-        for column in ("tokens", *(f"against {number + 1}" for number in numbers)):
-            table.add_column(column, justify="right")
+        headers = ("tokens", *(f"against {number + 1}" for number in numbers))
+        caption = "of the row against the column; ties count half; 95% interval over prompts"
+        columns = (Column(header, justify="right") for header in headers)
+        table = Table("", *columns, title=f"win rates by {by}", caption=caption)
         for row in numbers:
             rates_of_row = (by_pair.get((row, column)) for column in numbers)
             cells = (f"{rate.win_rate:.3f}\n{rate.low:.3f} to {rate.high:.3f}" if rate else "" for rate in rates_of_row)
@@ -108,15 +105,10 @@ def write(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -
     names, tokens = config.checkpoints, [side.mean_tokens for side in responses]
     result: dict = {"config": asdict(config)}
     if config.models:
-        pairs = sorted({pair for by_pair in rates.values() for pair in by_pair})
-        result["pairs"] = [
-            {
-                "first": names[pair[0]],
-                "second": names[pair[1]],
-                "win_rates": {by: asdict(known[pair]) for by, known in rates.items() if pair in known},
-            }
-            for pair in pairs
-        ]
+        result["pairs"] = []
+        for pair in sorted({pair for by_pair in rates.values() for pair in by_pair}):
+            known = {by: asdict(by_pair[pair]) for by, by_pair in rates.items() if pair in by_pair}
+            result["pairs"].append({"first": names[pair[0]], "second": names[pair[1]], "win_rates": known})
         result["tokens_per_response"] = dict(zip(names, tokens, strict=True))
     else:
         result["win_rates"] = {by: asdict(by_pair[0, 1]) for by, by_pair in rates.items()}

@@ -101,32 +101,25 @@ class ChatTemplate:
         return text[len(before) :]
 
     def check(
-        self,
-        conversation: list[Message],
-        first: int,
-        field: str,
-        text: str,
-        variables: Fields,
-        *,
-        add_generation_prompt: bool,
+        self, messages: list[Message], first: int, field: str, text: str, variables: Fields, add_generation_prompt: bool
     ) -> None:
         """Raises RecordError if the template drops one of the messages from the first on, or calls of tools; or if one
         holds the text of a special token, or a part that the template completes.
         """
         # Characters for private use, which neither templates nor tokenizers know.
-        marks = [f"\ue000{number}\ue001" if one["content"] else "" for number, one in enumerate(conversation)]
-        marked = [{**one, "content": mark} for one, mark in zip(conversation, marks, strict=True)]
+        marks = [f"\ue000{number}\ue001" if one["content"] else "" for number, one in enumerate(messages)]
+        marked = [{**one, "content": mark} for one, mark in zip(messages, marks, strict=True)]
         outline = self.apply(marked, field, variables, add_generation_prompt=add_generation_prompt)
         completed = len(self.special.findall(text)) > len(self.special.findall(outline))
-        for message, mark in zip(conversation[first:], marks[first:], strict=True):
+        for message, mark in zip(messages[first:], marks[first:], strict=True):
             if message["content"].strip() and mark not in outline:
                 dropped = Found(f"one of '{message['role'][:40]}' that it drops")
                 raise RecordError(field, "a message that the chat template writes", dropped)
             written = message["content"] + json.dumps(message, ensure_ascii=False, default=str)
             if completed or self.special.search(written):
                 raise RecordError(field, "a message without the text of a special token", Found("one with it"))
-        if any(message.get("tool_calls") for message in conversation):
-            without = [{name: value for name, value in one.items() if name != "tool_calls"} for one in conversation]
+        if any(message.get("tool_calls") for message in messages):
+            without = [{name: value for name, value in one.items() if name != "tool_calls"} for one in messages]
             try:
                 same = self.apply(without, field, variables, add_generation_prompt=add_generation_prompt) == text
             except RecordError:  # the template needs them
@@ -144,9 +137,8 @@ class ChatTemplate:
         except TookTooLongError as error:  # the next records would take as long, so none is skipped
             raise DataError(f"the chat template has not ended after {TIME_LIMIT:g} s, for field '{field}'") from error
         except Exception as error:  # a template is a program of the model's author and may raise anything
-            raise RecordError(
-                field, "messages that the chat template accepts", Found(f"its refusal: {error}")
-            ) from error
+            refusal = Found(f"its refusal: {error}")
+            raise RecordError(field, "messages that the chat template accepts", refusal) from error
 
 
 def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
@@ -163,9 +155,8 @@ def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
 class Texts(NamedTuple):
     """A prompt and its responses.
 
-    fields: the record's fields that the prompt and each response come from.
-    templated: whether the chat template wrote them.
-    given: the fields that say the prompt: as the record has it, with `tools` and `chat_template_kwargs` of its own.
+    fields: the record's fields that the prompt and each response come from. templated: whether the chat template wrote
+    them. given: the fields that say the prompt: as the record has it, with `tools` and `chat_template_kwargs`.
     """
 
     prompt: str
@@ -196,16 +187,10 @@ class Encoder:
     template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
     to stop there. The text of a special token is text, unless the chat template wrote it.
 
-    Args:
-        tokenizer: the model's, with a chat template if the data are messages.
-        max_prompt_tokens: tokens kept of a prompt.
-        max_response_tokens: tokens kept of a response; None if only prompts are encoded.
-        max_characters: longest prompt or response; longer ones cannot be used.
-        chat_template_kwargs: variables of the chat template, where a record's own do not say otherwise.
+    tokenizer: the model's, with a chat template if the data are messages. The others are as in `Loader`.
 
-    Raises:
-        ValueError: a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or the
-            chat template does not name a variable.
+    Raises ValueError if a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or
+    the chat template does not name a variable.
     """
 
     def __init__(
@@ -219,9 +204,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self.special_ids = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
+        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.max_characters = max_characters
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_response_tokens = max_response_tokens
         self.first_ids = ids_added_first(tokenizer)
         if max_prompt_tokens <= len(self.first_ids):
             raise UserError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
@@ -229,9 +213,7 @@ class Encoder:
             raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
 
     def render(self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS) -> Texts:
-        """Applies the chat template to messages, with `tools` and `chat_template_kwargs` of their record, and leaves
-        text as it is. Raises RecordError.
-        """
+        """Applies the chat template to messages, with their record's fields for it; text stays. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
         templated = not isinstance(prompt.value, str)
         variables = self.template.variables(record) if templated else {}
@@ -255,10 +237,8 @@ class Encoder:
             chosen = [texts for texts in batch if texts.templated == control]
             keys = list(dict.fromkeys((control, text) for texts in chosen for text in (texts.prompt, *texts.responses)))
             ids |= zip(keys, tokenise(self.tokenizer, [text for _, text in keys], control=control), strict=True)
-        return [
-            self.encode_one(texts, [ids[texts.templated, text] for text in (texts.prompt, *texts.responses)])
-            for texts in batch
-        ]
+        ids_of = ([ids[one.templated, text] for text in (one.prompt, *one.responses)] for one in batch)
+        return list(map(self.encode_one, batch, ids_of))
 
     def encode_one(self, texts: Texts, prompt_and_response_ids: list[list[int]]) -> Encoded | RecordError:
         prompt_ids, *response_ids = prompt_and_response_ids
@@ -270,9 +250,7 @@ class Encoder:
             for field, ids in zip(texts.fields, prompt_and_response_ids, strict=True):
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
                     raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
-            prompt, ids, prompt_truncated = (
-                ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
-            )
+            encoded = ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
             whole = [self.end_with_eos(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
         except RecordError as problem:
             return problem
@@ -283,6 +261,7 @@ class Encoder:
                 return RecordError(texts.fields[1 + later], expected, Found("the same"))
         plain = () if texts.templated else (texts.prompt, *texts.responses)
         special_texts = sum(self.template.special.search(text) is not None for text in plain)
+        prompt, ids, prompt_truncated = encoded
         return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts)
 
     def encode_prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
@@ -313,9 +292,7 @@ class Encoder:
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:
-    """The ids of texts, without what the tokenizer itself puts first or last. control: whether a special token's text
-    is that token, or only text.
-    """
+    """The ids of texts, without what the tokenizer adds. control: whether a special token's text is that token."""
     # A tokenizer file may switch padding and truncation on.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     if not texts:

@@ -26,8 +26,7 @@ class Part(NamedTuple):
 class Layout:
     """How to read the records of one form.
 
-    fields: names that a record must have.
-    response_count: responses in a record, 0 to 2; a ranking may have more.
+    fields: names that a record must have. response_count: responses in a record, 0 to 2; a ranking may have more.
     prompt, responses: functions that read them, or raise RecordError.
     """
 
@@ -121,9 +120,6 @@ def the_response(field: str, record: Fields) -> tuple[Part, ...]:
     if any(value != responses.get(field, value) for value in responses.values()):
         raise RecordError(None, f"one response in the fields {', '.join(responses)}", Found("different ones"))
     return (response_field(record, field),)
-
-
-# --- responses that are desirable or not ----------------------------------------------------------------------------
 
 
 def desirable(record: Fields) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, Texts
@@ -46,11 +46,9 @@ Asked = Mapping[str, str]
 class DataReport:
     """Counts of one pass over a source.
 
-    examples: usable records, which are the entries of the data set.
-    truncated_prompts, truncated_responses: texts cut at a limit; both responses of a pair may count.
-    special_texts: texts that hold the text of a special token, such as a written end of sequence.
-    skipped: records that cannot be used.
-    reasons: how many records were skipped for each reason.
+    examples: usable records, which are the entries of the data set. truncated_prompts, truncated_responses: texts cut
+    at a limit; both responses of a pair may count. special_texts: texts that hold the text of a special token, such as
+    a written end of sequence. skipped: records that cannot be used. reasons: how many were skipped for each reason.
     unread: fields with values that nothing reads, in their order.
     """
 
@@ -75,32 +73,21 @@ Loaded = tuple[Dataset, DataReport]
 
 
 def load_prompts(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    columns: Asked | None = None,
-    as_given: bool = False,
-    **options: Any,
+    source: str, tokenizer: Tokenizer, *, columns: Asked | None = None, as_given: bool = False, **options: Any
 ) -> Loaded:
-    """The prompts of any layout (README.md lists them), for the online stage.
+    """The prompts of any layout (README.md lists them), for the online stage, and the report.
 
-    Args:
-        source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
-            glob, or a folder, of whose files those of `split` are read. Or records.
-        columns: further fields to keep. Every record must have them.
-        as_given: also keep the column `given`: the record's fields that say its prompt, not truncated, as JSON
-            text: `prompt` (a string or a list of messages), `tools` and `chat_template_kwargs`.
-        options: see `Loader`.
+    source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a glob,
+    or a folder, of whose files those of `split` are read. Or records. columns: further fields to keep, as JSON text,
+    which `column_values` reads. Every record must have them. as_given: also keep the column `given`: the record's
+    fields that say its prompt, not truncated, as JSON text: `prompt` (a string or a list of messages), `tools` and
+    `chat_template_kwargs`. options: see `Loader`.
 
-    Returns:
-        Dataset with the columns `prompt` (str, the text as the model sees it: after the chat template, without a
-        truncated beginning, without the token that the tokenizer itself puts first), `prompt_ids` (list of int32), and
-        those of `columns` (JSON text, which `column_values` reads); and the report.
+    The other columns are `prompt` (str, the text as the model sees it: after the chat template, without a truncated
+    beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32).
 
-    Raises:
-        DataError: the source cannot be read, a record cannot be used, or none can.
-        ValueError: a limit leaves no room, a field is asked for that has the name of a column, or the tokenizer lacks
-            the end-of-sequence token of responses.
+    Raises DataError if the source cannot be read, or a record or none can be used; ValueError if a limit leaves no
+    room, a field is asked for that has the name of a column, or the tokenizer lacks responses' end-of-sequence token.
     """
     columns = columns or {}
     for name in PROMPT_COLUMNS:
@@ -113,19 +100,19 @@ def load_prompts(
 # response longer than `max_response_tokens` loses its end and is counted; any other ends with an end-of-sequence token.
 
 
-def load_demonstrations(source: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Loaded:
+def load_demonstrations(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one. Plain text, the field
     `text`, is the response to the tokens that the tokenizer puts first, or to its own first token.
     """
     return Loader(tokenizer, {"response_ids": IDS}, DEMONSTRATION_LAYOUTS, **options).load(source)
 
 
-def load_preferences(source: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Loaded:
+def load_preferences(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`chosen_ids`, `rejected_ids`. A record whose two responses are equal, also once truncated, cannot be used."""
     return Loader(tokenizer, {"chosen_ids": IDS, "rejected_ids": IDS}, **options).load(source)
 
 
-def load_rankings(source: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Loaded:
+def load_rankings(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model; and
     `margin` (float64), by which the chosen response of a preference is better, 0 if the record has none.
     """
@@ -133,7 +120,7 @@ def load_rankings(source: str, tokenizer: PreTrainedTokenizerBase, **options: An
     return Loader(tokenizer, {"ranked_ids": List(IDS)}, RANKINGS, labels, **options).load(source)
 
 
-def load_unpaired_preferences(source: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Loaded:
+def load_unpaired_preferences(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`response_ids` and `desirable` (bool), for KTO: `prompt, completion, label` with a boolean label."""
     labels = {"desirable": (Value("bool"), desirable)}
     return Loader(tokenizer, {"response_ids": IDS}, UNPAIRED_PREFERENCES, labels, **options).load(source)
@@ -155,7 +142,7 @@ class Loader:
     all_turns: an example of each assistant's turn in `messages` that follows a user's or a tool's.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     response_columns: dict[str, Any]
     layouts: Sequence[Layout] = LAYOUTS
     labels: Mapping[str, tuple[Value, Callable[[Fields], Any]]] = field(default_factory=dict)
@@ -243,16 +230,14 @@ class Loader:
         layout = layouts[record.file]
         prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.tokenizer.chat_template is None:
-            raise DataError(
-                f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
-            )
+            place = f"{record.file} record {record.number}"
+            raise DataError(f"{place}: holds messages, and the tokenizer has no chat template")
         responses = layout.responses(record.content) if self.response_columns else ()
         responses = responses if self.takes_all else responses[: len(self.response_columns)]
         texts = self.encoder.render(prompt, responses, record.content)
         read = {*layout.fields, *self.columns, *self.labels, *(TEMPLATE_FIELDS if texts.templated else ())}
-        self.report.unread |= {
-            name: None for name, value in record.content.items() if value is not None and name not in read
-        }
+        has_value = (name for name, value in record.content.items() if value is not None)
+        self.report.unread |= dict.fromkeys(name for name in has_value if name not in read)
         return texts
 
     def example(self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError) -> dict | None:
@@ -303,6 +288,4 @@ def json_text(value: object, field: str, expected: str, *, ensure_ascii: bool = 
 
 def column_values(examples: Mapping[str, list]) -> dict[str, list]:
     """The values of the further fields that a batch of examples keeps."""
-    return {
-        name: [json.loads(text) for text in texts] for name, texts in examples.items() if name not in PROMPT_COLUMNS
-    }
+    return {name: list(map(json.loads, texts)) for name, texts in examples.items() if name not in PROMPT_COLUMNS}

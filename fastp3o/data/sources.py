@@ -106,9 +106,7 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The readable files of a split. As in `datasets`, the names of files, folders and shards tell the splits, and all
-    files are train if no name tells one.
-    """
+    """A split's readable files. Names of files and folders tell it as in `datasets`; all are train if none does."""
     if (folder / "dataset_dict.json").exists() or all((folder / name).exists() for name in SAVED_TO_DISK):
         raise DataError(f"{folder}: save_to_disk wrote this folder, which is not read: use to_json or to_parquet")
     place = folder.absolute()
@@ -123,9 +121,8 @@ def split_files(folder: Path, split: str) -> list[Path]:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
     for file in sorted(place.iterdir()):
         if file.name.endswith(READABLE) and not file.name.startswith(".") and file not in files:
-            raise DataError(
-                f"{folder}: some files are named after a split and {file.name} is not; name a file or a glob"
-            )
+            mixed = f"some files are named after a split and {file.name} is not"
+            raise DataError(f"{folder}: {mixed}; name a file or a glob")
     if not splits.get(split):
         names = ", ".join(str(file.relative_to(place)) for file in sorted(files))
         raise DataError(f"{folder}: no file is named after the split '{split}'; found {names}")

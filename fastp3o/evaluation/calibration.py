@@ -19,8 +19,7 @@ WIDTH = 0.5 / BINS
 
 
 def judged(differences: Sequence[tuple[int, float]], path: Path, seed: int) -> dict[str, float]:
-    """The 95% interval of the accuracy, and the calibration error, which is plotted to `path`. Empty if a difference is
-    not finite.
+    """The accuracy's 95% interval, and the calibration error, plotted to `path`; empty if a difference is not finite.
 
     differences: each pair's prompt number and r_w − r_l. Accuracy is the share of pairs with the better response ahead,
     equal scores counting a half, averaged over prompts. The interval resamples prompts.
@@ -62,8 +61,7 @@ def calibration(differences: Sequence[float]) -> list[Bin]:
     bins = []
     for number in np.unique(bin_numbers):
         inside = bin_numbers == number
-        observed, pairs = float(right[inside].mean()), int(inside.sum())
-        mean = float(predicted[inside].mean())
+        mean, observed, pairs = float(predicted[inside].mean()), float(right[inside].mean()), int(inside.sum())
         bins.append(Bin(0.5 + WIDTH * int(number), mean, observed, *wilson_interval(observed, pairs), pairs))
     return bins
 

@@ -7,6 +7,8 @@ from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.rewards.config import RemoteConfig, reward_names
 
+JUDGED = "keep=judged"
+
 
 @options
 class SamplingConfig(PolicyConfig):
@@ -29,16 +31,13 @@ class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
     judge: str | None = option(
-        None,
-        "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).",
-        needs="keep=judged",
-        changeable=True,
+        None, "A judge, as module:function (see FunctionJudge in evaluation/judge.py).", needs=JUDGED, changeable=True
     )
     judge_url: str | None = option(
         None,
         "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
         "variable OPENAI_API_KEY holds its key, if it needs one.",
-        needs="keep=judged",
+        needs=JUDGED,
         changeable=True,
     )
     judge_model: str | None = option(None, "Name of the model at judge_url.", changeable=True)
@@ -74,15 +73,8 @@ class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
         None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
     )
     output: str | None = option(None, "JSON file to write the result to.")
-    responses_per_prompt: int = option(
-        1, "Responses to each prompt; response k of one against k of the other.", at_least=1
-    )
-    seed: int = option(
-        0,
-        "Seed of the responses, the same for both checkpoints, and of the interval.",
-        at_least=0,
-        below=LARGEST_INT,
-    )
+    responses_per_prompt: int = option(1, "Responses to each prompt; k of one against k of the other.", at_least=1)
+    seed: int = option(0, "Seed of all checkpoints' responses, and of the interval.", at_least=0, below=LARGEST_INT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

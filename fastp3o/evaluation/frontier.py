@@ -28,8 +28,7 @@ def read_run(folder: Path) -> Evaluations:
 
 def linear_fit(evaluations: Evaluations) -> tuple[float, float] | None:
     """Slope and intercept of reward over KL by least squares; None if all KLs are equal."""
-    kl = np.array([e["kl"] for e in evaluations])
-    reward = np.array([e["reward"] for e in evaluations])
+    kl, reward = (np.array([e[key] for e in evaluations]) for key in ("kl", "reward"))
     if len(np.unique(kl)) < 2:
         return None
     slope, intercept = np.polyfit(kl, reward, deg=1)
@@ -48,15 +47,11 @@ def print_table(runs: dict[str, Evaluations]) -> None:
         table.add_column(column, justify="left" if column == "run" else "right")
     for name, evaluations in runs.items():
         for evaluation in (evaluations[0], evaluations[-1])[: len(evaluations)]:
-            table.add_row(
-                name,
-                f"{evaluation['step']:.0f}",
-                f"{evaluation['prompts']:.0f}",
-                *(
-                    f"{evaluation[key]:.3f} ± {evaluation[key + '_std']:.3f} ({standard_error(evaluation, key):.3f})"
-                    for key in ("reward", "kl")
-                ),
+            spreads = (
+                f"{evaluation[key]:.3f} ± {evaluation[key + '_std']:.3f} ({standard_error(evaluation, key):.3f})"
+                for key in ("reward", "kl")
             )
+            table.add_row(name, f"{evaluation['step']:.0f}", f"{evaluation['prompts']:.0f}", *spreads)
     Console(width=110).print(table)
 
 
@@ -66,36 +61,20 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    for number, (name, evaluations) in enumerate(runs.items()):
-        color = f"C{number}"
-        kl = [e["kl"] for e in evaluations]
-        reward = [e["reward"] for e in evaluations]
+    for index, (name, evaluations) in enumerate(runs.items()):
+        color = f"C{index}"
+        kl, reward = ([e[key] for e in evaluations] for key in ("kl", "reward"))
         fit, label = linear_fit(evaluations), name
         if fit is not None:
             slope, intercept = fit
             ends = np.array([min(kl), max(kl)])
             axes.plot(ends, slope * ends + intercept, "--", linewidth=1, color=color)
             label = f"{name}: {slope:.3f} · KL {'+' if intercept >= 0 else '−'} {abs(intercept):.2f}"
-        axes.errorbar(
-            kl,
-            reward,
-            xerr=[standard_error(e, "kl") for e in evaluations],
-            yerr=[standard_error(e, "reward") for e in evaluations],
-            fmt="o",
-            markersize=5,
-            elinewidth=0.8,
-            color=color,
-            label=label,
-        )
+        xerr, yerr = ([standard_error(e, key) for e in evaluations] for key in ("kl", "reward"))
+        axes.errorbar(kl, reward, yerr, xerr, fmt="o", markersize=5, elinewidth=0.8, color=color, label=label)
         for evaluation in evaluations:
-            axes.annotate(
-                f"{evaluation['step']:.0f}",
-                (evaluation["kl"], evaluation["reward"]),
-                xytext=(5, -10),
-                textcoords="offset points",
-                fontsize=8,
-                color=color,
-            )
+            number, place = f"{evaluation['step']:.0f}", (evaluation["kl"], evaluation["reward"])
+            axes.annotate(number, place, (5, -10), textcoords="offset points", fontsize=8, color=color)
     axes.set_xlabel("KL to the reference, nats per response")
     axes.set_ylabel("reward")
     axes.set_title("KL–reward frontier (numbers: updates; bars: standard error over prompts)", fontsize=10)

@@ -76,12 +76,8 @@ class Answer(NamedTuple):
 class ChatEndpoint(Endpoint):
     """One model at an OpenAI-compatible chat-completions endpoint.
 
-    Args:
-        url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1.
-        model: its name at the endpoint.
-        patience: further arguments of an Endpoint.
-
-    The environment variable OPENAI_API_KEY holds the key.
+    url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1. patience: further arguments of an
+    Endpoint. The environment variable OPENAI_API_KEY holds the key.
     """
 
     def __init__(self, url: str, model: str, **patience: Any):
@@ -110,19 +106,14 @@ class EndpointJudge:
 
     Equal responses are a tie without a request. Equal comparisons are requested once.
 
-    Args:
-        endpoint: the model.
-        path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds
-            for the same model, template, prompt and responses are not requested again, unless they are NONE.
-        requests: concurrent requests.
+    path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds for the
+    same model, template, prompt and responses are not requested again, unless they are NONE. requests: concurrent ones.
 
     Raises ValueError if the file was not written by a judge.
     """
 
-    def __init__(self, endpoint: ChatEndpoint, *, path: Path | None = None, requests: int = 8):
-        self.endpoint = endpoint
-        self.file = VerdictFile(path)
-        self.requests = requests
+    def __init__(self, endpoint: ChatEndpoint, *, path: Path | None, requests: int):
+        self.endpoint, self.file, self.requests = endpoint, VerdictFile(path), requests
         self.unusable: list[str] = []
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
@@ -139,10 +130,8 @@ class EndpointJudge:
             pass  # `compare` keeps each verdict, also those that are pending when another comparison fails
         if self.unusable:
             tqdm.write(f"{len(self.unusable)} answers have no verdict, the first one: {self.unusable[0]!r:.300}")
-        return [
-            Verdict.TIE if first == second else self.file.verdicts[key]
-            for key, (_, first, second) in zip(keys, comparisons, strict=True)
-        ]
+        same = [first == second for _, first, second in comparisons]
+        return [Verdict.TIE if tied else self.file.verdicts[key] for key, tied in zip(keys, same, strict=True)]
 
     def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
         """Asks in both orders and keeps the verdict."""
@@ -150,8 +139,11 @@ class EndpointJudge:
         questions = [question(prompt, *pair) for pair in ((first, second), (second, first))]
         answers = [self.endpoint.ask(text, stopped) for text in questions]
         straight, swapped = map(parse_verdict, answers)
-        self.unusable += [answer.text for answer in answers if parse_verdict(answer) is Verdict.NONE]
-        self.file.add(key, combine_verdicts(straight, swapped.swapped), [answer.text for answer in answers])
+        verdict = straight if straight == swapped.swapped else Verdict.TIE
+        if unusable := [answer.text for answer in answers if parse_verdict(answer) is Verdict.NONE]:
+            self.unusable += unusable
+            verdict = Verdict.NONE
+        self.file.add(key, verdict, [answer.text for answer in answers])
 
 
 def question(prompt: str, first: str, second: str) -> str:
@@ -174,13 +166,6 @@ def parse_verdict(answer: Answer) -> Verdict:
     """The verdict of one answer: its last mark counts. NONE if there is no mark, or the answer was cut off."""
     marks = re.findall(r"\[\[[ABC]\]\]", answer.text)
     return MARKS[marks[-1]] if marks and answer.finished else Verdict.NONE
-
-
-def combine_verdicts(one: Verdict, other: Verdict) -> Verdict:
-    """One verdict from two on the same responses in the same order: NONE if one is NONE, a tie if they differ."""
-    if Verdict.NONE in (one, other):
-        return Verdict.NONE
-    return one if one == other else Verdict.TIE
 
 
 def digest(*texts: str) -> str:

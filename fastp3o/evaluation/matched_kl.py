@@ -16,6 +16,7 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations
 
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
+Gains = Mapping[Seed, float | None]
 LEVEL = 0.95
 RESAMPLES = 20_000
 
@@ -66,16 +67,20 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
     return Estimate(mean, *limits, count)
 
 
-def paired_difference(
-    first: Mapping[Seed, float | None], second: Mapping[Seed, float | None], comparisons: int = 1
-) -> Estimate | None:
-    """Mean of first − second over the seeds where both have a value, resampled by task; None if no seed has both."""
+def seeds_interval(values: Gains, comparisons: int = 1) -> Estimate | None:
+    """`interval` over the seeds that have a value, resampled by task; None if none has one."""
     strata: dict[str, list[float]] = {}
-    for (task, seed), value in sorted(first.items()):
-        other = second.get((task, seed))
-        if value is not None and other is not None:
-            strata.setdefault(task, []).append(value - other)
+    for (task, _), value in values.items():
+        if value is not None:
+            strata.setdefault(task, []).append(value)
     return interval(list(strata.values()), comparisons) if strata else None
+
+
+def paired_difference(first: Gains, second: Gains, comparisons: int = 1) -> Estimate | None:
+    """Mean of first − second over the seeds where both have a value, resampled by task; None if no seed has both."""
+    both = {seed: (value, second.get(seed)) for seed, value in sorted(first.items())}
+    differences = {seed: one - other for seed, (one, other) in both.items() if one is not None and other is not None}
+    return seeds_interval(differences, comparisons)
 
 
 @lru_cache
@@ -95,7 +100,7 @@ def _resampling(size: int, number: int) -> np.ndarray:
     return generator.multinomial(size, np.full(size, 1 / size), size=RESAMPLES).astype(float)
 
 
-def _limits(center: float, resampled: np.ndarray, sizes: list[int], comparisons: int = 1) -> tuple[float, float]:
+def _limits(center: float, resampled: np.ndarray, sizes: list[int], comparisons: int) -> tuple[float, float]:
     """Expanded percentiles of resampled statistics, stretched about `center` for several comparisons.
 
     Percentiles do not reach far enough for several: no resample of eight seeds lies at the end of a 99.9% interval.

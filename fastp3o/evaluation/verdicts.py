@@ -69,6 +69,7 @@ class VerdictFile:
             self.verdicts[key] = verdict
 
 
+RESAMPLES, CONFIDENCE = 10_000, 0.95  # of intervals
 POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NONE: np.nan}
 
 
@@ -76,11 +77,9 @@ POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NON
 class WinRate:
     """Win rate of the first checkpoint against the second.
 
-    win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even.
-    low, high: its 95% bootstrap interval over prompts.
-    wins, ties, losses: numbers of comparisons.
-    missing: comparisons without a verdict, which count nowhere else.
-    prompts: number of prompts with a verdict.
+    win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even. low, high: its 95%
+    bootstrap interval over prompts. wins, ties, losses: numbers of comparisons. missing: those without a verdict, which
+    count nowhere else. prompts: number of prompts with a verdict.
     """
 
     win_rate: float
@@ -127,32 +126,17 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
     )
 
 
-def percentile_interval(
-    numerators: np.ndarray,
-    denominators: np.ndarray,
-    *,
-    seed: int,
-    resamples: int = 10_000,
-    confidence: float = 0.95,
-) -> tuple[float, float]:
-    """Interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
+def percentile_interval(numerators: np.ndarray, denominators: np.ndarray, *, seed: int) -> tuple[float, float]:
+    """95% interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
 
-    Args:
-        numerators, denominators: [n], one entry for each unit; dependent values must be in the same unit.
-            Denominators are above 0 (ones give the interval of a mean).
-        seed: equal seeds give equal intervals.
-        confidence: share of the resampled ratios within the interval.
-
-    Returns:
-        Low and high end. Units with equal ratios give an interval of zero width, however few they are.
+    numerators, denominators: [n], one entry for each unit; dependent values must be in the same unit. Denominators are
+    above 0 (ones give the interval of a mean). Units of equal ratios, however few, have an interval of zero width.
     """
-    random = np.random.default_rng(seed)
-    units = len(numerators)
-    ratios = np.empty(resamples)
-    for resample in range(resamples):
+    random, units, ratios = np.random.default_rng(seed), len(numerators), np.empty(RESAMPLES)
+    for resample in range(RESAMPLES):
         drawn = random.integers(units, size=units)
         ratios[resample] = numerators[drawn].sum() / denominators[drawn].sum()
-    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

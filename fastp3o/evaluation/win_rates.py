@@ -57,9 +57,8 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig | EvaluateConfig) -> list[Prompt]:
     """The prompts, with the columns that the reward asks for."""
-    prompts, report = load_prompts(
-        config.prompts, tokenizer, **asked_of_records(config.scorers, config), **config.reading
-    )
+    asked = asked_of_records(config.scorers, config)
+    prompts, report = load_prompts(config.prompts, tokenizer, **asked, **config.reading)
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return make_prompts(prompts[:])
 
@@ -106,11 +105,9 @@ def win_rates(
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     """The higher reward wins. Equal responses are a tie: packed differently, their rewards may differ by rounding."""
-    responses = (
-        [(response.text, response.finished) for group in side.groups for response in group.responses]
-        for side in (first, second)
-    )
-    same = [one == other for one, other in zip(*responses, strict=True)]
+    responses = ([response for group in side.groups for response in group.responses] for side in (first, second))
+    pairs = zip(*responses, strict=True)
+    same = [(one.text, one.finished) == (other.text, other.finished) for one, other in pairs]
     rewards = [next(iter(side.rewards.values())).flatten().tolist() for side in (first, second)]
     verdicts = reward_verdicts(*rewards)
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]

@@ -24,9 +24,7 @@ class SelectionConfig(Flags):
         "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged).",
         changeable=True,
     )
-    threshold: float = option(
-        0.0, "--keep rest keeps rewards above this (ReST's τ).", needs="keep=rest", changeable=True
-    )
+    threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
     min_gap: float = option(
         0.0,
         "--keep rs_dpo keeps pairs whose rewards differ by more than this (τ log(η/(1-η)) of RS-DPO).",
@@ -74,8 +72,7 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
     )
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
     precision: PrecisionName = option(
-        "auto",
-        "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32.",
+        "auto", "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32."
     )
     offload: bool = option(False, "Keep the reward model on the CPU between uses.", changeable=True)
 

@@ -66,7 +66,7 @@ def generate(config: GenerateConfig) -> Generated:
         on_main_process(accelerator, lambda: begin(config, folder, manifest, samples, done))
         speed = 0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
         generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
-        generated = generated._replace(tokens_per_second=speed)
+        generated.tokens_per_second = speed
     finally:
         release(folder)
     accelerator.print(summary(generated, config, folder / KEPT))

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import load_judge
@@ -15,7 +15,8 @@ from fastp3o.generate.selection import Judged, Record, judged_records, kept_reco
 from fastp3o.run.names import VERDICTS
 
 
-class Generated(NamedTuple):
+@dataclass
+class Generated:
     """The summary of a run.
 
     prompts, responses, mean_reward, empty, unfinished: over all samples, also those before a run was resumed. records:
@@ -24,14 +25,14 @@ class Generated(NamedTuple):
     without the time of rewards; 0 if nothing was left to sample. Means are None without rewards.
     """
 
-    prompts: int
-    responses: int
-    mean_reward: float | None
-    empty: int
-    unfinished: int
-    records: int
-    prompts_kept: int
-    mean_kept: float | None
+    prompts: int = 0
+    responses: int = 0
+    mean_reward: float | None = None
+    empty: int = 0
+    unfinished: int = 0
+    records: int = 0
+    prompts_kept: int = 0
+    mean_kept: float | None = None
     ties: int = 0
     unanswered: int = 0
     tokens_per_second: float = 0.0
@@ -41,42 +42,31 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
     """Writes the records that are kept, in the order of the prompts. Raises UserError if there are none."""
     choose, judged = chooser(config, samples)
     rewards, kept = [], []
-    prompts = responses = records = prompts_kept = empty = unfinished = 0
+    made = Generated() if judged is None else Generated(ties=judged.ties, unanswered=judged.unanswered)
     with whole_file(path) as file:
         for sample in samples:
             chosen = choose(sample)
             for record in chosen:
-                file.write(
-                    json.dumps(record | sample.template_fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-                )
+                line = json.dumps(record | sample.template_fields, ensure_ascii=False, allow_nan=False) + "\n"
+                file.write(line.encode())
             kept += [record[name] for record in chosen for name in ("margin", "reward") if name in record]
-            records += len(chosen)
-            prompts += 1
-            prompts_kept += bool(chosen)
-            responses += len(sample.responses)
+            made.records += len(chosen)
+            made.prompts += 1
+            made.prompts_kept += bool(chosen)
+            made.responses += len(sample.responses)
             rewards += sample.rewards
-            empty += sum(not text.strip() for text in sample.responses)
-            unfinished += len(sample.finished) - sum(sample.finished)
-        if not records:
+            made.empty += sum(not text.strip() for text in sample.responses)
+            made.unfinished += len(sample.finished) - sum(sample.finished)
+        if not made.records:
             decided = f"rewards go from {min(rewards):.4g} to {max(rewards):.4g}, " if rewards else ""
-            decided += f"{judged.ties} pairs are tied and {judged.unanswered} without a verdict, " if judged else ""
+            decided += f"{made.ties} pairs are tied and {made.unanswered} without a verdict, " if judged else ""
             raise UserError(
-                f"nothing of {responses} responses is kept by --keep {config.keep}: {decided}{unfinished} responses "
-                f"have no end-of-sequence and {empty} no text. All are in {samples.path}: --resume with other settings "
-                "keeps others"
+                f"nothing of {made.responses} responses is kept by --keep {config.keep}: {decided}{made.unfinished} "
+                f"responses have no end-of-sequence and {made.empty} no text. All are in {samples.path}: --resume with "
+                "other settings keeps others"
             )
-    return Generated(
-        prompts=prompts,
-        responses=responses,
-        mean_reward=fmean(rewards) if rewards else None,
-        empty=empty,
-        unfinished=unfinished,
-        records=records,
-        prompts_kept=prompts_kept,
-        mean_kept=fmean(kept) if kept else None,
-        ties=judged.ties if judged else 0,
-        unanswered=judged.unanswered if judged else 0,
-    )
+    made.mean_reward, made.mean_kept = (fmean(values) if values else None for values in (rewards, kept))
+    return made
 
 
 def chooser(config: GenerateConfig, samples: SamplesFile) -> tuple[Callable[[Samples], list[Record]], Judged | None]:

@@ -1,5 +1,4 @@
-"""Chooses responses to a prompt by their rewards or a judge's verdicts (RLAIF, arXiv 2309.00267), and makes records of
-them.
+"""Makes records of responses that are chosen by their rewards or a judge's verdicts (RLAIF, arXiv 2309.00267).
 
 A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
 """
@@ -9,6 +8,7 @@ from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fastp3o.data.layouts import Message
 from fastp3o.endpoint import EndpointError
@@ -32,13 +32,9 @@ def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
     """Leaves out empty responses, which no layout can hold, and, unless `unfinished`, those without end-of-sequence: as
     data they would have one, and teach to stop there. Without a reward all have 0.
     """
-    kept = [
-        (text, reward)
-        for text, finished, reward in zip(
-            samples.responses, samples.finished, samples.rewards or [0.0] * len(samples.responses), strict=True
-        )
-        if text.strip() and (finished or unfinished)
-    ]
+    rewards = samples.rewards or [0.0] * len(samples.responses)
+    responses = zip(samples.responses, samples.finished, rewards, strict=True)
+    kept = [(text, reward) for text, finished, reward in responses if text.strip() and (finished or unfinished)]
     return Candidates([text for text, _ in kept], [reward for _, reward in kept])
 
 
@@ -76,7 +72,7 @@ def above(rewards: Sequence[float], threshold: float) -> list[int]:
     return [i for i, reward in enumerate(rewards) if reward > threshold]
 
 
-def accepted(candidates: Candidates, beta: float, count: int, random: np.random.Generator) -> list[int]:
+def accepted(candidates: Candidates, beta: float, count: int, random: Generator) -> list[int]:
     """Statistical rejection sampling: samples of the policy that is optimal for reward / β, from samples of this one.
 
     As in RSO (arXiv 2309.06657, algorithm 1), different texts are accepted one after the other with probability
@@ -101,15 +97,13 @@ def pairs_apart(rewards: Sequence[float], min_gap: float) -> list[tuple[int, int
     return [(i, j) for i in numbers for j in numbers if rewards[i] - rewards[j] > min_gap]
 
 
-def pairs_at_random(
-    chosen: Sequence[int], rewards: Sequence[float], random: np.random.Generator
-) -> list[tuple[int, int]]:
+def pairs_at_random(chosen: Sequence[int], rewards: Sequence[float], random: Generator) -> list[tuple[int, int]]:
     """(better, worse) of disjoint pairs; those of equal rewards, of which none is better, are left out."""
     pairs = disjoint_pairs(chosen, random)
     return [(i, j) if rewards[i] > rewards[j] else (j, i) for i, j in pairs if rewards[i] != rewards[j]]
 
 
-def disjoint_pairs(chosen: Sequence[int], random: np.random.Generator) -> list[tuple[int, int]]:
+def disjoint_pairs(chosen: Sequence[int], random: Generator) -> list[tuple[int, int]]:
     """Pairs at random, each response in one of them; an odd one out is left out."""
     drawn = [chosen[i] for i in random.permutation(len(chosen))]
     return list(zip(drawn[::2], drawn[1::2], strict=False))
@@ -136,11 +130,7 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
 
 
 def preference(prompt: Prompt, chosen: str, rejected: str) -> Record:
-    return {
-        "prompt": prompt,
-        "chosen": in_prompt_form(prompt, chosen),
-        "rejected": in_prompt_form(prompt, rejected),
-    }
+    return {"prompt": prompt, "chosen": in_prompt_form(prompt, chosen), "rejected": in_prompt_form(prompt, rejected)}
 
 
 def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:

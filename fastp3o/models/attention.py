@@ -89,15 +89,12 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """The attention that transformers calls in each layer; `segments` and `cache` come with the call of the model.
 
-    With segments, tokens attend within them, and a cache keeps their keys and values. Without, every token continues a
-    response of the cache.
+    With segments, tokens attend within them, and a cache keeps keys and values. Without, all continue its responses.
 
-    Args:
-        query: [1, H, T, D]. key, value: [1, Hkv, T, D]. scaling: of the products, 1/√D if None.
-        sliding_window: keys that a query sees at most, its own included. softcap: of the scaled products (Gemma 2).
+    query: [1, H, T, D]. key, value: [1, Hkv, T, D]. scaling: of the products, 1/√D if None. sliding_window: keys that a
+    query sees at most, its own included. softcap: of the scaled products (Gemma 2).
 
-    Returns:
-        [1, T, H, D], and no weights. Raises ValueError for a batch that is not packed, and for dropout.
+    Returns [1, T, H, D], and no weights. Raises ValueError for a batch that is not packed, and for dropout.
     """
     if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
         raise UserError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
@@ -156,14 +153,12 @@ def libraries_support(device: torch.device) -> bool:
 
 
 def by_flash_attn(query, key, value, segments, scale, window, softcap):
+    lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
     return flash_attn_varlen_func(
         query,
         key,
         value,
-        segments.cu_queries,
-        segments.cu_keys,
-        segments.longest_query,
-        segments.longest_keys,
+        *lengths,
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -183,18 +178,9 @@ def by_varlen_attn(query, key, value, segments, scale, window, softcap):
     options: dict[str, Any] = {"enable_gqa": True} if names_grouped_heads(varlen_attn) else {}
     if not options:
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    return varlen_attn(
-        query,
-        key,
-        value,
-        segments.cu_queries,
-        segments.cu_keys,
-        segments.longest_query,
-        segments.longest_keys,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
+    lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
+    window_size = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **options)
 
 
 class GatherKeys(torch.autograd.Function):
@@ -222,16 +208,11 @@ def gather_keys(tokens: Tensor, shared: SharedKeys) -> Tensor:
 @torch.compiler.disable
 def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softcap):
     # Splitting, unlike slicing, adds up the pieces' gradients in one operation.
-    pieces = zip(
-        query.split(segments.query_lengths),
-        key.split(segments.key_lengths),
-        value.split(segments.key_lengths),
-        strict=True,
-    )
+    keys, values = (tensor.split(segments.key_lengths) for tensor in (key, value))
+    pieces = zip(query.split(segments.query_lengths), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
-    return torch.cat(
-        [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces], dim=1
-    ).transpose(0, 1)
+    results = [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces]
+    return torch.cat(results, dim=1).transpose(0, 1)
 
 
 def with_sdpa(query, key, value, scale, window, softcap):

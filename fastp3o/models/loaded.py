@@ -23,9 +23,7 @@ class LoadedModel(NamedTuple):
         return config
 
     def copied(self, model_class: Any, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
-        """The weights in a new model on the CPU, with transformers' lists of missing and unexpected ones. options: of
-        `from_pretrained`.
-        """
+        """A copy on the CPU, and lists of missing and unexpected weights. options: of `from_pretrained`."""
         weights = self.model.state_dict()
         whole = [name for name, weight in weights.items() if not weight.is_floating_point()]
         if other := [name for name in whole if name.endswith(".weight")]:

@@ -23,8 +23,8 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedTokenizerBase,
 )
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -55,9 +55,7 @@ logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD 
 # --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(
-    name: str, *, trust_remote_code: bool = False, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a model. chat_template: a file that has another one than its own.
 
     Raises ValueError if there is none, if the file cannot be read, if it has no end-of-sequence token, as responses
@@ -79,9 +77,7 @@ def load_tokenizer(
     return usable_tokenizer(name, tokenizer, config, chat_template)
 
 
-def usable_tokenizer(
-    name: str, tokenizer: Any, config: PretrainedConfig, chat_template: str | None
-) -> PreTrainedTokenizerBase:
+def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_template: str | None) -> Tokenizer:
     if chat_template:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -103,7 +99,7 @@ def usable_tokenizer(
 
 
 def require_same_vocabulary(
-    reference: str, policy: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+    reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False
 ) -> None:
     """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's.
 
@@ -111,9 +107,8 @@ def require_same_vocabulary(
     """
     expected = f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
     with errors_naming(reference):
-        there, here = (
-            load_config(name, trust_remote_code).get_text_config().vocab_size for name in (reference, policy)
-        )
+        configs = (load_config(name, trust_remote_code) for name in (reference, policy))
+        there, here = (config.get_text_config().vocab_size for config in configs)
         others = None
         if has_tokenizer(reference):
             others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
@@ -231,9 +226,7 @@ def load_reward_model(
 
 
 def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Loads a model without dropout or router noise. Also returns transformers' lists of missing, unexpected and
-    mismatched weights.
-    """
+    """A model without dropout or router noise, and transformers' lists of missing, unexpected, mismatched weights."""
     with errors_naming(name):
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if isinstance(name, Named):
@@ -243,31 +236,21 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
             GenerationConfig.from_pretrained(name, **at(name))  # transformers ignores one that it cannot read
         for file in weight_files(name):  # transformers would load other formats
             require_floats(file)
-        return model_class.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **at(name), **off, **options
-        )
+        reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        return model_class.from_pretrained(name, **reported, **at(name), **off, **options)
 
 
-def without_weights(
-    model_class: Any, name: str, *, dtype: torch.dtype, trust_remote_code: bool, **settings: int
-) -> Any:
+def without_weights(model_class: Any, name: str, dtype: torch.dtype, trust_remote_code: bool, **settings: int) -> Any:
     """Builds the model of `from_checkpoint` on the meta device."""
     with errors_naming(name):
         off = noise_off(load_config(name, trust_remote_code).to_dict())
-        if isinstance(name, Named):
-            config = name.content.config(**off, **settings)
-        else:
-            config = AutoConfig.from_pretrained(
-                name, trust_remote_code=trust_remote_code, **at(name), **settings, **off
-            )
+        config = load_config(name, trust_remote_code, **settings, **off)
         with torch.device("meta"):
             return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def noise_off(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that turn off all dropout and router noise of a configuration. Nested configurations that have any are
-    given whole.
-    """
+    """Settings that turn off all dropout and router noise. Nested configurations that have any are given whole."""
     off: dict[str, Any] = {}
     for key, value in config.items():
         # PhiMoE's routers also take it as a threshold in evaluation, so without it this would be another model.
@@ -284,13 +267,11 @@ def require_whole(
     name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
 ) -> None:
     """Raises ValueError if the checkpoint's weights are not those of the model, which would get random ones."""
-    mismatched = loading["mismatched_keys"]
+    sizes = [f"{key} {list(has)} instead of {list(expected)}" for key, has, expected in loading["mismatched_keys"]]
     problems = {
         "lacks": sorted(set(loading["missing_keys"]) - may_lack),
         "also has": sorted(set(loading["unexpected_keys"]) - may_exceed),
-        "has in another size": [
-            f"{key} {list(size)} instead of {list(expected)}" for key, size, expected in mismatched
-        ],
+        "has in another size": sizes,
     }
     if any(problems.values()):
         reason = "; it ".join(f"{problem} {listed(keys)}" for problem, keys in problems.items() if keys)
@@ -357,13 +338,11 @@ def with_adapters(model: Any, name: str) -> Any:
         lora = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
         with safe_open(file, framework="pt") as weights:
             keys = set(weights.keys())
-        others = {key for key in keys - lora if ".lora_" in key}
+        others = sorted(key for key in keys - lora if ".lora_" in key)
         if lacking := sorted(lora - keys):
             raise UserError(f"{file} lacks {listed(lacking)}")
         if others:
-            raise UserError(
-                f"{file} has {listed(sorted(others))}, which the base {config.base_model_name_or_path} lacks"
-            )
+            raise UserError(f"{file} has {listed(others)}, which the base {config.base_model_name_or_path} lacks")
         part_adapted_head(adapted.base_model.model)
         return adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
 
@@ -382,9 +361,8 @@ def weight_files(name: str) -> list[Path]:
 
     Raises ValueError if they are not safetensors: other formats can hold code, and loading may run it.
     """
-    for file in (
-        (ADAPTER_SAFE_WEIGHTS_NAME,) if base_model_name(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    ):
+    whole = base_model_name(name) == name
+    for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if whole else (ADAPTER_SAFE_WEIGHTS_NAME,):
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name))
         if path is not None:
             files = get_checkpoint_shard_files(name, path, **at(name))[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
@@ -393,9 +371,7 @@ def weight_files(name: str) -> list[Path]:
 
 
 def require_floats(file: Path) -> None:
-    """Raises ValueError for weights that are whole numbers: transformers would take those of a quantized model as they
-    are, without their scales.
-    """
+    """Raises ValueError for weights in whole numbers: transformers would take quantized ones without their scales."""
     with safe_open(file, framework="pt") as weights:
         for key in weights.keys():  # noqa: SIM118
             dtype = weights.get_slice(key).get_dtype()
@@ -403,11 +379,12 @@ def require_floats(file: Path) -> None:
                 raise UserError(f"{file} has {key} in {dtype}; quantized weights are not loaded")
 
 
-def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
+def load_config(name: str, trust_remote_code: bool, **settings: Any) -> PretrainedConfig:
+    """settings: other values than the model's."""
     if isinstance(name, Named):
-        return name.content.config()
+        return name.content.config(**settings)
     base = base_model_name(name)
-    return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **at(base))
+    return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **at(base), **settings)
 
 
 def has_tokenizer(name: str) -> bool:

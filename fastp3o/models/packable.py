@@ -39,14 +39,11 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     layers = set(getattr(config, "layer_types", None) or ())
     stateful = sorted(layers - ISOLATING_LAYERS)
     if inner._is_stateful or stateful:
-        kinds = ", ".join(stateful) or "recurrent"
-        raise UserError(
-            f"{refused}its layers ({kinds}) are not plain or sliding attention, which alone keeps sequences apart"
-        )
+        kinds = f"its layers ({', '.join(stateful) or 'recurrent'})"
+        raise UserError(f"{refused}{kinds} are not plain or sliding attention, which alone keeps sequences apart")
     if not inner._supports_attention_backend:
-        raise UserError(
-            f"{refused}its attention does not go through transformers' AttentionInterface, which keeps them apart"
-        )
+        other = "its attention does not go through transformers' AttentionInterface"
+        raise UserError(f"{refused}{other}, which keeps them apart")
     try:
         trial = run_trial(model)
     except Exception as error:  # from anywhere in a model that does not pass the segments on
@@ -114,9 +111,7 @@ def run_trial(model: PackedModel) -> Trial:
 
 @contextmanager
 def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, PackedRow], Tensor], PackedRow]]:
-    """Yields a function of model and row, and a row for it. The block keeps no gradients, and leaves the model's mode
-    and the random generators unchanged.
-    """
+    """Yields a function of model and row, and a row; keeps no gradients. Mode and random generators stay unchanged."""
     inner = model.model
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
     generators = [inner.device] if inner.device.type == "cuda" else []

@@ -30,8 +30,7 @@ logger = get_logger(__name__)
 class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
-    Everything happens within one forward call, which gathers a sharded model's weights. Only that function may compute
-    logits.
+    All happens within one forward call, which gathers a sharded model's weights. Only that function computes logits.
 
     relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
     may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
@@ -120,9 +119,7 @@ class PackedModel(nn.Module):
         raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
-        """The head, with the temperature. Raises ValueError if it is not a plain linear layer; one with a LoRA adapter
-        is not.
-        """
+        """The head, with the temperature. Raises ValueError if it is not plain linear, as with a LoRA adapter."""
         try:
             head = model_head(self.model)
         except ValueError as error:
@@ -200,14 +197,9 @@ def end_of_positions(config: PretrainedConfig) -> int | None:
     kinds = rope_kinds(config)
     if not kinds:
         return getattr(config, "max_position_embeddings", None)
-    return min(
-        (
-            kind.get("original_max_position_embeddings", config.max_position_embeddings)
-            for kind in kinds
-            if kind.get("rope_type") in ("dynamic", "longrope")
-        ),
-        default=None,
-    )
+    changing = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+    ends = (kind.get("original_max_position_embeddings", config.max_position_embeddings) for kind in changing)
+    return min(ends, default=None)
 
 
 def rope_kinds(config: PretrainedConfig) -> list[dict]:

@@ -22,8 +22,7 @@ logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def quantized_loading(bits: str) -> dict[str, Any]:
-    """Arguments of transformers' `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or
-    8bit.
+    """Arguments of `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or 8bit.
 
     Raises ValueError if bitsandbytes is not installed, and for several processes.
     """
@@ -41,18 +40,10 @@ def quantized_loading(bits: str) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": PartialState().device}}
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a layer whose weight is quantized, and not one that wraps it."""
-    return type(module._parameters.get("weight")).__name__ in PARAMETERS
-
-
-def has_quantized_layers(model: nn.Module) -> bool:
-    return any(map(is_quantized, model.modules()))
-
-
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers with quantized weights, by name."""
-    return {name: module for name, module in model.named_modules() if is_quantized(module)}
+    """The layers with quantized weights, not those that wrap them, by name."""
+    weights = ((name, layer, layer._parameters.get("weight")) for name, layer in model.named_modules())
+    return {name: layer for name, layer, weight in weights if type(weight).__name__ in PARAMETERS}
 
 
 def dequantized(layer: Any) -> Tensor:
@@ -84,10 +75,8 @@ def checked(model: Any) -> Any:
         state = getattr(layer.weight, "quant_state", None)  # of 4 bits
         if state is not None and layer.weight.device.type == "cpu" and state.shape[1] % state.blocksize:
             # Dequantizing on a CPU begins a block with each row (0.50), and quantizing does not.
-            raise UserError(
-                f"--quantize 4bit needs layers with a multiple of {state.blocksize} inputs on a CPU, and {name} has "
-                f"{state.shape[1]}"
-            )
+            needed = f"needs layers with a multiple of {state.blocksize} inputs on a CPU"
+            raise UserError(f"--quantize 4bit {needed}, and {name} has {state.shape[1]}")
     return model
 
 

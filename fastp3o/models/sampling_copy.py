@@ -27,14 +27,7 @@ class SamplingCopy:
     model: has weights only within `gathered`; outside, its memory is given back.
     """
 
-    def __init__(
-        self,
-        model: PackedModel,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        merges: bool = False,
-    ):
+    def __init__(self, model: PackedModel, device: torch.device, dtype: torch.dtype, *, merges: bool = False):
         """model: not sharded yet. dtype: of the copy. merges: whether LoRA adapters are added to the weights that they
         adapt; a step launches five kernels for each adapter otherwise.
         """
@@ -44,10 +37,9 @@ class SamplingCopy:
         # One piece of memory, which is more likely to come back at the same address than many.
         self.memory = torch.empty(sum(sizes), dtype=dtype, device=device)
         self.bytes = self.memory.untyped_storage().nbytes()
-        places = zip(copied.items(), self.memory.split(sizes), strict=True)
-        self.weights = {
-            name: nn.Parameter(place[: p.numel()].view(p.shape), requires_grad=False) for (name, p), place in places
-        }
+        places = zip(copied.values(), self.memory.split(sizes), strict=True)
+        parameters = [nn.Parameter(place[: p.numel()].view(p.shape), requires_grad=False) for p, place in places]
+        self.weights = dict(zip(copied, parameters, strict=True))
         copies: dict[int, Any] = {id(parameter): self.weights[name] for name, parameter in copied.items()}
         for module in adapted.values():
             copies[id(module)] = copy.deepcopy(module.base_layer, copies)

@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from fastp3o.models.packed_model import PackedModel
@@ -27,11 +28,7 @@ LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
 
 
 def save_model(
-    accelerator: Accelerator,
-    model: PackedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype | None = None,
+    accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None = None
 ) -> None:
     """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
 
@@ -42,11 +39,7 @@ def save_model(
 
 
 def write_model(
-    accelerator: Accelerator,
-    model: PackedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype | None,
+    accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None
 ) -> None:
     """`save_model` into a folder that is not in its place yet."""
     gathered = folder / "gathered"
@@ -124,8 +117,7 @@ def adapter_config(model: PreTrainedModel) -> Any:
 def adapter_weights(trained: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
     """The weights of an adapter, and of a reward model's head, by peft's names.
 
-    trained: what trains, in fp32, by names in a PackedModel. Parts that are spread over processes are gathered, on all
-    of them.
+    trained: what trains, in fp32, by names in a PackedModel. Parts that processes share are gathered, on all of them.
     """
     return {
         f"base_model.{name}".replace(f".{adapter}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()

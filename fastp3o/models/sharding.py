@@ -204,12 +204,8 @@ class FrozenModel:
 
 @contextmanager
 def copied_to(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Within the block, the model has copies of its tensors on the device; tied weights stay tied. Nothing is copied
-    back.
-    """
-    owners: list[dict[str, Any]] = [
-        tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
-    ]
+    """In the block, the model has copies of its tensors on the device; tied ones stay tied. Nothing is copied back."""
+    owners: list[dict[str, Any]] = [held for part in model.modules() for held in (part._parameters, part._buffers)]
     places = [(tensors, name, tensor) for tensors in owners for name, tensor in tensors.items() if tensor is not None]
     copies: dict[Tensor, Any] = {}
     try:

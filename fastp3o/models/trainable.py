@@ -1,6 +1,4 @@
-"""Chooses the parameters that train (all, the top layers, or LoRA adapters, with dropout of their inputs), and merges
-adapters for saving.
-"""
+"""Chooses what trains (all, the top layers, or LoRA adapters with dropout), and merges adapters for saving."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -18,11 +16,11 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.sharding import whole
 
+Keep = Callable[[Tensor], Tensor]
+
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
-    """Freezes all but what the configuration names, or nothing. A reward model's head, which begins at zero, always
-    trains.
-    """
+    """Freezes all but what the configuration names, or nothing. A reward model's head, zero at first, always trains."""
     if config.lora_rank:
         if config.lora_save == "adapter" and not model.model.name_or_path:
             raise UserError("--lora_save adapter needs a model that is no adapter itself: no checkpoint holds its base")
@@ -113,9 +111,7 @@ class SwitchedDropout(nn.Dropout):
 
 @contextmanager
 def dropout_on(model: nn.Module) -> Iterator[None]:
-    """Within the block adapters have dropout, if they were given any. Backward passes, which may compute activations
-    again, belong into it.
-    """
+    """In the block adapters have dropout. Backward passes, which may compute activations again, belong into it."""
     switched = [module for module in model.modules() if isinstance(module, SwitchedDropout)]
     for module in switched:
         module.on = True
@@ -127,7 +123,7 @@ def dropout_on(model: nn.Module) -> Iterator[None]:
 
 
 def whole_model(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] | None = None
+    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Keep | None = None
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
 
@@ -151,9 +147,7 @@ def whole_model(
 
 
 @torch.no_grad()
-def whole_weights(
-    model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor] | None
-) -> dict[str, Tensor]:
+def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None, keep: Keep | None) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):

@@ -65,6 +65,7 @@ def with_count(sums: Mapping[str, Tensor], count: Tensor | float) -> dict[str, T
     return dict(zip(sums, torch.stack([values, counts], dim=1), strict=True))
 
 
+Minibatches = list[list[Microbatch]]
 SumOverProcesses = Callable[[Tensor], Tensor]
 
 
@@ -106,16 +107,14 @@ class Objective(ABC):
     def add_to(self, policy: "PackedModel") -> None:  # noqa: B027 - most add nothing
         """Adds modules that train with the policy, such as a critic."""
 
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
+    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         """Runs once an update, before its first optimizer step: adapts the KL's weight. Subclasses add tensors."""
         if self.kl is not None and self.kl.target is not None:
             self.kl.adapt(mean_kl(minibatches, sum_over_processes))
         return minibatches
 
     def conclude(  # noqa: B027 - most look at nothing
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+        self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses
     ) -> None:
         """Runs once an update, after its last optimizer step: looks at how far the policy has moved."""
 
@@ -143,8 +142,7 @@ class GroupwiseObjective(Objective):
         """The loss of some prompts, summed, and its metrics.
 
         groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `loss_mask` [P, K] and
-            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_log_ratios` [n], log π_old − log μ, μ what
-            sampled.
+            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_log_ratios` [n], as in `Microbatch`.
         """
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
@@ -184,7 +182,7 @@ def sampler_ratio_metrics(ratios: Tensor, cap: float) -> dict[str, Tensor]:
     return {"sampler_ratio_mean": ratios, "sampler_ratio_capped": (ratios >= cap).to(ratios.dtype)}
 
 
-def mean_kl(minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses) -> float:
+def mean_kl(minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> float:
     """Mean of log π_old(y|x) − log π_ref(y|x) over the rollouts of all processes, in nats per response."""
     log_ratios = [batch.old_logprobs - batch.ref_logprobs for batch in chain.from_iterable(minibatches)]
     sums = torch.stack([torch.stack([part.sum(), part.new_full((), part.numel())]) for part in log_ratios]).sum(0)

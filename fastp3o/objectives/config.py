@@ -58,9 +58,7 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
         at_least=0,
     )
     responses_per_prompt: int = option(
-        2,
-        "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged.",
-        at_least=2,
+        2, "K: responses to each prompt (paper: 2); more give all K (K − 1) / 2 pairs, averaged.", at_least=2
     )
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
 
@@ -82,15 +80,9 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
         "--split are used, whatever --limit; --max_prompt_tokens and --max_response_tokens cut them.",
     )
     ptx_coef: float = option(
-        1.0,
-        "Weight of the mix's loss, in nats per token, which is added to the objective's.",
-        above=0,
-        needs="ptx_data",
-        changeable=True,
+        1.0, "Weight of the mix's added loss, in nats per token.", above=0, needs="ptx_data", changeable=True
     )
-    ptx_batch_size: int = option(
-        8, "Texts of the mix in each optimizer step, over all processes.", at_least=1, needs="ptx_data"
-    )
+    ptx_batch_size: int = option(8, "Texts of the mix in each step, over all processes.", at_least=1, needs="ptx_data")
 
     rounds_ahead: int = option(
         0,
@@ -103,20 +95,13 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
         False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
     )
     dynamic_sampling: int = option(
-        0,
-        "Sample the responses of a prompt again while all their rewards are equal, at most this many times; 0 never.",
-        at_least=0,
+        0, "Sample a prompt's responses again while all have one reward, at most this many times; 0 never.", at_least=0
     )
 
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.", at_least=1, changeable=True)
-    eval_responses_per_prompt: int = option(
-        1, "Responses to each prompt in an evaluation.", at_least=1, needs="eval_prompts"
-    )
+    eval_responses_per_prompt: int = option(1, "Responses to each evaluated prompt.", at_least=1, needs="eval_prompts")
     eval_greedy: bool = option(
-        False,
-        "Evaluate the likeliest response to each prompt, too, as greedy/reward and its like.",
-        needs="eval_prompts",
-        changeable=True,
+        False, "Also evaluate the likeliest responses, as greedy/reward etc.", needs="eval_prompts", changeable=True
     )
     eval_at: str = option(
         "",
@@ -158,9 +143,7 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
         if self.reference_every and self.reference_decay:
             raise UserError("--reference_every and --reference_decay exclude each other")
         if self.reference_moves and self.lora_rank:
-            raise UserError(
-                "--reference_every and --reference_decay need whole weights that train: without --lora_rank"
-            )
+            raise UserError("--reference_every and --reference_decay need whole weights that train: no --lora_rank")
         if self.lora_dropout and self.compares_with_old:
             raise UserError(
                 "--lora_dropout would make ratios random: the loss of this objective compares the policy with itself "
@@ -267,10 +250,7 @@ class MixtureConfig(OnlineConfig):
     """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
 
     mixture: float = option(
-        0.0,
-        "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta that samples responses; 0: none.",
-        at_least=0,
-        at_most=1,
+        0.0, "Beta: the reference's share in the sampled pi^(1 - beta) pi_ref^beta; 0: none.", at_least=0, at_most=1
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,4 @@
-"""Weights of KLs, fixed or adapted so that the KL comes near a target: to the reference, and to the policy before an
-update.
-"""
+"""Weights of KLs, to the reference and to the policy before an update: fixed, or adapted to bring it near a target."""
 
 from typing import Any
 

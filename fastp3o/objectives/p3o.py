@@ -57,9 +57,7 @@ class P3O(Objective):
         return self.pair_loss(policy, microbatch, divisor, on_policy=False)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
-        not.
-        """
+        """Old log-probs are the policy's own, so that every ratio is exactly 1; not with `--old_logprobs sampler`."""
         return self.pair_loss(policy, microbatch, divisor, on_policy=self.old_is_policy)
 
     def pair_loss(
@@ -114,9 +112,6 @@ class PPGConfig(P3OConfig):
             "inner_epochs": 1,
             "prompts_per_minibatch": self.prompts_per_update,
         }
-        values = {name: getattr(self, name) for name in fixed}
-        problems = [
-            f"--{name} must be {fixed[name]}, got {values[name]}" for name in fixed if values[name] != fixed[name]
-        ]
-        if problems:
+        if wrong := {name: value for name, value in fixed.items() if getattr(self, name) != value}:
+            problems = (f"--{name} must be {value}, got {getattr(self, name)}" for name, value in wrong.items())
             raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")

@@ -18,6 +18,7 @@ from fastp3o.objectives.base import (
     GroupwiseObjective,
     LossAndMetrics,
     Microbatch,
+    Minibatches,
     SumOverProcesses,
     masked_tokens,
     sampler_ratio_metrics,
@@ -28,20 +29,11 @@ from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler, Scaler, pairs
 from fastp3o_kernels import Groups
-from fastp3o_kernels.losses import (
-    group_advantages,
-    k2,
-    k3,
-    ppo_clip,
-    rebel,
-    reinforce,
-    rloo_advantages,
-    truncated_ratios,
-)
+from fastp3o_kernels import losses as formulas
 
 KLEstimator = Literal["k1", "k2", "k3"]
 LossMean = Literal["sequence", "token", "constant"]
-TOKEN_KL = {"k2": k2, "k3": k3}
+TOKEN_KL = {"k2": formulas.k2, "k3": formulas.k3}
 
 
 @options
@@ -88,9 +80,7 @@ class PolicyGradient(GroupwiseObjective):
     def losses(self, groups: Groups) -> Tensor:
         """Losses of responses or of pairs of them, [P, M], or of tokens, [n]; `groups` has `advantages`, too."""
 
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
+    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         # The estimator k1 subtracts the KL here.
         coef = self.kl.value if self.config.kl_estimator == "k1" else 0.0
@@ -109,7 +99,7 @@ class PolicyGradient(GroupwiseObjective):
         losses, metrics = self.losses(groups), self.metrics(groups)
         weights: dict[str, Tensor] = {}
         if self.sampler_ratio_cap:
-            ratios = truncated_ratios(self.sampler_log_ratios(groups), self.sampler_ratio_cap)
+            ratios = formulas.truncated_ratios(self.sampler_log_ratios(groups), self.sampler_ratio_cap)
             losses = losses * ratios
             weights = self.sampler_metrics(groups, sampler_ratio_metrics(ratios, self.sampler_ratio_cap))
         loss = self.total(groups, losses, self.takes_part(groups))
@@ -139,9 +129,7 @@ class PolicyGradient(GroupwiseObjective):
         return with_count(sums, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum())
 
     def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
-        """The sum over tokens that count, if the loss averages tokens; else over responses that count, of [P, K] values
-        or of the means of [n] ones.
-        """
+        """The sum over what counts: tokens, if the loss averages these, or responses, of [P, K] or the means of [n]."""
         if self.loss_mean == "token":
             return values.where(groups.per_token(groups["loss_mask"]), 0.0).sum()
         return (groups.means(values) if values.dim() == 1 else values).where(groups["loss_mask"], 0.0).sum()
@@ -182,10 +170,10 @@ class RLOO(PolicyGradient):
     """−A log π(y|x), A the reward less the mean of the prompt's other responses (Kool et al. 2019)."""
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        return rloo_advantages(rewards)
+        return formulas.rloo_advantages(rewards)
 
     def losses(self, groups: Groups) -> Tensor:
-        return reinforce(groups.logprobs, groups["advantages"])
+        return formulas.reinforce(groups.logprobs, groups["advantages"])
 
 
 @options
@@ -213,9 +201,7 @@ class REINFORCE(RLOO):
         """The rewards; `prepare` subtracts the baseline."""
         return rewards
 
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
+    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         rewards = torch.cat([batch.prepared["advantages"] for batch in chain.from_iterable(minibatches)]).double()
         total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])).tolist()
@@ -238,9 +224,7 @@ class ClippedConfig(PolicyGradientConfig):
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
     responses_per_prompt: int = option(
-        8,
-        "K: responses to each prompt (GRPO: 64, DAPO: 16, Dr. GRPO: 8). With two, scaled advantages are signs.",
-        at_least=2,
+        8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
     )
     clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, below=1, changeable=True)
     clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
@@ -300,7 +284,7 @@ class GRPO(PolicyGradient):
     config: ClippedConfig
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        return group_advantages(rewards, scale=self.config.scale_advantages)
+        return formulas.group_advantages(rewards, scale=self.config.scale_advantages)
 
     def losses(self, groups: Groups) -> Tensor:
         advantages = groups.per_token(groups["advantages"])
@@ -312,7 +296,7 @@ class GRPO(PolicyGradient):
 
     def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
         clip_low, clip_high = self.config.clip_low, self.config.clip_high
-        return ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+        return formulas.ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         return self.ratio_metrics(groups, groups.token_logprobs - groups["old_tokens"])
@@ -370,10 +354,7 @@ class REBELConfig(PolicyGradientConfig):
     assumes_own_samples: ClassVar[bool] = False
     objective: str = objective_name("rebel")
     eta: float = option(
-        1.0,
-        "Step size: log-ratios of pairs are drawn to eta times the difference of rewards.",
-        above=0,
-        changeable=True,
+        1.0, "Step size: pairs' log-ratios are drawn to eta times the difference of rewards.", above=0, changeable=True
     )
     kl_coef: float = 0.0
 
@@ -391,8 +372,8 @@ class REBEL(PolicyGradient):
 
     def losses(self, groups: Groups) -> Tensor:
         logprobs, old, rewards = map(pairs, (groups.logprobs, groups["old"], groups["advantages"]))
-        losses = rebel(logprobs.flatten(0, 1), old.flatten(0, 1), rewards.flatten(0, 1), eta=self.config.eta)
-        return losses.view(logprobs.shape[:2])
+        flat = (values.flatten(0, 1) for values in (logprobs, old, rewards))
+        return formulas.rebel(*flat, eta=self.config.eta).view(logprobs.shape[:2])
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
         """Of pairs, [P, M]."""

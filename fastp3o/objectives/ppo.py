@@ -20,6 +20,7 @@ from fastp3o.config import objective_name, option, options
 from fastp3o.objectives.base import (
     LossAndMetrics,
     Microbatch,
+    Minibatches,
     Objective,
     SumOverProcesses,
     masked_tokens,
@@ -74,18 +75,12 @@ class PPOConfig(KLConfig):
         changeable=True,
     )
     gae_lambda: float = option(
-        0.95,
-        "Lambda of generalised advantage estimation; nothing is discounted.",
-        at_least=0,
-        at_most=1,
-        changeable=True,
+        0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
     )
     critic_learning_rate: float = option(
         1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
     )
-    entropy_coef: float = option(
-        0.0, "Weight of an entropy bonus, the mean over tokens, in nats.", at_least=0, changeable=True
-    )
+    entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats per token.", at_least=0, changeable=True)
     value_coef: float = option(
         0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
     )
@@ -93,8 +88,7 @@ class PPOConfig(KLConfig):
         0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
     )
     reward_scaling: Literal["absolute", "none"] = option(
-        "absolute",
-        "absolute: divide rewards by their running standard deviation (first author's code); none.",
+        "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
     )
     reward_clip: float = option(
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
@@ -137,9 +131,7 @@ class PPO(Objective):
         policy.critic = Critic(policy)
 
     @torch.no_grad()
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
+    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         from fastp3o.models.sharding import map_rows_in_lockstep
 
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
@@ -154,9 +146,7 @@ class PPO(Objective):
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
     @torch.no_grad()
-    def conclude(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> None:
+    def conclude(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> None:
         """Adapts the weight of the KL to the policy before the update, by what it is after it."""
         from fastp3o.models.packed_model import labelled_logprobs
         from fastp3o.models.sharding import map_rows_in_lockstep
@@ -165,22 +155,15 @@ class PPO(Objective):
             return
         microbatches = list(chain.from_iterable(minibatches))
         logprobs = map_rows_in_lockstep([batch.row for batch in microbatches], partial(labelled_logprobs, policy))
-        kls = torch.cat(
-            [step_kl(now, batch.old_token_logprobs) for now, batch in zip(logprobs, microbatches, strict=True)]
-        ).double()
+        compared = zip(logprobs, (batch.old_token_logprobs for batch in microbatches), strict=True)
+        kls = torch.cat([step_kl(*pair) for pair in compared]).double()
         total, count = sum_over_processes(torch.stack([kls.sum(), kls.new_full((), len(kls))])).tolist()
         self.step_kl.adapt(total / count)
 
     def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Advantages of the tokens, [N] fp32, not whitened yet."""
-        rewards = token_rewards(
-            microbatch.rewards.flatten(),
-            microbatch.old_token_logprobs,
-            microbatch.ref_token_logprobs,
-            microbatch.row.cu_seqlens,
-            kl_coef=self.kl.value,
-        )
-        row = microbatch.row
+        row, logprobs = microbatch.row, (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
+        rewards = token_rewards(microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value)
         longest = max(row.labelled_lengths)
         return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 
@@ -233,13 +216,10 @@ def token_rewards(
     return kl_penalties.index_add(0, cu_seqlens[1:].long() - 1, rewards)
 
 
-def estimate_advantages(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, *, gae_lambda: float
-) -> Tensor:
+def estimate_advantages(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, gae_lambda: float) -> Tensor:
     """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
 
-    longest: tokens of the longest response. Schulman et al. 2016, equation 16. A response that was cut off ends like
-    any other.
+    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end like any other.
 
     Each pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
     """

@@ -32,8 +32,7 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
 
     offload: ClassVar[bool] = True
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
-        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"),
-        "eval_prompts",
+        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"), "eval_prompts"
     ) | {
         "gold_reward": "reward",
         "reference": (
@@ -49,9 +48,7 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
         "of sDPO (arXiv 2403.19270) starts from the model of the one before.",
     )
     reference_logprobs: str | None = option(
-        None,
-        "Folder where the reference's log-probs are kept, and found by runs on the same data; by default output_dir.",
-        changeable=True,
+        None, "Folder of the reference's log-probs, for runs on the same data; by default output_dir.", changeable=True
     )
     eval_prompts: str | None = option(
         None,
@@ -144,9 +141,7 @@ class PairConfig(PairLoss, PreferenceConfig):
         return pair_sums(self, groups)
 
     def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """log_ratio_chosen, log_ratio_rejected (logprob_chosen, logprob_rejected without a reference): the scores. k2:
-        see `square_kl`.
-        """
+        """log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2: see `square_kl`."""
         kind = "log_ratio" if self.needs_reference else "logprob"
         metrics = {f"{kind}_chosen": scores[:, :1], f"{kind}_rejected": scores[:, 1:]}
         return metrics | ({"k2": square_kl(groups)[:, None]} if self.needs_reference else {})
@@ -157,10 +152,7 @@ class PairWithSFTConfig(PairConfig):
     """Learning from fixed pairs by a loss that has no likelihood of its own."""
 
     sft_coef: float = option(
-        0.0,
-        "Weight of the chosen response's mean NLL per token beside the loss (RPO, arXiv 2404.19733: 1).",
-        at_least=0,
-        changeable=True,
+        0.0, "Weight of the chosen response's NLL per token (RPO, arXiv 2404.19733: 1).", at_least=0, changeable=True
     )
 
     def sums(self, groups: Groups) -> LossAndMetrics:
@@ -202,8 +194,7 @@ class FreshPairs(GroupwiseObjective):
 def square_kl(groups: Groups) -> Tensor:
     """Mean over each group's responses of (log π/π_ref)² / 2, [P].
 
-    It is about the KL to the reference, in nats per response, if the policy is near it and the responses are like its
-    own.
+    It is about the KL to the reference, in nats per response, if the policy is near it and responses are as its own.
     """
     return losses.k2(groups.logprobs, groups["ref"]).mean(1)
 
@@ -217,11 +208,7 @@ class DPOConfig(PairWithSFTConfig):
         0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
     label_smoothing: float = option(
-        0.0,
-        "Probability that a label is wrong (conservative DPO, Mitchell 2023).",
-        at_least=0,
-        below=0.5,
-        changeable=True,
+        0.0, "Probability of a wrong label (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
     )
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -255,12 +242,8 @@ class SimPO(PairLoss):
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
-    beta: float = option(
-        2.0, "Beta: scale of the difference of mean log-probs (paper: 2 to 2.5).", above=0, changeable=True
-    )
-    gamma: float = option(
-        1.0, "Gamma: the target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True
-    )
+    beta: float = option(2.0, "Beta: scale of mean log-probs' difference (paper: 2 to 2.5).", above=0, changeable=True)
+    gamma: float = option(1.0, "Gamma: target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
         return losses.simpo(logprobs, beta=self.beta, gamma=self.gamma)
@@ -306,9 +289,7 @@ class CPO(PairLoss):
 
     anchor: ClassVar[str] = ""
     beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
-    nll_weight: float = option(
-        1.0, "Weight of the chosen response's negative log-likelihood (paper: 1).", at_least=0, changeable=True
-    )
+    nll_weight: float = option(1.0, "Weight of the chosen response's NLL (paper: 1).", at_least=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
         return losses.cpo(logprobs, beta=self.beta, weight=self.nll_weight)
@@ -329,12 +310,8 @@ class SLiC(PairLoss):
     """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
 
     anchor: ClassVar[str] = ""
-    delta: float = option(
-        1.0, "Delta: the margin of log-probs that is enough, in nats per response.", at_least=0, changeable=True
-    )
-    nll_weight: float = option(
-        1.0, "Lambda, the weight of the chosen response's negative log-likelihood.", at_least=0, changeable=True
-    )
+    delta: float = option(1.0, "Delta: the margin that is enough, in nats per response.", at_least=0, changeable=True)
+    nll_weight: float = option(1.0, "Lambda, the weight of the chosen response's NLL.", at_least=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
         return losses.slic(logprobs, delta=self.delta, weight=self.nll_weight)
@@ -485,9 +462,7 @@ class OnlineDPOConfig(FreshPairConfig):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
     objective: str = objective_name("online_dpo")
-    kl_coef: float = option(
-        0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.", above=0, changeable=True
-    )
+    kl_coef: float = option(0.1, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
         return losses.dpo(logprobs, anchor, beta=self.kl_coef)
@@ -525,18 +500,14 @@ class NashMDConfig(MixtureConfig):
 
     compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("nash_md")
-    mixture: float = option(
-        0.125, "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.", above=0, at_most=1
-    )
+    mixture: float = option(0.125, "Beta: the reference's share in pi^(1 - beta) pi_ref^beta.", above=0, at_most=1)
     tau: float = option(0.1, "Weight of the KL to the reference.", at_least=0, changeable=True)
     inner_epochs: int = 1  # the loss is on-policy only in the first step
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.responses_per_prompt % 2:
-            raise UserError(
-                f"--responses_per_prompt must be even: half are the mixture's, got {self.responses_per_prompt}"
-            )
+        if (count := self.responses_per_prompt) % 2:
+            raise UserError(f"--responses_per_prompt must be even: half are the mixture's, got {count}")
 
     @property
     def from_mixture(self) -> int:

@@ -35,10 +35,8 @@ def pack(
     """
     for number, (prompt, group) in enumerate(zip(prompts, responses, strict=True)):
         if not prompt or not group or not all(group):
-            lengths = [len(response) for response in group]
-            raise UserError(
-                f"group {number} has {len(prompt)} prompt tokens and responses of {lengths}; each needs one"
-            )
+            tokens = f"{len(prompt)} prompt tokens and responses of {list(map(len, group))}"
+            raise UserError(f"group {number} has {tokens}; each needs one")
         if label_prompts and len(group) != 1:
             raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
     layout = shared_layout if packing.share_prompts else plain_layout
@@ -67,10 +65,8 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
 
 def group_sizes(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], packing: Packing) -> list[int]:
     """Tokens that each group takes in a row."""
-    return [
-        group_tokens(len(prompt), list(map(len, group)), share_prompts=packing.share_prompts)
-        for prompt, group in zip(prompts, responses, strict=True)
-    ]
+    lengths = ((len(prompt), list(map(len, group))) for prompt, group in zip(prompts, responses, strict=True))
+    return [group_tokens(*lengths_of_group, share_prompts=packing.share_prompts) for lengths_of_group in lengths]
 
 
 def group_tokens(prompt_length: int, response_lengths: Sequence[int], *, share_prompts: bool) -> int:
@@ -168,10 +164,7 @@ def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
     """This process's examples of a batch: about as many tokens as each other process gets."""
     texts = [column for name, column in examples.items() if name.endswith("_ids")]
     # A column has one text for each example, or a list of them.
-    sizes = [
-        sum(sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in example)
-        for example in zip(*texts, strict=True)
-    ]
-    (parts,) = deal([sizes], accelerator.num_processes)
+    lengths = ([sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in column] for column in texts)
+    (parts,) = deal([list(map(sum, zip(*lengths, strict=True)))], accelerator.num_processes)
     part = parts[accelerator.process_index]
     return {name: [column[example] for example in part] for name, column in examples.items()}

@@ -220,6 +220,7 @@ class RowBuilder:
         self.keys += range(start, start + length)
 
     def build(self) -> PackedRow:
+        repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)
         return PackedRow(
             input_ids=torch.tensor([self.input_ids]),
             position_ids=torch.tensor([self.positions]),
@@ -228,7 +229,7 @@ class RowBuilder:
                 cu_keys=offsets(self.key_lengths),
                 query_lengths=tuple(self.query_lengths),
                 key_lengths=tuple(self.key_lengths),
-                shared=self.shared_keys(),
+                shared=SharedKeys(torch.tensor(self.keys), torch.tensor(self.own_keys), repeats) if repeats else None,
             ),
             labelled_at=torch.tensor(self.labelled_at),
             labels=torch.tensor(self.labels),
@@ -238,9 +239,3 @@ class RowBuilder:
             groups=tuple(self.groups),
             responses_per_prompt=next(iter(self.group_sizes)) if len(self.group_sizes) == 1 else None,
         )
-
-    def shared_keys(self) -> SharedKeys | None:
-        if not self.repeats:
-            return None
-        repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)
-        return SharedKeys(torch.tensor(self.keys), torch.tensor(self.own_keys), repeats)

@@ -11,7 +11,7 @@ from fastp3o.config import EnvironmentConfig, Named, PolicyConfig, SamplerConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.quantized import has_quantized_layers
+from fastp3o.models.quantized import quantized_layers
 from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
@@ -114,7 +114,7 @@ def sampled_model(
     """
     if config.sampler == "vllm":
         return SampledModel(policy, None, Publisher(context, config, config.longest_sequence, policy, **publishing))
-    if has_quantized_layers(policy):
+    if quantized_layers(policy):
         return SampledModel(policy, None)
     accelerator, precision, _, mesh, _ = context
     on_gpu = context.device.type == "cuda"

@@ -37,7 +37,6 @@ class Server(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
-        self.clients: set[tuple[str, int]] = set()
         self.lock = threading.Lock()
 
     @property
@@ -55,7 +54,6 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append(body)
             self.server.headers.append(dict(self.headers))
             self.server.times.append(time.monotonic())
-            self.server.clients.add(self.client_address)
             number = len(self.server.requests)
         reply = self.server.reply(self.server.question(body, number))
         if self.path != self.server.path:
@@ -86,10 +84,12 @@ def serving(path: str, reply: Callable[[Any], Reply], question: Callable[[dict, 
     server = Server(path, reply, question)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def always(**reply) -> Callable[[Any], Reply]:

@@ -29,7 +29,6 @@ from fastp3o.training import loop as online
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.together import together
 
-CALLS = 0
 PROMPTS = "prompts.jsonl"
 
 
@@ -46,14 +45,6 @@ GIVEN = {"prompts": PROMPTS, "reward": vowels}
 
 
 def third_without_a_name(prompts, responses, answer, /):
-    return vowels(prompts, responses)
-
-
-def interrupted_on_third_call(prompts, responses):
-    global CALLS
-    CALLS += len(responses) > 1  # not the trial before the run
-    if CALLS == 3:
-        os.kill(os.getpid(), signal.SIGINT)
     return vowels(prompts, responses)
 
 
@@ -104,7 +95,7 @@ def test_rewards_are_functions_and_names_with_weights_and_columns(tiny_model, wo
     assert result.history["eval/gold"].notna().all()
     # Two functions of one name are two rewards.
     lambdas = [lambda prompts, responses: [float(len(r)) for r in responses], lambda p, r: vowels(p, r)]
-    result = train(without_data(tiny_model, "lambdas"), prompts=PROMPTS, reward=lambdas)
+    result = train(without_data(tiny_model, "lambdas", updates=1), prompts=PROMPTS, reward=lambdas)
     parts = [name for name in result.history if name.startswith("reward/") and not name.endswith("_std")]
     assert len(parts) == 2
     assert not result.history[parts[0]].equals(result.history[parts[1]])
@@ -114,7 +105,6 @@ def test_rewards_are_functions_and_names_with_weights_and_columns(tiny_model, wo
     ("config_class", "data", "metric"),
     [
         (SFTConfig, "sft", "loss"),
-        (RewardModelConfig, "preferences", "accuracy"),
         (DPOConfig, "preferences", "accuracy"),
         (KTOConfig, "unpaired", "loss"),
     ],
@@ -236,17 +226,13 @@ def test_a_process_trains_one_run_at_a_time(tiny_model, workplace):
             train(without_data(tiny_model, "inner"), **GIVEN)
         refused.append(place)
 
-    def reward(prompts, responses):
-        train_another("reward")
-        return vowels(prompts, responses)
-
     def on_update(metrics: dict) -> None:
         train_another("callback")
         (thread := threading.Thread(target=train_another, args=["thread"])).start()
         thread.join()
 
-    train(without_data(tiny_model, "run", updates=1), prompts=PROMPTS, reward=reward, on_update=on_update)
-    assert refused == ["reward", "reward", "callback", "thread"]  # the reward is tried before the run
+    train(without_data(tiny_model, "run", updates=1), **GIVEN, on_update=on_update)
+    assert refused == ["callback", "thread"]
 
 
 @pytest.fixture
@@ -258,15 +244,17 @@ def interrupts():
 
 
 def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace, interrupts):
-    global CALLS
-    CALLS = 0
-    settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts")}
+    def interrupted_after_two(metrics: dict) -> None:
+        if metrics["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts"), "reward": vowels}
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match=r"SIGINT: stopped after update 2; resume=True goes on from there"):
-        train(settings, **given, reward=interrupted_on_third_call)
+        train(settings, **given, on_update=interrupted_after_two)
     assert signal.getsignal(signal.SIGINT) is handler
-    result = train(replace(settings, resume=True), **given, reward=interrupted_on_third_call)
-    train(replace(settings, output_dir="whole"), **given, reward=vowels)
+    result = train(replace(settings, resume=True), **given)
+    train(replace(settings, output_dir="whole"), **given)
     assert_equal(weights("run"), weights("whole"))
     assert list(result.history.index) == [1, 2, 3, 4]
 
@@ -291,19 +279,14 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-from fastp3o import P3OConfig, train
-
-def vowels(prompts, responses):
-    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
+from fastp3o import train
+from tests.fastp3o.runs import config
 
 folder, model = sys.argv[1], AutoModelForCausalLM.from_pretrained(sys.argv[2])
-settings = {"updates": 3, "prompts_per_update": 8, "max_response_tokens": 6, "samples_every": 0, "report_to": "none"}
 seen = []
 result = train(
-    P3OConfig(model="", output_dir=folder, precision="fp32", seed=3, **settings),
+    config("", folder, updates=3, learning_rate=1e-4),
     model=model,
-    prompts="prompts.jsonl",
-    reward=vowels,
     on_update=lambda metrics: seen.append(metrics["step"]) or metrics["step"] == 2,
 )
 Path(f"{folder}/seen-{os.environ.get('RANK', 'alone')}").write_text(f"{seen}, {len(result.history)} rows")
@@ -324,26 +307,22 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
-TABLE = pd.DataFrame({"prompt": ["a"]})
-
 
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
         ({}, {"prompts": None}, "^prompts is missing"),
-        ({"eval_every": 1}, {}, "^eval_every does nothing without eval_prompts"),
         ({"learning_rate": -1.0}, {}, "^learning_rate must be above 0, got -1.0"),
         ({"split": "test"}, {"prompts": [{"prompt": "a"}]}, "<prompts>: there is no split 'test'"),
         ({}, {"prompts": ["a"]}, "<prompts> record 1: expected an object"),
         ({}, {"prompts": iter([])}, "prompts must be a Dataset or a list of records"),
-        ({}, {"prompts": DatasetDict(train=Dataset.from_pandas(TABLE))}, "got a DatasetDict"),
-        ({}, {"prompts": TABLE}, "such as .* a DataFrame's to_dict"),
+        ({}, {"prompts": pd.DataFrame({"prompt": ["a"]})}, "such as .* a DataFrame's to_dict"),
+        ({}, {"prompts": DatasetDict(train=Dataset.from_list([{"prompt": "a"}]))}, "got a DatasetDict"),
         ({}, {"train_data": []}, "P3OConfig has no train_data"),
         ({}, {"tokenizer": 3}, "tokenizer= goes with a loaded model"),
         ({}, {"model": 3}, "model must be a transformers model"),
         ({}, {"reward": 3}, "reward must be a function or what reward takes, got a int"),
         ({}, {"reward": third_without_a_name}, "columns of the data after them, by name"),
-        ({}, {"reward": lambda texts: []}, "must take prompts and responses first"),
         ({}, {"on_update": [print]}, "on_update must be a function, got a list"),
         ({}, {"on_evaluation": print}, "on_evaluation does nothing without eval_data or eval_prompts"),
     ],
@@ -360,14 +339,11 @@ def test_models_and_callbacks_that_do_not_fit_are_refused(tiny_model, workplace)
         empty = type(model)(model.config)
     contradictory = AutoModelForCausalLM.from_pretrained(tiny_model)
     contradictory.generation_config.update(do_sample=False, temperature=0.1)
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), peft.LoraConfig())
     lora = {"lora_rank": 2, "lora_save": "adapter"}
     for changes, objects, message in (
         ({}, {"model": model, "tokenizer": tiny_model}, "tokenizer must be a transformers tokenizer, got a str"),
         ({}, {"model": empty, "tokenizer": tokenizer}, "model has no weights: they are on the meta device"),
         ({}, {"model": contradictory}, "could not be saved after the run: GenerationConfig is invalid: .*temperature"),
-        ({}, {"model": adapted}, "model has adapters: save it and its tokenizer, and name their folder"),
         (lora, {"model": model}, "lora_save='adapter' needs the name of a model"),
     ):
         with pytest.raises(UserError, match=message):
@@ -413,7 +389,8 @@ def test_the_readmes_ten_lines_train(workplace, tiny_model):
     code = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
     for name, other in {"Qwen/Qwen3-0.6B": tiny_model, "runs/mine": "run", "questions.jsonl": "answers.jsonl"}.items():
         code = code.replace(name, other)
-    code = code.replace("""chat_template_kwargs={"enable_thinking": False}""", "updates=1, report_to='none'")
+    short = "updates=1, max_response_tokens=8, report_to='none'"
+    code = code.replace('chat_template_kwargs={"enable_thinking": False}', short)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["result"].history) == 1

@@ -1,4 +1,4 @@
-"""The examples run as they stand, on a tiny model, and are short."""
+"""The examples run as they stand, on a tiny model."""
 
 import runpy
 import shutil
@@ -22,7 +22,7 @@ PRINTED_AND_LEFT = {
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_runs_and_is_short(tiny_model, tmp_path, monkeypatch, capsys, path):
+def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "start")
     tokenizer = AutoTokenizer.from_pretrained("start")
@@ -33,4 +33,3 @@ def test_an_example_runs_and_is_short(tiny_model, tmp_path, monkeypatch, capsys,
     printed, left = PRINTED_AND_LEFT[path.stem]
     assert printed in capsys.readouterr().out
     assert all(Path(name).exists() for name in left)
-    assert len(path.read_text().splitlines()) <= 30

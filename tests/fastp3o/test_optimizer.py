@@ -40,11 +40,11 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
-    config = StageConfig(
-        model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
-    )
-    return Optimizer(Accelerator(cpu=True), model, choose_precision(NAMES[dtype], "fp32"), config, steps=100)
+def optimizer_for(model: nn.Module, dtype: torch.dtype, rates: dict[str, float] | None = None, **settings) -> Optimizer:
+    """rates: learning rates of submodules."""
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings
+    config, precision = StageConfig(model="", output_dir="", **settings), choose_precision(NAMES[dtype], "fp32")
+    return Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
 
 
 def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
@@ -196,29 +196,24 @@ def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype
 
 
 @HALVES
-def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype):
+def test_a_policy_has_one_master_of_tied_embeddings_and_none_of_frozen_layers_which_are_rounded(tiny_model, dtype):
     policy, plain = load_policy(tiny_model), load_policy(tiny_model)
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(dtype)
+    for model in (policy, plain):
+        freeze_below(model, 1)
+        model.model.get_input_embeddings().requires_grad_(True)
     optimizer = optimizer_for(policy, dtype)
     row = PAIRS.row()
     labelled_logprobs(policy, row).sum().backward()
     labelled_logprobs(plain, row).sum().backward()
-    named = dict(plain.named_parameters())
-    assert named.keys() == optimizer.parameters.keys()
-    for name, parameter in named.items():
+    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert trained.keys() == optimizer.parameters.keys()
+    assert len(trained) < len(list(policy.parameters()))
+    for name, parameter in trained.items():
         assert torch.equal(optimizer.parameters[name].grad, parameter.grad.float()), name
+    assert all(parameter.dtype == dtype for parameter in policy.parameters())
     assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
-
-
-def test_frozen_layers_are_rounded_and_take_no_memory_for_masters(tiny_model):
-    policy = load_policy(tiny_model)
-    freeze_below(policy, 1)
-    optimizer = optimizer_for(policy, torch.bfloat16)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    assert 0 < len(trained) < len(list(policy.parameters()))
-    assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
-    assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -227,10 +222,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     model.critic = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.critic.weight)
     model.unused = nn.Parameter(torch.tensor([5.0]))
-    config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
-    precision = choose_precision(NAMES[dtype], "fp32")
-    rates = {"critic": 2**-1}
-    optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
+    optimizer = optimizer_for(model, dtype, {"critic": 2**-1}, learning_rate=2**-3, max_grad_norm=1.0)
     loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
     scaled_backward(optimizer, loss)
     metrics = optimizer.step(loss.detach())

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.processes import NotFiniteError
 from fastp3o.script import run_script
 
 
@@ -30,8 +28,6 @@ PEER = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9"
     ("error", "line"),
     [
         (UserError("--updates must be\n at least 1"), "error: --updates must be at least 1"),
-        (NotFiniteError("the loss is NaN"), "error: the loss is NaN"),
-        (EndpointError("http://a does not answer"), "error: http://a does not answer"),
         (OSError(2, "No such file or directory", "a"), "error: [Errno 2] No such file or directory: 'a'"),
         (MemoryError(), f"{MEMORY}MemoryError"),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{MEMORY}CUDA out of memory."),

@@ -14,15 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Gemma2Config,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
 from fastp3o_kernels import expose_head, linear_logprobs, linear_p3o_loss, response_tokens
 
@@ -46,25 +38,7 @@ CONFIGS = {
         **SIZES, intermediate_size=24, head_dim=8, num_key_value_heads=1, final_logit_softcapping=2.0
     ),
     "granite": lambda: GraniteConfig(**SIZES, intermediate_size=24, logits_scaling=3.0),
-}
-# Kinds of models whose logits are scaled or capped under other names, and the further settings that they need.
-TEXT_SIZES = SIZES | {"intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
-MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_state": 4, "num_key_value_heads": 1}
-VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-FAMILIES = {
-    "cohere": {"logit_scale": 0.3},
-    "hyperclovax": {"logits_scaling": 3.0},
-    "minicpm3": {"dim_model_base": 8},
-    "falcon_h1": {"lm_head_multiplier": 0.3, **MAMBA},
-    "recurrent_gemma": {"logits_soft_cap": 2.0, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]},
-    "xlstm": {"output_logit_soft_cap": 2.0, "hidden_size": 64, "num_heads": 2, "qk_dim_factor": 1.0},
-    "gemma4": {"text_config": TEXT_SIZES},
-    "muse_glimmer": {
-        "text_config": TEXT_SIZES | {"output_multiplier": 30.0},
-        "vision_config": VISION,
-        "out_hidden_size": 16,
-        "projector_hidden_size": 16,
-    },
+    "cohere": lambda: CohereConfig(**SIZES, intermediate_size=24, logit_scale=0.3),
 }
 IDS = torch.randint(3, 40, (8, 9), generator=torch.Generator().manual_seed(0))
 IDS[1::2, :4] = IDS[::2, :4]
@@ -76,17 +50,6 @@ REWARDS = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
 def tiny_causal_lm(name: str) -> nn.Module:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
-
-
-def model_of_family(name: str) -> nn.Module:
-    """A model with weights so large that a soft cap shows."""
-    options = FAMILIES[name]
-    sizes = {"pad_token_id": 0} if "text_config" in options else SIZES | {"intermediate_size": 24}
-    kind = AutoModelForImageTextToText if "vision_config" in options else AutoModelForCausalLM
-    torch.manual_seed(0)
-    model = kind.from_config(AutoConfig.for_model(name, **(sizes | options))).float()
-    model.get_output_embeddings().weight.data.mul_(20)
-    return model
 
 
 def p3o_of(groups: slice):

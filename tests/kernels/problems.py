@@ -267,16 +267,3 @@ def oracle(
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
-def policy_of_performance_measurements() -> list[Tensor]:
-    """Hidden states, weight, weight moved by 1e-4 and labels: 512 tokens sampled from a policy with
-    logits of std 8; D 512, V 16000, bf16.
-    """
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, 512, generator=generator).bfloat16()
-    weight = (8 / 512**0.5) * torch.randn(16000, 512, generator=generator)
-    moved = (weight + 1e-4 * torch.randn(16000, 512, generator=generator)).bfloat16()
-    weight = weight.bfloat16()
-    labels = torch.multinomial((hidden.float() @ weight.float().T).softmax(-1), 1, generator=generator).squeeze(1)
-    return [tensor.to(DEVICE) for tensor in (hidden, weight, moved, labels)]

@@ -23,17 +23,12 @@ def python(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=ENVIRONMENT, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.nightly
-def test_every_branch_of_every_kernel_for_hopper(tmp_path):
-    check_hopper(tmp_path, "--sample")
-
-
-@pytest.mark.compiled
-def test_all_configurations_for_hopper(tmp_path):
-    check_hopper(tmp_path)
-
-
-def check_hopper(tmp_path: Path, *options: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--sample"], marks=pytest.mark.nightly), pytest.param([], marks=pytest.mark.compiled)],
+    ids=["every branch of every kernel", "all configurations"],
+)
+def test_kernels_compile_for_hopper(tmp_path, options):
     chosen = "--vocabularies", 128256, "--architectures", 90, *options
     done = python(SCRIPT, *chosen, "--output", tmp_path / "table.json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,12 +8,10 @@ from types import MethodType
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
@@ -26,21 +24,18 @@ from tests.fastp3o.together import together
 from tests.kernels import exposed_heads
 from tests.kernels.exposed_heads import (
     CONFIGS,
-    FAMILIES,
     IDS,
     SIZES,
     gradients,
-    model_of_family,
     p3o_of,
     tiny_causal_lm,
 )
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *FAMILIES])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_it_is_the_models_own_head(name):
-    if name in FAMILIES and name not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    model = expose_head(tiny_causal_lm(name) if name in CONFIGS else model_of_family(name)).eval()
+    model = expose_head(tiny_causal_lm(name)).eval()
+    model.get_output_embeddings().weight.data.mul_(20)  # a soft cap shows
     logits = model(IDS).logits
     expected = logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None]).squeeze(2)
 
@@ -48,6 +43,26 @@ def test_it_is_the_models_own_head(name):
         return linear_logprobs(hidden[:, :-1].flatten(0, 1), head, IDS[:, 1:].flatten())
 
     torch.testing.assert_close(model(IDS, head_loss=head_loss).view(expected.shape), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature", "softcap"),
+    [
+        *(({name: 4.0}, 4.0, None) for name in ("logits_scaling", "logits_mup_width_multiplier")),
+        *(({name: 4.0}, 0.25, None) for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")),
+        *(({name: 2.0}, 1.0, 2.0) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")),
+        ({"output_multiplier": 4.0, "final_logit_softcapping": 2.0}, 0.25, 0.5),
+        ({"logits_scaling": 4.0, "logits_soft_cap": 2.0}, 4.0, 8.0),
+        ({"logits_scaling": 4.0, "model_type": "hyperclovax"}, 0.25, None),
+    ],
+    ids=str,
+)
+def test_scales_and_soft_caps_are_read_under_each_familys_names(settings, temperature, softcap):
+    model = tiny_causal_lm("llama")
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    head = model_head(model)
+    assert (head.temperature, head.softcap) == (temperature, softcap)
 
 
 class Doubled(LlamaForCausalLM):
@@ -133,22 +148,12 @@ def test_exposing_twice_is_exposing_once():
     assert torch.equal(model(**p3o_of(slice(0, 4))), loss)
 
 
-def test_adapters_count_and_checkpointing_changes_nothing():
+def test_adapters_learn_and_nothing_else():
     peft = pytest.importorskip("peft")
-    found = []
-    for checkpoints in (False, True):
-        model = expose_head(tiny_causal_lm("llama")).train()
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-        adapted = peft.get_peft_model(model, config)
-        if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
-        adapted(**p3o_of(slice(0, 4))).backward()
-        found.append(gradients(adapted))
-        assert found[-1]
-        assert all("lora" in name for name in found[-1])
-    torch.testing.assert_close(found[0], found[1])
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(expose_head(tiny_causal_lm("llama")), config)
+    adapted(**p3o_of(slice(0, 4))).backward()
+    assert gradients(adapted).keys() == {name for name, _ in adapted.named_parameters() if "lora" in name}
 
 
 def test_a_copy_computes_with_its_own_weights():
@@ -158,14 +163,6 @@ def test_a_copy_computes_with_its_own_weights():
     for parameter in model.parameters():
         parameter.data.zero_()
     assert torch.equal(copy(**batch), loss)
-
-
-def test_autocast_holds():
-    model = expose_head(tiny_causal_lm("llama"))
-    seen = []
-    with torch.autocast("cpu", torch.bfloat16):
-        model(IDS, head_loss=lambda hidden, head: seen.append(torch.is_autocast_enabled("cpu")))
-    assert seen == [True]
 
 
 def test_what_is_refused():
@@ -208,29 +205,6 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         assert "expose_head" in (tmp_path / f"a part refused by {rank}").read_text()
         assert "without grad_placements" in (tmp_path / f"gathered refused by {rank}").read_text()
         torch.testing.assert_close(load_file(tmp_path / f"gathered by {rank}.safetensors")["head"], expected)
-
-
-def test_hidden_states_that_the_model_returns_are_those_that_it_exposes():
-    model, batch = expose_head(tiny_causal_lm("llama")), p3o_of(slice(0, 4))
-    head_loss = batch["head_loss"]
-    output = model(**batch | {"head_loss": None}, output_hidden_states=True, logits_to_keep=1)
-    losses = model(**batch), head_loss(output.hidden_states[-1], model_head(model))
-    torch.testing.assert_close(*(torch.autograd.grad(loss, list(model.parameters())) for loss in losses))
-
-
-def test_a_scaler_of_gradients_scales_them():
-    found = []
-    for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=2.0**12)):
-        model = expose_head(tiny_causal_lm("llama"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**p3o_of(slice(0, 4)))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        found.append(gradients(model))
-        scaler.step(optimizer)
-    torch.testing.assert_close(found[0], found[1])
-    assert all(gradient.any() for gradient in found[0].values())
 
 
 def test_a_head_of_a_reward_model_is_its_score():

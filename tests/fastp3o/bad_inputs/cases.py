@@ -18,10 +18,6 @@ class Case(NamedTuple):
     files: dict[str, str | bytes] = {}  # noqa: RUF012
 
 
-def lines(*records: object) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
-
-
 TWO = "rewards_for_tests:varied,rewards_for_tests:vowels"
 AWAY = "--reward http://127.0.0.1:1/score"
 FLAGS = [
@@ -30,17 +26,12 @@ FLAGS = [
     ("p3o", "--lr_schedule greedy", "--lr_schedule: invalid choice: 'greedy' (choose from "),
     ("p3o", "--offload maybe", "argument --offload: expected yes or no"),
     ("p3o", "--output_dir ' '", "--output_dir must not be empty, or hold what no name can, got ' '"),
-    ("p3o", "--output_dir 'a\0b'", "--output_dir must not be empty, or hold what no name can, got 'a\\x00b'"),
+    ("p3o", "--chat_template_kwargs [1]", "--chat_template_kwargs must be a JSON object, got '[1]'"),
     ("p3o", "--resume no more", "unexpected argument 'more'"),
-    ("p3o", "--update 3", "unknown option --update; the nearest one is --updates"),
-    ("online", "--clip_range 0.1", "unknown option --clip_range"),
     # Rewards.
     ("p3o", "--reward_requests 3", "--reward_requests does nothing without a URL as a reward"),
-    ("win_rate", "--reward_requests 3", "--reward_requests does nothing without a URL as a reward"),
-    ("p3o", "--reward models/reward --reward_timeout 9", "--reward_timeout does nothing without a URL or a function"),
     ("preference", "--eval_prompts p --reward_timeout 9", "--reward_timeout does nothing without a URL or a function"),
     ("preference", "--eval_prompts p --gold_reward r", "--gold_reward does nothing without --reward"),
-    ("p3o", "--reward_columns a,,b", "--reward_columns must be different names"),
     ("p3o", "--reward_columns a,a", "--reward_columns must be different names"),
     ("p3o", "--reward_columns responses", "--reward_columns must be other names than prompts and responses"),
     *[
@@ -51,7 +42,6 @@ FLAGS = [
     ("p3o", f"--reward {TWO},rewards_for_tests:varied", "--reward must be different names"),
     # Several flags.
     ("p3o", "--prompts_per_minibatch 3", "--prompts_per_update (4) must be a multiple of --prompts_per_minibatch (3)"),
-    ("p3o", "--eval_prompts p --eval_at 1,two", "--eval_at must be whole numbers separated by commas"),
     ("p3o", "--eval_prompts p --eval_at=-1", "--eval_at must be whole numbers separated by commas"),
     ("p3o", "--eval_prompts p --eval_at 1,2", "--eval_at must be updates of the run, at most 1"),
     ("p3o", "--sampler vllm", "--sampler vllm needs --vllm_url, the servers that sample"),
@@ -61,7 +51,6 @@ FLAGS = [
     ("p3o", "--sampler_ratio_cap 2 --old_logprobs sampler", "exclude each other: both correct for the same"),
     ("online", "--old_logprobs sampler", "--old_logprobs sampler changes no ratio"),
     ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
-    ("p3o", "--lora_rank 2 --lora_dropout 0.1", "--lora_dropout would make ratios random"),
     ("sft", "--lora_rank 2 --lora_dropout 0.1 --compile_layers", "--lora_dropout and --compile_layers exclude"),
     ("sft", "--lora_rank 2 --quantize 4bit --compile_layers", "--quantize and --compile_layers exclude each other"),
     ("online", "--objective ppg --inner_epochs 2", "--inner_epochs must be 1, got 2: the gradient is on-policy"),
@@ -73,7 +62,6 @@ FLAGS = [
     ("online", "--target_kl 1 --kl_coef 0", "--target_kl adapts --kl_coef, which must be above 0"),
     ("online", "--reference_every 1 --reference_decay 0.5", "--reference_every and --reference_decay exclude each"),
     ("online", "--reference_every 1 --lora_rank 2", "--reference_every and --reference_decay need whole weights"),
-    ("online", "--reference_decay 0.5 --lora_rank 2", "--reference_every and --reference_decay need whole weights"),
     *[
         ("online", f"--objective nash_md --{flags}", message)
         for flags, message in {
@@ -95,17 +83,13 @@ FLAGS = [
     ("generate", "--keep rs_dpo --responses_per_prompt 1", "--responses_per_prompt must be at least 2"),
     ("memory", "--lora_rank 2 --quantize 4bit", "--quantize: the memory of quantized bases is not predicted"),
     ("make_tiny_llama", "--heads 3", "--hidden_size must be an even multiple of --heads"),
-    ("reward_model", "--batch_size 0", "--batch_size must be at least 1"),
 ]
 YAML = [
     ("modle: m\n", "run.yaml has fields that P3OConfig does not: modle"),
-    ("? [a, b]\n: 1\n", "run.yaml has fields that P3OConfig does not"),
     ("updates: 1\nseed: 1\nupdates: 2\n", "run.yaml gives more than one value for updates"),
     ("updates: [1]\n", "run.yaml must give one value for updates, not a list"),
     ("updates:\n", "run.yaml gives no value for updates"),
-    ("updates: 0\n", "--updates must be at least 1, got 0"),
     ("", "run.yaml must hold one `field: value` a line"),
-    ("- updates\n", "run.yaml must hold one `field: value` a line"),
     ("updates: [\n", "cannot read run.yaml"),
     (b"model: \xff\xfe\n", "cannot read run.yaml"),
 ]
@@ -114,10 +98,8 @@ USES = [
     ("p3o", "--reward_columns answer", "expected a value, which --reward_columns asks for, got nothing"),
     ("p3o", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer: ConnectionRefusedError"),
     ("p3o", f"--eval_prompts prompts.jsonl --gold_{AWAY[2:]} --reward_retries 0", "http://127.0.0.1:1/score does not"),
-    ("win_rate", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer"),
     ("win_rate", "--judge_url ftp://a --judge_model m", "the endpoint must be a URL such as http://localhost:8000/v1"),
     ("win_rate", "--judge_url http://me:secret@a/v1 --judge_model m", "without user, got 'a/v1'"),
-    ("win_rate", "--judge nosuch_module:f", "cannot load the judge 'nosuch_module:f': No module named 'nosuch_module'"),
     ("p3o", "--reward http://me:secret@a/score", "without user, got 'a/score'"),
     ("p3o", "--sampler vllm --vllm_url http://me:secret@a:8000", "without user, got 'a:8000/version'"),
     ("generate", "--reward https://a/score?key=secret", "without user, got 'https://a/score'"),
@@ -129,31 +111,22 @@ USES = [
     ("online", "--ptx_data prompts.jsonl", "prompts.jsonl record 1: expected the fields of one of the layouts"),
     ("preference", "--train_data unpaired.jsonl", "record 1: expected the fields of one of the layouts prompt/chosen/"),
     ("preference", "--objective kto --train_data sft.jsonl", "the fields of the layout prompt/completion/label"),
-    ("make_tiny_llama", "--text rewards_for_tests.py", "rewards_for_tests.py: expected a file that ends with one of"),
     ("generate", "--output_dir prompts.jsonl", "--output_dir prompts.jsonl is a file"),
     ("generate", "--output_dir models", "--model models/whole lies in --output_dir models"),
     # Models.
-    ("p3o", "--model models/no_end", "the tokenizer of models/no_end has no end-of-sequence token"),
     ("p3o", "--model models/not_finite", "NaN or infinite in torch.float32: model.embed_tokens.weight"),
     ("p3o", "--model models/int8", "int8/model.safetensors has model.norm.weight in I8; quantized weights are not"),
     ("p3o", "--model models/rope", "cannot load models/rope: its JSON files lack 'nosuch', or name it"),
     ("p3o", "--model models/list_config", "models/list_config/config.json must hold a JSON object, got a list"),
     ("p3o", "--model models/adapter_of_nothing", "its adapter_config.json names no base model"),
     ("p3o", "--model models/adapter_of_no_folder", "names the base model runs/no/model, and there is no such folder"),
+    *[("p3o", f"--model models/{name}", f"models/{name}") for name in ("cut_config", "cut_tokenizer")],
     ("p3o", "--model prompts.jsonl", "cannot load prompts.jsonl: it is a file, and models are folders"),
     ("p3o", "--reference models/permuted", "that of models/permuted is not that of models/whole: 2 tokens have"),
     ("p3o", "--reward models/reward_short", "LlamaForSequenceClassification (models/reward_short) end at 16"),
     ("p3o", "--gold_reward models/whole --eval_prompts prompts.jsonl", "models/whole is no trained reward model"),
-    ("preference", "--eval_prompts prompts.jsonl --reward models/whole", "models/whole is no trained reward model"),
 ]
-SAME = lines(*({"prompt": "a", "completion": "b", "label": label} for label in (True, False)))
-EQUAL = lines({"prompt": "a", "chosen": "b", "rejected": "b"})
-DATA = [
-    ("p3o", "--prompts", "", "data.jsonl: expected at least one usable record, got none"),
-    ("sft", "--train_data", lines({"prompt": "a", "label": ""}), "record 1 field 'label': expected text, got an empty"),
-    ("reward_model", "--train_data", EQUAL, "record 1 field 'rejected': expected another response than 'chosen'"),
-    ("preference", "--objective kto --train_data", SAME, "KTO needs two different prompts at least, for z0, and all"),
-]
+SAME = "".join(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n" for label in (True, False))
 REWARDS = """
 import asyncio, os
 def numbers(prompts, responses): return [1.0] * len(responses)
@@ -171,7 +144,6 @@ REWARD_FUNCTIONS = [
         "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks",
         REWARDS,
     ),
-    ("f", "cannot load the reward function 'bad_rewards:f': SyntaxError", "def f(:"),
     ("f", "cannot load the reward function 'bad_rewards:f': ZeroDivisionError: division by zero", "1 / 0"),
     ("f", "cannot load the reward function 'bad_rewards:f': SystemExit: 0", "import sys; sys.exit(0)"),
 ]
@@ -179,7 +151,7 @@ CASES = [
     *(Case(*case) for case in (*FLAGS, *USES)),
     *(Case("p3o", "run.yaml", message, {"run.yaml": content}) for content, message in YAML),
     Case("preference", "run.yaml", "must give one value for objective", {"run.yaml": "objective: [dpo]\n"}),
-    *(Case(script, f"{flag} data.jsonl", message, {"data.jsonl": content}) for script, flag, content, message in DATA),
+    Case("preference", "--objective kto --train_data same.jsonl", "KTO needs two different", {"same.jsonl": SAME}),
     *(
         Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": module})
         for name, message, module in REWARD_FUNCTIONS

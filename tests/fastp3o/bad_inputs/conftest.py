@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,10 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from fastp3o.data import encoding
-from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.transformers_sampler import TransformersSampler
-from fastp3o.run.run import Run
-from tests.fastp3o.bad_inputs.working import BegunError
 
 NO_ROPE = {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}
 ADAPTER = {"peft_type": "LORA", "r": 2}
@@ -30,7 +25,6 @@ def with_letters_exchanged(tokenizer: dict) -> dict:
 
 # By the folders' names: a file of JSON, and what becomes of it.
 CHANGED: dict[str, tuple[str, Callable]] = {
-    "no_end": ("tokenizer_config.json", lambda config: config | {"eos_token": None}),
     "permuted": ("tokenizer.json", with_letters_exchanged),
     "rope": ("config.json", lambda config: config | NO_ROPE),
     "list_config": ("config.json", lambda config: [1]),
@@ -43,12 +37,14 @@ CHANGED_WEIGHTS: dict[str, tuple[str, Callable]] = {
     "int8": ("model.norm.weight", lambda weight: weight.to(torch.int8)),
     "not_finite": ("model.embed_tokens.weight", lambda weight: weight.index_fill(0, torch.tensor([-1]), torch.nan)),
 }
+# By the folders' names: a file that ends in its middle.
+CUT = {f"cut_{Path(name).stem}": name for name in ("config.json", "tokenizer.json")}
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for name in ("whole", *CHANGED, *CHANGED_WEIGHTS):
+    for name in ("whole", *CHANGED, *CHANGED_WEIGHTS, *CUT):
         shutil.copytree(tiny_model, folder / name)
     reward_model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
     reward_model.save_pretrained(folder / "reward_short")
@@ -59,6 +55,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
         path = folder / name / "model.safetensors"
         weights = load_file(path)
         save_file(weights | {changed: change(weights[changed])}, path, metadata={"format": "pt"})
+    for name, file in CUT.items():
+        path = folder / name / file
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     return folder
 
 
@@ -68,18 +67,3 @@ def place(workplace: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(encoding, "TIME_LIMIT", 0.5)
     monkeypatch.delitem(sys.modules, "bad_rewards", raising=False)
     return workplace
-
-
-@pytest.fixture
-def stopping(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of runs that stop where training or sampling would begin."""
-
-    def begin(*_: Any, **__: Any) -> NoReturn:
-        raise BegunError
-
-    monkeypatch.setattr(Run, "__iter__", begin)
-    for sampler in (EngineSampler, TransformersSampler):
-        monkeypatch.setattr(sampler, "__call__", begin)
-    # No name of a model is looked up elsewhere.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return place

@@ -17,8 +17,12 @@ def test_without_the_mistake_it_works(script: str, place: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.script} {case.flags} {case.message}"[:80])
 def test_a_bad_input_ends_in_one_line(case: Case, place: Path, monkeypatch, capfd):
+    for name, content in case.files.items():
+        (place / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    flags, working = shlex.split(case.flags), shlex.split(WORKING[case.script])
     with pytest.raises(SystemExit) as stopped:
-        run(case.script, arguments(case, place), monkeypatch)
+        # A file of flags comes first.
+        run(case.script, [*flags, *working] if flags == ["run.yaml"] else [*working, *flags], monkeypatch)
     printed = capfd.readouterr()
     usage, said = stopped.value.code == 2, printed.err
     assert "secret" not in printed.out + printed.err + str(stopped.value.code)
@@ -29,16 +33,3 @@ def test_a_bad_input_ends_in_one_line(case: Case, place: Path, monkeypatch, capf
     assert "Traceback" not in said
     assert not Path("o/model").exists(), "nothing is trained"
     assert "bad_rewards:" in case.flags or not Path("o").exists() or not os.listdir("o"), "no run is begun"
-
-
-def arguments(case: Case, folder: Path) -> list[str]:
-    """The case's command line, with its files written."""
-    for name, content in case.files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    flags, working = shlex.split(case.flags), shlex.split(WORKING[case.script])
-    if flags != ["run.yaml"]:
-        return [*working, *flags]
-    # A file of flags comes first, and flags after it would override it.
-    given = str(case.files["run.yaml"])
-    pairs = zip(working[::2], working[1::2], strict=True)
-    return [*flags, *(part for pair in pairs if f"{pair[0][2:]}:" not in given for part in pair)]

@@ -3,7 +3,6 @@
 import os
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from hypothesis import HealthCheck, settings
 
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.commands.memory import MemoryConfig
-from fastp3o.commands.online import OBJECTIVES
 from fastp3o.evaluation.win_rates import WinRateConfig
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
@@ -68,24 +67,3 @@ def run(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
     monkeypatch.syspath_prepend(SCRIPTS)  # as Python does for a script
     runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
-
-
-class BegunError(BaseException):
-    """Raised in place of training and sampling, after every check."""
-
-
-def begins(main: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> bool:
-    """Whether main comes to training or to its end; otherwise it refuses in one line, which is checked."""
-    capfd.readouterr()
-    try:
-        main()
-    except BegunError:
-        return True
-    except SystemExit as stopped:
-        usage, said = stopped.code == 2, capfd.readouterr().err
-        line = said.splitlines()[-1] if usage else str(stopped.code)
-        assert "error: " in line
-        assert len(line.splitlines()) == 1
-        assert "Traceback" not in said
-        return False
-    return True

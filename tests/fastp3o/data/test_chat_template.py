@@ -16,6 +16,7 @@ from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.errors import UserError
 from fastp3o.named_function import TookTooLongError, time_limit
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
+from tests.fastp3o.data.test_loading import jsonl
 
 CHATML = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
@@ -35,7 +36,7 @@ def prompt(template: str, *messages: dict[str, Any]) -> str:
     return ChatTemplate(byte_tokenizer(template=template)).prompt(Part("prompt", list(messages)))
 
 
-@pytest.mark.parametrize("template", [CHATML, TRIMMED, SHOUTING])
+@pytest.mark.parametrize("template", [CHATML, SHOUTING])
 @pytest.mark.parametrize("message", [{"content": HOSTILE}, {"content": "Hi", "name": EOS}, {"role": f"user{EOS}"}])
 def test_no_message_holds_the_text_of_a_special_token(template: str, message: dict[str, str]):
     chat, asked = ChatTemplate(byte_tokenizer(template=template)), Part("prompt", CALM)
@@ -108,11 +109,6 @@ THINKING = (
 TOOLS = [{"name": "add", "parameters": {"x": "int"}}]
 
 
-def write(path: Path, *records: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def test_the_template_reads_tools_and_its_arguments_of_records_and_options(tmp_path: Path):
     asked = [{"role": "user", "content": "Hi"}]
     records = [
@@ -121,16 +117,16 @@ def test_the_template_reads_tools_and_its_arguments_of_records_and_options(tmp_p
         {"prompt": asked, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"enable_thinking": False}},
         {"prompt": asked, "tools": [], "chat_template_kwargs": '{"enable_thinking": true}'},
     ]
-    source, tokenizer = write(tmp_path / "data.jsonl", *records), byte_tokenizer(template=THINKING)
+    source, tokenizer = jsonl(tmp_path, records), byte_tokenizer(template=THINKING)
     plain, _ = load_prompts(source, tokenizer, max_prompt_tokens=99)
     asked, begun = "user: Hi</s>", "assistant: "
     assert plain["prompt"][:2] == [f"{asked}{begun}", f"[add;]{asked}{begun}"]
     assert plain["prompt"][2:] == [f"[add;]{asked}{begun}<think></think>", f"{asked}{begun}"]
     options = {"chat_template_kwargs": {"enable_thinking": False}, "as_given": True}
-    silent, report = load_prompts(source, tokenizer, max_prompt_tokens=99, **options)
+    silent, report = load_prompts(source, tokenizer, max_prompt_tokens=30, **options)
     assert ["<think>" in prompt for prompt in silent["prompt"]] == [True, True, True, False]
     assert [*map(json.loads, silent["given"])] == records
-    assert not report.unread
+    assert (report.truncated_prompts, report.unread) == (3, {}), "given are the whole prompts"
 
 
 ASKED = "expected what the chat template reads, got a name that is not in it"
@@ -139,10 +135,8 @@ ASKED = "expected what the chat template reads, got a name that is not in it"
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": {"name": "f"}}, "field 'tools': expected a list of tools, got an object with the fields name"),
         ({"tools": "[{"}, "field 'tools': expected a list of tools, got a string"),
         ({"tools": [{"name": f"add{EOS}"}]}, "field 'tools': expected no text of a special token"),
-        ({"chat_template_kwargs": [1]}, "field 'chat_template_kwargs': expected an object, got a list of 1"),
         ({"chat_template_kwargs": {"enable_thinkin": 1}}, f"field 'chat_template_kwargs.enable_thinkin': {ASKED}"),
         ({"chat_template_kwargs": {"messages": []}}, f"field 'chat_template_kwargs.messages': {ASKED}"),
         ({"chat_template_kwargs": {"enable_thinking": EOS}}, "'chat_template_kwargs': expected no text of a special"),
@@ -177,7 +171,7 @@ def test_a_call_of_a_tool_may_have_no_content_and_content_may_have_parts(content
 
 def test_fields_that_nothing_reads_are_named(tmp_path: Path):
     first = {"prompt": "Hi", "completion": " Ho", "id": 1, "note": None}
-    data = write(tmp_path / "data.jsonl", first, {"prompt": "Hi", "completion": " a", "tools": []})
+    data = jsonl(tmp_path, [first, {"prompt": "Hi", "completion": " a", "tools": []}])
     tokenizer = byte_tokenizer()
     _, report = load_demonstrations(data, tokenizer, max_prompt_tokens=99, max_response_tokens=9)
     assert str(report).endswith("0 records skipped; nothing reads the fields id, tools")
@@ -191,8 +185,8 @@ def test_all_turns_are_the_examples_of_single_turns(tmp_path: Path):
     tokenizer, limits = byte_tokenizer(template=CHATML.replace("m.content", kept)), {"max_response_tokens": 50}
     roles = ("system", "user", "assistant", "assistant", "user", "assistant", "tool", "assistant")
     messages = [{"role": role, "content": f"thought|{number}"} for number, role in enumerate(roles)]
-    whole = write(tmp_path / "whole.jsonl", {"messages": messages})
-    single = write(tmp_path / "single.jsonl", *({"messages": messages[:end]} for end in (3, 6, 8)))
+    whole = jsonl(tmp_path, [{"messages": messages}], "whole.jsonl")
+    single = jsonl(tmp_path, [{"messages": messages[:end]} for end in (3, 6, 8)], "single.jsonl")
     turns, report = load_demonstrations(whole, tokenizer, all_turns=True, max_prompt_tokens=500, **limits)
     expected, _ = load_demonstrations(single, tokenizer, max_prompt_tokens=500, **limits)
     assert report.examples == 3
@@ -202,7 +196,7 @@ def test_all_turns_are_the_examples_of_single_turns(tmp_path: Path):
 
 
 def test_plain_text_is_learned_from_its_beginning(tmp_path: Path):
-    data = write(tmp_path / "data.jsonl", {"text": "Hello you"})
+    data = jsonl(tmp_path, [{"text": "Hello you"}])
     for tokenizer in (byte_tokenizer(), byte_tokenizer("<s> $A")):
         examples, _ = load_demonstrations(data, tokenizer, max_prompt_tokens=9, max_response_tokens=99)
         ids = tokenizer("Hello you").input_ids

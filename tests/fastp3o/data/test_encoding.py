@@ -111,11 +111,7 @@ WORDS.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 @pytest.mark.parametrize(
     ("tokenizer", "item", "said"),
     [
-        (
-            WORDS,
-            texts("a", f"a {EOS}"),
-            "'chosen': expected text that the tokenizer has text tokens for, got a special",
-        ),
+        (WORDS, texts("a", f"a {EOS}"), "'chosen': expected text that the tokenizer has text tokens for"),
         (LETTER, texts("é", "a"), "'prompt': expected text that the tokenizer knows"),
         (LETTER, texts("a", "é"), "'chosen': expected text that the tokenizer knows"),
     ],
@@ -171,12 +167,8 @@ def test_the_template_alone_decides_on_bos():
     [
         ("{{ messages | length }} of {{ messages[0].content }}{{ messages[-1].content }}", "the same with and without"),
         ("{{ raise_exception('only from admins') }}", "only from admins"),
-        (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
-            "'assistant' that",
-        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "'assistant' that it drops"),
     ],
-    ids=["rewrites the prompt", "refuses", "drops a message"],
 )
 def test_a_template_that_makes_no_reply_says_why(template: str, said: str):
     with pytest.raises(RecordError, match=said):

@@ -30,23 +30,17 @@ def read(record: dict[str, Any], responses: int, layouts: tuple[Layout, ...] = L
         ({"prompt": [USER]}, ([USER],)),
         ({"prompt": "Hi", "label": " Hello!", "id": 3}, ("Hi", " Hello!")),
         ({"prompt": "Hi", "completion": "Hello!"}, ("Hi", "Hello!")),
-        ({"prompt": "Hi", "response": "Hello!"}, ("Hi", "Hello!")),
         ({"prompt": "Hi", "response": "Hello!", "label": "Hello!"}, ("Hi", "Hello!")),
         ({"prompt": [USER], "completion": [GOOD]}, ([USER], [GOOD])),
         ({"messages": [USER, GOOD]}, ([USER], [GOOD])),
         ({"prompt": "Hi", "messages": [USER, GOOD, USER, BAD]}, ([USER, GOOD, USER], [BAD])),
         ({"prompt": "Hi", "chosen": " a", "rejected": " b"}, ("Hi", " a", " b")),
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, ([USER], [GOOD], [BAD])),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, ([USER], [GOOD], [BAD])),
         ({"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ([USER], [GOOD], [BAD])),
         ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ([USER], [GOOD], [BAD])),
         ({"chosen": DIALOGUE + " Knock.", "rejected": DIALOGUE + " No."}, (DIALOGUE, " Knock.", " No.")),
-        (
-            COMPARISON,
-            ("SUBREDDIT: r/running\n\nTITLE: A run\n\nPOST: I ran.\n\nTL;DR:", " Someone ran.", " ran"),
-        ),
+        (COMPARISON, ("SUBREDDIT: r/running\n\nTITLE: A run\n\nPOST: I ran.\n\nTL;DR:", " Someone ran.", " ran")),
     ],
-    ids=lambda value: "/".join(value) if isinstance(value, dict) else "as",
 )
 def test_layouts(record: dict[str, Any], expected: tuple[Any, ...]):
     assert read(record, len(expected) - 1) == expected
@@ -87,7 +81,6 @@ BAD_PAIRS = [
     (but(PAIR, prompt=True), "field 'prompt': expected text, got true"),
     (but(PAIR, prompt="\u200b \ufeff"), "field 'prompt': expected text, got only white space"),
     (but(PAIR, prompt="\ud800"), "field 'prompt': expected text, got a string with half of a surrogate pair"),
-    (but(PAIR, rejected=[BAD]), "field 'rejected': expected text, got a list of 1"),
     (but(PAIR, prompt=[]), "field 'prompt': expected a list of messages, got a list of 0"),
     (but(PAIR, prompt=["Hi"]), "field 'prompt[0]': expected a message with role and content, got a string"),
     (but(PAIR, prompt=[{"role": "user"}]), "field 'prompt[0].content': expected text, got nothing"),
@@ -96,21 +89,17 @@ BAD_PAIRS = [
         for part in ("Hi", {"type": "image", "text": "x.png"}, {"type": "text"})
     ],
     (but(PAIR, prompt=[GOOD]), "field 'prompt': expected a last message of user or tool, got one of role 'assistant'"),
-    (but(PAIR, prompt=[USER]), "field 'chosen': expected a list of messages, got a string"),
     (but(PAIR, prompt=[USER], chosen=[USER]), "field 'chosen': expected a last message of assistant"),
     (but(PAIR, prompt=[USER], chosen=[GOOD], rejected=[USER, BAD]), "field 'rejected': expected one message"),
     (but(PAIR, chosen=[USER, GOOD], rejected=[BAD]), f"field 'rejected': {SHARED}"),
     (but(PAIR, prompt="Ho", chosen=[USER, GOOD], rejected=[USER, BAD]), "field 'prompt': expected the messages that"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "field 'chosen': expected messages before the assistant's"),
     ({"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "field 'chosen': expected a last message of user or tool"),
-    ({"chosen": "Hi", "rejected": "Ho"}, "field 'chosen': expected a dialogue with '\\n\\nAssistant:'"),
     ({"chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}, "field 'chosen': expected a dialogue"),
     ({"chosen": DIALOGUE + " a", "rejected": "\n\nHuman: Ho"}, "field 'rejected': expected the text of 'chosen'"),
     ({"chosen": DIALOGUE + " a", "rejected": DIALOGUE + " b\n\nHuman: c"}, "field 'rejected': expected one reply"),
-    ({"chosen": DIALOGUE + " a", "rejected": DIALOGUE}, "field 'rejected': expected text, got an empty string"),
     (but(COMPARISON, info=None), "field 'info': expected an object, got null"),
     (but(COMPARISON, info={"post": None}), "field 'info.post': expected text, got null"),
-    (but(COMPARISON, info={"post": "I ran.", "title": 3}), "field 'info.title': expected text, got the number 3"),
     *[
         (but(COMPARISON, choice=choice), "field 'choice': expected 0 or 1, the index of the better summary, got ")
         for choice in (2, True, 1.0)
@@ -121,22 +110,14 @@ BAD_PAIRS = [
     ({"question": "Hi"}, ": expected the fields of one of the layouts prompt/chosen/rejected, chosen/rejected, info/"),
 ]
 BAD_DEMONSTRATIONS = [
-    ({"prompt": "Hi", "label": None}, "field 'label': expected text, got null"),
-    (
-        {"prompt": "Hi", "label": "a", "response": "b"},
-        ": expected one response in the fields label, response",
-    ),
+    ({"prompt": "Hi", "label": "a", "response": "b"}, ": expected one response in the fields label, response"),
     ({"messages": [USER]}, "field 'messages': expected a last message of assistant"),
-    ({"messages": [GOOD]}, "field 'messages': expected messages before the assistant's, got a single message"),
 ]
 BAD_UNPAIRED = [
-    (but(UNPAIRED, label=" a"), LABEL),
     (but(UNPAIRED, label=1), LABEL),
-    (but(UNPAIRED, completion=""), "field 'completion': expected text, got an empty string"),
     ({"prompt": "Hi", "label": " a"}, ": expected the fields of the layout prompt/completion/label, got an object"),
 ]
 BAD_RANKINGS = [
-    (but(RANKING, ranked_responses="bc"), f"field 'ranked_responses': {MANY}, from best to worst, got a string"),
     (but(RANKING, ranked_responses=["b"]), f"field 'ranked_responses': {MANY}, from best to worst, got a list of 1"),
     (but(RANKING, ranked_responses=["b", None]), "field 'ranked_responses[1]': expected text, got null"),
     (but(RANKING, margin=1), "field 'margin': expected none in a ranking: it is of two responses"),

@@ -39,7 +39,6 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("lines.json", LINES),
         ("array.json", json.dumps(RECORDS, indent=2).encode()),
         ("lines.jsonl.gz", gzip.compress(LINES, mtime=0)),
-        ("array.json.gz", gzip.compress(json.dumps(RECORDS).encode(), mtime=0)),
         ("byte-order mark.jsonl", MARK + LINES),
         ("byte-order mark.json", MARK + json.dumps(RECORDS).encode()),
         ("windows, no last newline.jsonl", LINES.replace(b"\n", b"\r\n").rstrip()),
@@ -149,9 +148,6 @@ def test_a_folder_is_read_whole_or_by_its_splits(tmp_path: Path):
 @pytest.mark.parametrize(
     ("split", "names", "other"),
     [
-        ("train", ["de-train.jsonl", "en-train.jsonl"], "test.jsonl"),
-        ("train", ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"], "test-00000-of-00001.jsonl"),
-        ("train", ["001_train_shard.jsonl", "002_train_shard.jsonl"], "001_test_shard.jsonl"),
         ("train_sft", ["data/train_sft-00000-of-00001.jsonl"], "data/train_prefs-00000-of-00001.jsonl"),
         ("train", ["b[1]/train/1.json"], "b[1]/test/1.json"),
     ],

@@ -16,9 +16,7 @@ def test_a_straight_frontier_is_fitted_exactly_and_told_with_standard_errors_unl
     assert linear_fit(run[:1]) is None
     print_table({"joint": run})
     assert "4.000 ± 0.500 (0.125)" in capsys.readouterr().out
-    plot({"joint": run}, tmp_path / "new" / "frontier.png")
-    assert (tmp_path / "new" / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    path = tmp_path / "eval.jsonl"
-    path.write_text('{"step": 0, "reward": 1, "kl": 0, "reward_std": 1}\n')
+    plot({"joint": run}, tmp_path / "frontier.png")
+    (tmp_path / "eval.jsonl").write_text('{"step": 0, "reward": 1, "kl": 0, "reward_std": 1}\n')
     with pytest.raises(ValueError, match=r"eval\.jsonl lacks kl_std, prompts at step 0"):
         read_run(tmp_path)

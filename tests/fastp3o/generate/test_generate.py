@@ -1,13 +1,10 @@
 """Generation without training: the files, when they exist, and how many processes write them."""
 
 import json
-import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
@@ -16,7 +13,6 @@ from fastp3o.generate.loop import generate
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.folder import release
 from fastp3o.run.manifest import CorruptStateError, ResumeError
-from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.together import together
 
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
@@ -48,7 +44,7 @@ def contents(folder: str) -> list[bytes]:
     return [Path(folder, name).read_bytes() for name in ("samples.jsonl", "kept.jsonl")]
 
 
-def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, capsys):
+def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
     done = generate(config(tiny_model, "best"))
     assert (done.prompts, done.responses, done.records, done.prompts_kept) == (8, 32, 8, 8)
@@ -57,8 +53,6 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, c
     assert [line["reward"] for line in records("best")] == [max(line["rewards"]) for line in samples]
     assert done.mean_reward == pytest.approx(sum(sum(line["rewards"]) for line in samples) / 32)
     assert done.mean_kept == pytest.approx(sum(line["reward"] for line in records("best")) / 8)
-    assert done.tokens_per_second > 0
-    assert f"best{os.sep}kept.jsonl (best): 8 responses of 8 prompts, mean reward" in capsys.readouterr().out
     examples, _ = load_demonstrations("best/kept.jsonl", tokenizer, **limits)
     assert [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]] == [
         line["completion"] for line in records("best")
@@ -96,32 +90,10 @@ def test_samples_of_something_else_or_of_nothing_known_are_not_gone_on_with(work
     for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
         with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
             generate(config(tiny_model, "run", resume=True, **changes))
-    unknown = r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
-    for content in (None, b"", b"{}"):
-        Path("run/manifest.json").unlink()
-        if content is not None:
-            Path("run/manifest.json").write_bytes(content)
-        with pytest.raises(CorruptStateError, match=unknown):
-            generate(config(tiny_model, "run", resume=True))
-        Path("run/manifest.json").touch()
+    Path("run/manifest.json").unlink()
+    with pytest.raises(CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "):
+        generate(config(tiny_model, "run", resume=True))
     assert contents("run") == before
-
-
-def test_messages_stay_messages(workplace, tiny_model):
-    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("chat")
-    chat = AutoTokenizer.from_pretrained(tiny_model)
-    chat.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    chat.save_pretrained("chat")
-    asked = [{"role": "user", "content": "Grüß Gott " + "so " * 40}]  # its beginning is truncated for the policy
-    Path("chat.jsonl").write_text(json.dumps({"messages": [*asked, {"role": "assistant", "content": "Ho"}]}) + "\n")
-    generate(config("chat", "run", prompts="chat.jsonl", keep="all"))
-    assert all(line["prompt"] == asked for line in records("run"))
-    assert all(line["completion"][0].keys() == {"role", "content"} for line in records("run"))
-    examples, _ = load_demonstrations("run/kept.jsonl", chat, max_prompt_tokens=32, max_response_tokens=9)
-    assert len(examples) == len(records("run")) >= 2
 
 
 def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):
@@ -149,42 +121,14 @@ def kills(prompts, responses):
 
 
 def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
-    """Eight prompts are three batches: two processes share them unevenly. The reward model is spread over them."""
+    """Eight prompts are three batches: two processes share them unevenly."""
     Path("killing.py").write_text(KILLS)
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("judge")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
-    begun, fresh, judged = (
-        flags(tiny_model, *run)
-        for run in (("begun", "killing:kills"), ("fresh", "rewards_for_tests:varied"), ("judged", "judge"))
-    )
+    begun, fresh = (flags(tiny_model, *run) for run in (("begun", "killing:kills"), ("fresh", SETTINGS["reward"])))
     killed = together(RUNS, *begun, processes=1)
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6
-    done = together(RUNS, *begun, "--resume", "+", *fresh, "+", *judged)
+    done = together(RUNS, *begun, "--resume", "+", *fresh)
     assert done.returncode == 0, done.stdout
     assert "resuming on another number of processes: 1 before, 2 now" in done.stdout
-    assert contents("begun") == contents("fresh")
-    for name, reward in (("fresh", "rewards_for_tests:varied"), ("judged", "judge")):
-        generate(config(tiny_model, "alone", reward=reward))
-        assert contents("alone") == contents(name)
-        shutil.rmtree("alone")
-
-
-def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workplace, tiny_model):
-    """The second process has no prompt left for the third batch. In another run it is refused in its first."""
-    asked: list[list[str]] = []
-
-    def reply(body: dict) -> Reply:
-        refused = "Say stone:" in body["prompts"] and body["prompts"] in asked
-        asked.append(body["prompts"])
-        if refused:
-            return Reply(400, b"enough")
-        return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
-
-    with serving("/score", reply, lambda body, number: body) as server:
-        whole, stopped = (flags(tiny_model, folder, server.url) for folder in ("whole", "stopped"))
-        done = together(RUNS, *whole, "+", *stopped)
-    assert len(records("whole", "samples.jsonl")) == 8
-    assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
-    assert done.returncode != 0
-    assert done.stdout.count("/score answered with status 400: enough") == 2
+    generate(config(tiny_model, "alone"))
+    assert contents("begun") == contents("fresh") == contents("alone")

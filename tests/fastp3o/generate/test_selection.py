@@ -104,8 +104,7 @@ def test_records_are_of_the_layouts_that_training_reads(settings, expected):
         assert [(*record["texts"], record.get("reward", record.get("margin"))) for record in got] == expected
 
 
-def test_neither_no_text_nor_equal_texts_are_a_choice():
-    assert kept_records(samples([1.0], ["\n"]), SelectionConfig(keep="best"), seed=0) == []
+def test_equal_texts_are_no_choice():
     one = samples([1.0, 2.0, 3.0], [" a", " a", "a\n"])
     assert kept_records(one, SelectionConfig(keep="rs_dpo"), seed=0) == []
 

@@ -12,8 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fastp3o.config import StageConfig
-from fastp3o.models import packed_model
-from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import freeze_below
 from fastp3o.objectives.ppo import Critic
@@ -48,12 +47,6 @@ def top_layer() -> PackedModel:
     return model
 
 
-def compiled(make: Callable[[], PackedModel]) -> PackedModel:
-    model = make()
-    model.compile_layers()
-    return model
-
-
 def with_critic() -> PackedModel:
     model = PackedModel(random_model("llama"))
     model.critic = Critic(model)
@@ -69,7 +62,6 @@ MODELS = {family: partial(plain, family) for family in FAMILIES} | {
     "top layer": top_layer,
     "critic": with_critic,
 }
-COMPILED = {"compiled": partial(compiled, MODELS["llama"]), "checkpointed": partial(compiled, checkpointed)}
 
 
 def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
@@ -134,20 +126,15 @@ def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
     return not moved, scale, step(fails=False)[0]
 
 
-def main(file: Path, compiles: bool) -> None:
+def main(file: Path) -> None:
     accelerator = Accelerator()
-    if compiles:
-        # Traced as for the compiler: compiling takes minutes.
-        traced = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
-        packed_model.compiled = lambda: traced
-    results = {"errors": {name: largest_error(make) for name, make in (COMPILED if compiles else MODELS).items()}}
-    if not compiles:
-        cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
-        results["overflowed"] = gather_object(cases)
+    results = {"errors": {name: largest_error(make) for name, make in MODELS.items()}}
+    cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
+    results["overflowed"] = gather_object(cases)
     if accelerator.is_main_process:
         torch.save(results, file)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), compiles="compiled" in sys.argv)
+    main(Path(sys.argv[1]))

@@ -103,7 +103,7 @@ def test_files_that_are_not_of_the_base_or_damaged_are_named(tiny_model, tmp_pat
     weights, config = adapter_weights(optimizer.parameters, "default"), adapter_config(optimizer.model.model)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     other = name.replace("layers.1", "layers.2")
-    file, json_file = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    file = tmp_path / "adapter_model.safetensors"
 
     def require_refused(message: str) -> None:
         with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: {message}"):
@@ -113,7 +113,7 @@ def test_files_that_are_not_of_the_base_or_damaged_are_named(tiny_model, tmp_pat
     require_refused(f"{file} lacks {name}$")
     write_adapter(tmp_path, config, weights | {other: weights[name].clone()})
     require_refused(f"{file} has {other}, which the base {tiny_model} lacks")
-    for damaged in (file, json_file):
+    for damaged in (file, tmp_path / "adapter_config.json"):
         write_adapter(tmp_path, config, weights)
         damaged.write_bytes(damaged.read_bytes()[:50])
         require_refused(f"{damaged} ")

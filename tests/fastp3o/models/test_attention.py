@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,16 +114,6 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
 # --- libraries on GPUs ----------------------------------------------------------------------------------------------
 
 
-class OnGpu:
-    """A query with only what the choice of a backend looks at."""
-
-    is_cuda = True
-    device = torch.device("cuda", 0)
-
-    def __init__(self, dtype: torch.dtype, size: int):
-        self.dtype, self.shape = dtype, (8, 2, size)
-
-
 @pytest.mark.parametrize(
     ("dtype", "size", "softcap", "with_flash", "without"),
     [
@@ -138,16 +129,17 @@ def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap
     monkeypatch.setattr(attention, "varlen_attn", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     attention.libraries_support.cache_clear()
+    query = SimpleNamespace(dtype=dtype, shape=(8, 2, size), is_cuda=True, device=torch.device("cuda", 0))
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
-        assert fastest_backend(OnGpu(dtype, size), softcap).__name__ == expected
+        assert fastest_backend(query, softcap).__name__ == expected
     monkeypatch.setattr(attention, "varlen_attn", None)
-    assert fastest_backend(OnGpu(dtype, size), softcap) is sdpa_per_segment
+    assert fastest_backend(query, softcap) is sdpa_per_segment
     # A GPU that is too old for both.
     monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     attention.libraries_support.cache_clear()
-    assert fastest_backend(OnGpu(dtype, size), softcap) is sdpa_per_segment
+    assert fastest_backend(query, softcap) is sdpa_per_segment
     attention.libraries_support.cache_clear()
 
 

@@ -35,18 +35,17 @@ RAGGED = [
 OTHERS = [PAIRS.replaced(0, 0, [5, 6, 7]), FOURS.replaced(1, 1, [5, 6, 7, 8, 9])]
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Traces as for the compiler, which would take most of a minute."""
-    run = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(packed_model, "compiled", lambda: run)
-
-
 @pytest.fixture(autouse=True)
 def counted():
     torch.compiler.reset()
     packed_model.compiled.cache_clear()
     counters.clear()
+
+
+def trace_only(monkeypatch) -> None:
+    """Traces as for the compiler, which would take most of a minute."""
+    run = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(packed_model, "compiled", lambda: run)
 
 
 def fits_rows_of_any_length(model: PackedModel) -> None:
@@ -65,8 +64,17 @@ def fits_rows_of_any_length(model: PackedModel) -> None:
         assert counters["stats"]["unique_graphs"] == before or rows is RAGGED
 
 
-def is_as_exact_as_eager(family: str) -> None:
-    """A compiled model whose errors against fp64 are at most twice those of plain layers, over all gradients."""
+@pytest.mark.parametrize(
+    ("family", "compiles"),
+    [
+        *(pytest.param(family, False, marks=pytest.mark.nightly) for family in FAMILIES),
+        *(pytest.param(f, True, marks=pytest.mark.compiled) for f in ("llama", "qwen3", "gemma2", "gemma3", "gpt2")),
+    ],
+)
+def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(family, compiles, monkeypatch):
+    """Their errors against fp64 are at most twice those of plain layers, over all gradients."""
+    if not compiles:
+        trace_only(monkeypatch)
     exact = alone(random_model(family).double(), FOURS)
     eager = packed(PackedModel(random_model(family)), FOURS, exact)
     model = PackedModel(random_model(family))
@@ -83,19 +91,8 @@ def is_as_exact_as_eager(family: str) -> None:
     fits_rows_of_any_length(model)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(family, traced):
-    is_as_exact_as_eager(family)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2"])
-def test_so_is_what_torch_compiles(family):
-    is_as_exact_as_eager(family)
-
-
-def test_rollouts_run_uncompiled(traced):
+def test_rollouts_run_uncompiled(monkeypatch):
+    trace_only(monkeypatch)
     policy = PackedModel(random_model("llama"))
     keys = response_keys(3, torch.arange(len(PROMPTS)), K)
     expected = make_engine(policy).run(PROMPTS, keys)

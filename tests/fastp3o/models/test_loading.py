@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,14 +30,6 @@ def untied(tmp_path: Path, tiny_model: str) -> Path:
 def change_weights(folder: Path, *, without: str = "\n", **more: torch.Tensor) -> None:
     weights = {name: weight for name, weight in load_file(folder / WEIGHTS).items() if without not in name}
     save_file(weights | more, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def test_a_checkpoint_loads_from_several_files(tmp_path: Path):
-    model = random_model("llama")
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert not (tmp_path / WEIGHTS).exists()
-    loaded = load_policy(str(tmp_path)).model.state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -82,12 +73,6 @@ def test_a_file_that_was_cut_off_and_a_folder_without_one_are_named(untied: Path
         load_policy(f"{untied}/nothing")
     with pytest.raises(ValueError, match=f"cannot load {untied.parent}: "):
         load_policy(str(untied.parent))
-
-
-def test_a_quantized_base_without_bitsandbytes_says_what_to_install(tiny_model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ValueError, match=r"--quantize needs bitsandbytes: pip install '\.\[quantized\]'"):
-        load_policy(tiny_model, quantize="4bit")
 
 
 # --- reward models --------------------------------------------------------------------------------------------------

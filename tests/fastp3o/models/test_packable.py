@@ -21,9 +21,7 @@ REFUSED = {
         "its attention does not go through transformers' AttentionInterface",
     ),
     "recurrent_gemma": (
-        lambda: hf.RecurrentGemmaConfig(
-            **(UNGROUPED | {"num_hidden_layers": 3}), lru_width=32, attention_window_size=4
-        ),
+        lambda: hf.RecurrentGemmaConfig(**UNGROUPED | {"num_hidden_layers": 3, "lru_width": 32}),
         "are not plain or sliding attention",
     ),
     "nemotron": (lambda: hf.NemotronConfig(**GROUPED), "a trial failed"),  # it does not hand the segments on

@@ -5,7 +5,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastp3o.config import TrainableConfig
-from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
@@ -14,8 +13,8 @@ from fastp3o.models.trainable import choose_trainable, whole_model
 from fastp3o.training import sft
 from fastp3o.training.config import SFTConfig
 from fastp3o.training.loop import train
-from tests.fastp3o.models.model_families import PAIRS, random_model
-from tests.fastp3o.models.test_adapters import saved, trained
+from tests.fastp3o.models.model_families import PAIRS
+from tests.fastp3o.models.test_adapters import trained
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 pytest.importorskip("bitsandbytes")
@@ -91,37 +90,21 @@ def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, b
     assert (got - expected).abs().mean() <= half * scale
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16-autocast", 1e-2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 @every_kind
-def test_runs_train_and_resume_exactly_and_save_what_they_evaluate(workplace, tiny_model, bits, precision, tolerance):
+def test_runs_train_and_resume_exactly(workplace, tiny_model, bits, precision):
     settings = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "learning_rate": 3e-3}
-    settings |= {"train_data": "sft.jsonl", "eval_data": "sft.jsonl", "precision": precision}
-    tuned = settings | {"model": tiny_model, "quantize": bits, "lora_rank": 2, "save_every": 3, "lora_dropout": 0.1}
-    sft.train(SFTConfig(**tuned, output_dir="whole"))
+    settings |= {"train_data": "sft.jsonl", "eval_data": "sft.jsonl", "precision": precision, "lora_dropout": 0.1}
+    settings |= {"model": tiny_model, "quantize": bits, "lora_rank": 2, "save_every": 3}
+    sft.train(SFTConfig(**settings, output_dir="whole"))
     copy_at_save_before("whole", "resumed")
-    sft.train(SFTConfig(**tuned, output_dir="resumed", resume=True))
+    sft.train(SFTConfig(**settings, output_dir="resumed", resume=True))
     assert metrics("resumed") == metrics("whole")
     assert_equal(weights("resumed"), weights("whole"))
     before, after = metrics("whole", "eval.jsonl")
     assert after["loss"] < before["loss"]
-    sft.train(SFTConfig(**settings, model="whole/model", output_dir="again"))
-    assert metrics("again", "eval.jsonl")[0]["loss"] == pytest.approx(after["loss"], abs=tolerance)
     online = {"lora_rank": 2, "quantize": bits, "eval_prompts": "prompts.jsonl", "learning_rate": 1e-2, "updates": 2}
     train(config(tiny_model, "p3o", **online))
     assert metrics("p3o", "eval.jsonl")[0]["kl"] == 0
     assert metrics("p3o", "eval.jsonl")[-1]["kl"] != 0
     assert all(line["sampler_gap"] < 1e-4 for line in metrics("p3o"))
-
-
-def test_it_is_refused_where_it_cannot_be(tiny_model, tmp_path):
-    for family, bits, message in (
-        ("llama", "4bit", r"a multiple of 64 inputs on a CPU, and model\.layers\.0.*_proj has 32"),
-        ("gpt2", "8bit", r"--quantize takes linear layers alone, and transformer.* is a Conv1D"),
-    ):
-        random_model(family).save_pretrained(tmp_path / family)
-        with pytest.raises(UserError, match=message):
-            load_policy(str(tmp_path / family), quantize=bits)
-    load_policy(str(tmp_path / "llama"), quantize="8bit")
-    adapter = saved(trained(load_policy(tiny_model)), tmp_path / "adapter")
-    with pytest.raises(UserError, match="--quantize needs a whole model, and"):
-        load_policy(adapter, quantize="4bit")

@@ -76,13 +76,3 @@ def test_a_moving_reference_is_the_fp32_mean_of_policies_or_a_copy(dtype, every,
             share = 1 - decay
             expected = {name: expected[name].lerp(p.float(), share) for name, p in policy.named_parameters()}
         assert all(torch.equal(parameter, expected[name].to(dtype)) for name, parameter in start.named_parameters())
-
-
-@pytest.mark.gpu
-def test_an_offloaded_reference_computes_on_the_gpu_and_waits_on_the_cpu(device):
-    model = PackedModel(random_model("llama"))
-    (expected,) = SecondModel(model, CPU, offload=False)([PAIRS.row()])
-    (got,) = SecondModel(model, device, offload=True)([PAIRS.row().to(device)])
-    assert got.is_cuda
-    assert not any(parameter.is_cuda for parameter in model.parameters())
-    torch.testing.assert_close(got.cpu(), expected, atol=1e-4, rtol=1e-4)

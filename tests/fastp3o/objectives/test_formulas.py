@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fastp3o.commands.online import OBJECTIVES
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9

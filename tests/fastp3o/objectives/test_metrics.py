@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from fastp3o.commands.online import OBJECTIVES
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
+from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.training import microbatches
 from fastp3o.training.microbatches import MetricSums, mean_over_steps

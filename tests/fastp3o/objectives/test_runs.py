@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fastp3o.commands.online import OBJECTIVES
 from fastp3o.objectives.base import Microbatch, mean_kl
 from fastp3o.objectives.kl_coefficient import KLCoefficient
+from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig
 from fastp3o.training.loop import train
@@ -39,25 +39,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, 
     assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_first_ratio_is_exactly_one(workplace, tiny_model, name):
-    settings = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
-    train(config(tiny_model, "run", OBJECTIVES[name], **settings))
-    (step,) = metrics("run")
-    assert step["ratio_mean"] == step.get("ratio_max", 1) == 1
-    assert step["clip_fraction"] == step.get("k3", 0) == 0
-
-
-CLIPPED = {"reward_clip": 1.0, "clipping": "joint", "responses_per_prompt": 4}
-
-
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("online_dpo", {}),
-        ("p3o", CLIPPED),
-        *(("p3o", CLIPPED | {"clipping": c}) for c in ("separate", "none", "token")),
-    ],
+    ("name", "changes"), [("online_dpo", {}), ("p3o", {"reward_clip": 1.0, "responses_per_prompt": 4})]
 )
 def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model, name, changes):
     """r(x, y) + δ(x) leaves every preference as it is. On a grid of powers of two, differences are exact in fp32."""

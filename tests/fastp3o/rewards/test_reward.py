@@ -17,7 +17,6 @@ from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
-from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import Group, token_ids
 
 SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
@@ -29,11 +28,6 @@ def reward_of(function, timeout: float | None = None) -> FunctionReward:
 
 def returning(result: object) -> FunctionReward:
     return reward_of(lambda prompts, responses: result)
-
-
-def test_a_function_sees_texts(workplace, tokenizer, rollouts):
-    reward = load_reward("rewards_for_tests:vowels", tokenizer, dtype=torch.float32, **SETTINGS)
-    assert reward(rollouts).tolist() == [[0.75, 0], [0.25, 0.25]]
 
 
 # What a function may return
@@ -92,14 +86,7 @@ def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, kind):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        lambda responses: [],
-        lambda answer, prompts: [],
-        lambda prompts, answer, responses: [],
-        lambda prompts, *, responses: [],
-        lambda: [],
-    ],
+    "function", [lambda prompts, answer, responses: [], lambda prompts, *, responses: [], lambda: []]
 )
 def test_a_function_of_other_arguments_is_refused(function):
     with pytest.raises(ValueError, match="tests:f must take prompts and responses first, in this order"):
@@ -235,16 +222,14 @@ def test_a_call_that_takes_long_is_said_to_and_one_that_nothing_interrupts_to_be
 ):
     def slow(prompts, responses):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        time.sleep(0.4)
+        time.sleep(0.5)
         return [1.0] * len(responses)
 
     monkeypatch.setattr(named_function, "LONG", 0.05)
-    assert reward_of(slow, timeout=20.0)(rollouts).tolist() == [[1, 1], [1, 1]]
-    assert capsys.readouterr().err == "tests:f has not returned after 0.05 s; it has 20 (--reward_timeout)\n"
     monkeypatch.setattr(named_function, "GRACE", 0.0)
-    monkeypatch.setattr(named_function, "LONG", 60.0)
-    reward_of(slow, timeout=0.1)(rollouts)
-    assert capsys.readouterr().err == "tests:f has not returned after 0.1 s (--reward_timeout)\n"
+    assert reward_of(slow, timeout=0.2)(rollouts).tolist() == [[1, 1], [1, 1]]
+    said = [f"tests:f has not returned after {late} (--reward_timeout)" for late in ("0.05 s; it has 0.2", "0.2 s")]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 @pytest.mark.parametrize(("leave", "status"), [(lambda: None, 1), (sys.exit, 0), (lambda: sys.exit(3), 3)])

@@ -43,11 +43,7 @@ def translated(
 
 
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
-@pytest.mark.parametrize(
-    "prompt",
-    ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}]],
-    ids=["text", "hostile text", "messages"],
-)
+@pytest.mark.parametrize("prompt", ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}]])
 def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
     """Names of special tokens in a response are text."""
     own, said = tokenizer(adds, own="<turn>"), f" Ho {BOS}<turn>" if isinstance(prompt, str) else " Ho"
@@ -56,24 +52,16 @@ def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
         assert translated(policy, own, prompt, said) == loaded(own, prompt, said)[1:]
 
 
-def test_a_name_that_only_the_other_model_has_a_token_for_is_text_in_a_message():
+@pytest.mark.parametrize(("content", "longest"), [("Say <turn>:", 999), ("Say what you like", 24)])
+def test_a_message_is_the_text_that_truncation_left_and_names_of_special_tokens_in_it_are_text(content, longest):
     policy, other = tokenizer(), tokenizer(own="<turn>")
-    asked = [{"role": "user", "content": "Say <turn>:"}]
-    ids = translated(policy, other, asked, " Ho")[0]
-    assert other.decode(ids) == loaded(policy, asked, " Ho")[0]
+    asked = [{"role": "user", "content": content}]
+    text, _, _ = loaded(policy, asked, " Ho", longest)
+    ids = translated(policy, other, asked, " Ho", longest)[0]
+    assert ids[0] == other.bos_token_id
+    assert other.decode(ids) == text
     assert other.convert_tokens_to_ids("<turn>") not in ids
     assert [ids.count(token) for token in (other.bos_token_id, other.eos_token_id)] == [1, 1]  # the template's
-
-
-def test_what_truncation_left_of_a_prompt_is_what_counts():
-    policy, own = tokenizer(), tokenizer(own="<turn>")
-    conversation = [{"role": "user", "content": "Say what you like"}]
-    text, _, _ = loaded(policy, conversation, " Ho", longest=24)
-    assert text.startswith(BOS)
-    first, *rest = translated(policy, own, conversation, " Ho", longest=24)[0]
-    assert first == own.bos_token_id
-    assert own.decode([first, *rest]) == text
-    assert rest.count(own.eos_token_id) == 1  # the template's
 
 
 def test_an_end_that_the_policy_did_not_write_is_not_added():

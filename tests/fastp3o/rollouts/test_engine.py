@@ -1,15 +1,13 @@
 import pytest
 import torch
-from torch import nn
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import TOKENS_PER_ROW, Engine, layer_shapes
 from fastp3o.rollouts.engine_sampler import decodable_shapes
 from fastp3o_kernels.decoding import response_keys
-from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, enlarge, random_model
+from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, adapted, random_model
 from tests.fastp3o.on_meta import META, on_meta_alone
 
 K, RESPONSE_TOKENS = 3, 14
@@ -45,9 +43,9 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
     return (got - expected).abs().max().item()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "LoRA"])
 def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(family):
-    policy = PackedModel(random_model(family))
+    policy = adapted("llama") if family == "LoRA" else PackedModel(random_model(family))
     ids, logprobs = sample(policy)
     assert largest_difference(policy, ids, logprobs) < 2e-5
     responses = [response for group in ids for response in group]
@@ -66,24 +64,6 @@ def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(
         assert largest_difference(policy, ids, logprobs) < 2e-5
     assert sample(policy, seed=4)[0] != ids
     assert decodable_shapes(policy) == layer_shapes(policy, 3)
-
-
-def test_lora_adapters_count():
-    policy = PackedModel(random_model("llama"))
-    plain, _ = sample(policy)
-    add_lora(policy, rank=3, alpha=6.0, targets="all-linear")
-    enlarge(nn.ParameterList(p for p in policy.parameters() if p.requires_grad))
-    ids, logprobs = sample(policy)
-    assert ids != plain
-    assert largest_difference(policy, ids, logprobs) < 2e-5
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_half_precision(family):
-    policy = PackedModel(random_model(family).to(torch.bfloat16))
-    ids, logprobs = sample(policy)
-    assert 1e-4 < largest_difference(policy, ids, logprobs) < 0.3
-    assert sample(policy, slots=5, static=True)[0] == ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)

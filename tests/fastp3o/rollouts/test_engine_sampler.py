@@ -61,13 +61,7 @@ def rooms(monkeypatch) -> list[Room]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("dtype", "full"),
-    [
-        *((torch.float32, True), (torch.bfloat16, False)),
-        pytest.param(torch.float16, True, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "full"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer, prompts, dtype, full, request):
     policy = policy.to(dtype)
     expected = sample(policy, tokenizer, prompts)
@@ -110,7 +104,6 @@ def test_memory_limits_the_prompts_and_is_given_back_to_the_device(policy, token
 
     monkeypatch.setattr(engine_sampler, "return_unused_memory", returned)
     given = tokenised(tokenizer, prompts)
-    assert max(len(prompt.ids) for prompt in given) == 56
     for _ in range(2):
         sampler(given, K, 0)
     # One engine for all batches and calls.

@@ -100,6 +100,12 @@ def test_steps_are_reported_evaluated_and_saved_as_configured(workplace, tiny_mo
 @pytest.mark.parametrize("optimizer_steps", [0, 1])
 def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_model, tokenizer, optimizer_steps):
     run = start(tiny_model, tokenizer)
+    says = "step 1: a reward is NaN; nothing was trained before that"
+    with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(next(iter(run))):
+        raise NotFiniteError("a reward is NaN")
+    assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
+
+    run = start(tiny_model, tokenizer)  # it can be begun again, without a flag
     steps = iter(run)
     next(steps)
     take_step(run)
@@ -113,19 +119,13 @@ def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_m
     assert Path("run/state").exists() == (optimizer_steps == 0)
 
 
-def test_before_the_first_step_no_model_is_written(workplace, tiny_model, tokenizer):
-    run = start(tiny_model, tokenizer)
-    says = "step 1: a reward is NaN; nothing was trained before that"
-    with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(next(iter(run))):
-        raise NotFiniteError("a reward is NaN")
-    assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
-    finish(start(tiny_model, tokenizer))  # it can be begun again, without a flag
-
-
-@pytest.mark.parametrize(("kept", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4])])
-def test_so_many_checkpoints_are_kept(workplace, tiny_model, tokenizer, kept, left):
-    finish(start(tiny_model, tokenizer, save_every=1, keep_checkpoints=kept))
+@pytest.mark.parametrize(("kept", "left"), [(0, [1, 2, 3, 4]), (2, [3, 4])])
+def test_so_many_checkpoints_are_kept_and_states_are_saved_by_time(workplace, tiny_model, tokenizer, kept, left):
+    finish(start(tiny_model, tokenizer, save_every=1, keep_checkpoints=kept, save_minutes=1e-9))
     assert sorted(path.name for path in Path("run").glob("checkpoint*")) == [f"checkpoint-{n:06}" for n in left]
+    assert sorted(os.listdir("run/state")) == ["step-000003", "step-000004"]
+    finish(start(tiny_model, tokenizer, output_dir="rarely"))
+    assert os.listdir("rarely/state") == ["step-000004"]
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,6 @@ def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(workp
     finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2), breaks_off_after=5)
     assert finish(start(tiny_model, tokenizer, lambda: {"score": 2.0}, steps=4, resume=True)) == []
     assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (4, 2)]
-
-
-def test_states_are_saved_by_time(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer, save_minutes=1e-9))
-    assert sorted(os.listdir("run/state")) == ["step-000003", "step-000004"]
-    finish(start(tiny_model, tokenizer, output_dir="rarely"))
-    assert os.listdir("rarely/state") == ["step-000004"]
 
 
 def test_what_would_be_another_run_is_refused_and_what_may_change_takes_effect(

@@ -108,31 +108,21 @@ def test_a_run_leaves_a_card_with_each_model(workplace, tiny_model):
         assert not any(place in str(found) for place in (str(Path(tiny_model).parent), "/tmp", "run/"))
 
 
-def test_names_of_the_hub_are_metadata(workplace):
-    settings = {"model": "organisation/model", "output_dir": "secret", "prompts": "b/data:config,prompts.jsonl,a/data"}
-    settings |= {"reward": "organisation/judge"}
+def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):
+    settings = {"model": "organisation/model", "output_dir": "/home/me/secret", "reward_timeout": 7.0}
+    settings |= {"prompts": "b/data:config,/home/me/data.jsonl,a/data", "report_to": "none"}
+    settings |= {"reward": "organisation/judge,https://me:hunter2@internal.example/score?key=hunter2"}
+    settings |= {"sampler": "vllm", "vllm_url": "http://internal.example:8000"}
     found = ModelCard(made(P3OConfig(**settings), adapter=True))
-    assert found.data.base_model == "organisation/model"
-    assert found.data.base_model_relation == "adapter"
+    assert (found.data.base_model, found.data.base_model_relation) == ("organisation/model", "adapter")
     assert found.data.datasets == ["a/data", "b/data"]
-    assert "- reward: organisation/judge" in found.text
-    assert "`prompts.jsonl`, a local one" in found.text
-    whole = ModelCard(made(P3OConfig(**settings)))
-    assert whole.data.base_model_relation == "finetune"
-    assert whole.data.pipeline_tag == "text-generation"
-    judging = RewardModelConfig(model="m", output_dir="o", train_data="t", centring=0.5)
+    assert "- reward: organisation/judge, an endpoint" in found.text
+    assert "`data.jsonl`, a local one" in found.text
+    assert "vllm" in found.text  # the sampler, a choice
+    assert not any(secret in str(found) for secret in ("hunter2", "internal.example", "home", "secret"))
+    assert ModelCard(made(P3OConfig(**settings))).data.base_model_relation == "finetune"
+    judging = RewardModelConfig(model="/home/me/base", output_dir="o", train_data="t", centring=0.5)
     judge = ModelCard(made(judging, "reward model", classifies=True))
     assert judge.data.pipeline_tag == "text-classification"
     assert judge.data.tags == ["fastp3o", "reward-model", "rlhf"]
-    assert "| `centring` | 0.5 |" in judge.text
-
-
-def test_addresses_keys_and_folders_stay_out(workplace):
-    settings = {"model": "/home/me/base", "output_dir": "/home/me/secret", "prompts": "/home/me/data.jsonl"}
-    settings |= {"reward": "https://me:hunter2@internal.example/score?key=hunter2", "reward_timeout": 7.0}
-    settings |= {"sampler": "vllm", "vllm_url": "http://internal.example:8000", "report_to": "none"}
-    text = made(P3OConfig(**settings))
-    assert not any(secret in text for secret in ("hunter2", "internal.example", "home", "secret"))
-    assert "- reward: an endpoint" in text
-    assert "`data.jsonl`" in text
-    assert "vllm" in text  # the sampler, a choice
+    assert "home" not in str(judge)

@@ -27,6 +27,7 @@ from fastp3o.training import build as models
 from fastp3o.training import reference_logprobs, supervised
 from fastp3o.training.preferences import train, with_other_prompts
 from fastp3o.training.reference_logprobs import ReferenceLogprobs, read_logprobs, write_logprobs
+from fastp3o_kernels import losses
 from tests.fastp3o.models.model_families import logprobs_alone
 from tests.fastp3o.runs import metrics, weights, weights_of_start
 
@@ -68,34 +69,18 @@ def other_model(tiny_model, tokenizer, workplace) -> str:
 # --- the update, written out --------------------------------------------------------------------------------------
 
 
-def sigmoid_loss(x: Tensor) -> Tensor:
-    return torch.log1p(torch.exp(-x))
-
-
-def log_odds(mean: Tensor) -> Tensor:
-    return torch.log(torch.exp(mean) / (1 - torch.exp(mean)))
-
-
-def discopop(x: Tensor) -> Tensor:
-    blend = 1 / (1 + torch.exp(-x / 0.05))
-    return (1 - blend) * sigmoid_loss(x) + blend * torch.exp(-x)
-
-
-def squash(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-# Formulas of c, r: log π of chosen and rejected; rc, rr: the same of the reference; nc, nr: their tokens.
-FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "dpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(0.1 * ((c - rc) - (r - rr))),
-    "ipo": lambda c, r, rc, rr, nc, nr: ((c - rc) / nc - (r - rr) / nr - 1 / 0.2) ** 2,
-    "simpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(2.0 * c / nc - 2.0 * r / nr - 1.0),
-    "orpo": lambda c, r, rc, rr, nc, nr: -c / nc + 0.1 * sigmoid_loss(log_odds(c / nc) - log_odds(r / nr)),
-    "cpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(0.1 * (c - r)) - c,
-    "slic": lambda c, r, rc, rr, nc, nr: torch.clamp(1 - c + r, min=0) - c,
-    "apo_zero": lambda c, r, rc, rr, nc, nr: 1 - squash(0.1 * (c - rc)) + squash(0.1 * (r - rr)),
-    "apo_down": lambda c, r, rc, rr, nc, nr: squash(0.1 * (c - rc)) + 1 - squash(0.1 * (c - rc - r + rr)),
-    "discopop": lambda c, r, rc, rr, nc, nr: discopop(0.05 * (c - rc - r + rr)),
+# With the defaults of the options. x: log π of chosen and rejected, ref: the same of the reference, [1, 2]; n: their
+# tokens.
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "dpo": lambda x, ref, n: losses.dpo(x, ref, beta=0.1),
+    "ipo": lambda x, ref, n: losses.ipo(x / n, ref / n, tau=0.1),
+    "simpo": lambda x, ref, n: losses.simpo(x / n, beta=2.0, gamma=1.0),
+    "orpo": lambda x, ref, n: losses.orpo(x / n, weight=0.1),
+    "cpo": lambda x, ref, n: losses.cpo(x, beta=0.1, weight=1.0),
+    "slic": lambda x, ref, n: losses.slic(x, delta=1.0, weight=1.0),
+    "apo_zero": lambda x, ref, n: losses.apo_zero(x, ref, beta=0.1),
+    "apo_down": lambda x, ref, n: losses.apo_down(x, ref, beta=0.1),
+    "discopop": lambda x, ref, n: losses.discopop(x, ref, beta=0.05, tau=0.05),
 }
 
 
@@ -105,17 +90,22 @@ def plain_logprob(model: nn.Module, prompt: list[int], response: list[int]) -> T
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
 
 
-def pairs_loss(objective: str, policy: nn.Module, reference: nn.Module, tokenizer) -> Tensor:
+def pairs_loss(objective: str, policy: nn.Module, reference: nn.Module, tokenizer) -> tuple[Tensor, Tensor]:
+    """The objective's loss, and the negative log-probability of a chosen response's token, means over examples."""
     examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
-    losses = []
+    found, nats = [], []
     for example in examples:
         prompt, chosen, rejected = (example[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
-        own, other = ([plain_logprob(m, prompt, ids) for ids in (chosen, rejected)] for m in (policy, reference))
-        losses.append(FORMULAS[objective](*own, *(x.detach() for x in other), len(chosen), len(rejected)))
-    return torch.stack(losses).mean()
+        own, other = (
+            torch.stack([plain_logprob(model, prompt, ids) for ids in (chosen, rejected)])[None]
+            for model in (policy, reference)
+        )
+        found.append(LOSSES[objective](own, other, torch.tensor([[len(chosen), len(rejected)]])))
+        nats.append(-own[0, 0] / len(chosen))
+    return torch.stack(found).mean(), torch.stack(nats).mean()
 
 
-def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> Tensor:
+def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> tuple[Tensor, Tensor]:
     examples, _ = load_unpaired_preferences("unpaired.jsonl", tokenizer, **LENGTHS)
     examples = list(examples)
 
@@ -126,27 +116,32 @@ def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> Tensor:
     others = [examples[number // 2 * 2 - 1] for number in range(len(examples))]
     mismatched = [log_ratio(e["prompt_ids"], o["response_ids"]) for e, o in zip(examples, others, strict=True)]
     z0 = torch.stack(mismatched).mean().detach().clamp(min=0)
-    distances = [log_ratio(e["prompt_ids"], e["response_ids"]) - z0 for e in examples]
-    signs = [1 if e["desirable"] else -1 for e in examples]
-    return torch.stack([1 - squash(0.1 * s * d) for s, d in zip(signs, distances, strict=True)]).mean()
+    ratios = torch.stack([log_ratio(e["prompt_ids"], e["response_ids"]) for e in examples])
+    desirable = torch.tensor([e["desirable"] for e in examples])
+    return losses.kto(ratios, torch.zeros_like(ratios), desirable, z0, beta=0.1).mean(), torch.zeros(())
 
 
-@pytest.mark.parametrize("objective", OFFLINE_OBJECTIVES)
-def test_an_update_is_that_of_the_formula(objective, workplace, tiny_model, other_model, tokenizer):
+@pytest.mark.parametrize(
+    ("objective", "sft_coef"),
+    [*((objective, 0.0) for objective in OFFLINE_OBJECTIVES), ("dpo", 0.5), ("ipo", 0.5), ("simpo", 0.5)],
+)
+def test_an_update_is_that_of_the_formula(objective, sft_coef, workplace, tiny_model, other_model, tokenizer):
     needs_reference = getattr(OFFLINE_OBJECTIVES[objective], "anchor", "ref") != ""
     named = {"reference": other_model} if needs_reference else {}
     examples = 16 if objective == "kto" else 8
-    packing = {"share_prompts": objective not in ("ipo", "cpo")}
-    run(objective, "run", tiny_model, batch_size=examples, max_grad_norm=1e9, tokens_per_row=60, **packing, **named)
+    changes = named | {"share_prompts": objective not in ("ipo", "cpo")} | ({"sft_coef": sft_coef} if sft_coef else {})
+    run(objective, "run", tiny_model, batch_size=examples, max_grad_norm=1e9, tokens_per_row=60, **changes)
 
     policy, reference = (AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model))
     loss = kto_loss if objective == "kto" else partial(pairs_loss, objective)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=1e-6)
-    value = loss(policy, reference, tokenizer)
+    own, nats = loss(policy, reference, tokenizer)
+    value = own + sft_coef * nats
     value.backward()
     optimizer.step()
     (line,) = metrics("run")
     assert line["loss"] == pytest.approx(value.item(), rel=1e-5)
+    assert line.get("sft_loss", nats.item()) == pytest.approx(nats.item(), rel=1e-5)
     start, moved = weights_of_start(tiny_model), weights("run")
     for name, parameter in policy.named_parameters():
         expected = parameter.detach() - start[name].double()
@@ -308,23 +303,6 @@ def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, ch
             for e in examples
         ]
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "apo_zero", "apo_down", "discopop"])
-def test_sft_coef_adds_the_mean_nll_of_chosen_tokens(objective, workplace, tiny_model, other_model, tokenizer):
-    named = {"reference": other_model} if OFFLINE_OBJECTIVES[objective].anchor else {}
-    policy, reference = (AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model))
-    examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
-    nats = [-plain_logprob(policy, e["prompt_ids"], e["chosen_ids"]) / len(e["chosen_ids"]) for e in examples]
-    nll = torch.stack(nats).mean()
-    value = pairs_loss(objective, policy, reference, tokenizer) + 0.5 * nll
-    value.backward()
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
-    for name, packing in (("split", {"tokens_per_row": 60}), ("whole", {"share_prompts": False})):
-        run(objective, name, tiny_model, batch_size=8, sft_coef=0.5, **packing, **named)
-        (line,) = metrics(name)
-        expected = {"loss": value.item(), "sft_loss": nll.item(), "grad_norm": norm.item()}
-        assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_not_finite_is_not_kept(tiny_model, examples, tmp_path):

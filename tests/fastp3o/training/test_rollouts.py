@@ -3,7 +3,6 @@ and in the log.
 """
 
 import gzip
-import hashlib
 import json
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from fastp3o.errors import UserError
 from fastp3o.objectives.policy_gradient import GRPOConfig
 from fastp3o.objectives.preferences import NashMDConfig
 from fastp3o.training.loop import train
-from fastp3o.training.metrics import chosen_prompts
 from tests.fastp3o.rollouts.vllm.stand_in import standing_in
 from tests.fastp3o.runs import config, metrics
 
@@ -57,6 +55,7 @@ def test_ratios_of_truncated_rollouts(workplace, tiny_model, changes):
     train(config(tiny_model, "run", GRPOConfig, top_p=0.5, responses_per_prompt=4, **ONE_STEP, **changes))
     (step,) = metrics("run")
     assert step["sampler_gap"] > step["sampler_kl"] > 0.5
+    assert step["ratio/noise"] < 1e-4  # between evaluations of the policy, whatever the ratios are to
     ratio = step["sampler_ratio_mean" if "sampler_ratio_cap" in changes else "ratio_mean"]
     if changes:
         assert 0.5 <= ratio < 0.6  # the last token kept goes beyond half, by its own probability
@@ -80,28 +79,6 @@ def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace,
     assert stale[0]["sampler_gap"] < 1e-4
     assert all(step["sampler_gap"] > 1e-3 for step in stale[1:])
     assert {"sampler_kl"} == {name for name in stale[1] if name.startswith("sampler_k")}
-
-
-def test_ratios_to_what_sampled_are_exact(workplace, tiny_model):
-    """At the first step the ratio of a stale response is the policy's probability over the sampler's, not 1."""
-    step = {"updates": 2, "rounds_ahead": 1, "prompts_per_minibatch": 8, "inner_epochs": 1}
-    train(config(tiny_model, "own", **step))
-    train(config(tiny_model, "exact", **step, old_logprobs="sampler"))
-    own, exact = metrics("own"), metrics("exact")
-    assert [step["ratio_max"] for step in own] == [1, 1]
-    assert exact[0]["ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert exact[1]["ratio_max"] > 1.001
-    # Both compare what sampled with the policy before the update.
-    assert exact[1]["sampler_gap"] > 1e-3
-    assert exact[1]["ratio/noise"] < 1e-4
-
-
-def test_weights_of_stale_responses_are_capped(workplace, tiny_model):
-    train(config(tiny_model, "run", updates=4, rounds_ahead=2, sampler_ratio_cap=1.0, learning_rate=3e-2))
-    steps = metrics("run")
-    assert steps[0]["sampler_ratio_mean"] == pytest.approx(1, abs=1e-3)
-    assert all(step["sampler_ratio_mean"] < 0.9 for step in steps[1:])
-    assert any(0 < step["sampler_ratio_capped"] < 1 for step in steps[1:])
 
 
 # The log of rollouts
@@ -166,13 +143,3 @@ def test_updates_and_prompts_are_chosen_by_flags(workplace, tiny_model):
     assert {group["prompt"] for group in logged("some")[:3]} == {group["prompt"] for group in logged("some")[3:]}
     train(config(tiny_model, "none", log_rollouts=0))
     assert not [*Path("none").glob("rollouts*")]
-
-
-def test_the_prompts_that_are_logged_are_those_of_the_lowest_hashes():
-    """They come again in the next epoch."""
-    texts = [f"prompt {number}" for number in range(64)]
-    first = chosen_prompts(texts, 5)
-    assert first == sorted(first)
-    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
-    assert sorted(digests[place] for place in first) == sorted(digests)[:5]
-    assert chosen_prompts(texts, 0) == list(range(64))

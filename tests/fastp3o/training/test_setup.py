@@ -20,18 +20,19 @@ from fastp3o.training.setup import make_accelerator
 from tests.fastp3o.models.model_families import random_model
 
 
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_an_engine_of_accelerates_configuration_is_refused(monkeypatch, engine):
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    with pytest.raises(ValueError, match=f"asks for {engine}, and fastp3o shards models itself: start with torchrun"):
-        make_accelerator(0, choose_precision("fp32", "fp32"))
-
-
-def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "asks for FSDP, and fastp3o shards models itself: start with torchrun"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "asks for DEEPSPEED, and fastp3o shards models itself"),
+        ("WORLD_SIZE", "2", "torchrun started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU"),
+    ],
+)
+def test_engines_of_accelerate_and_processes_that_it_does_not_see_are_refused(monkeypatch, name, value, says):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, value)
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 1)
-    with pytest.raises(ValueError, match=r"torchrun started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU"):
+    with pytest.raises(ValueError, match=says):
         make_accelerator(0, choose_precision("fp32", "fp32"))
 
 

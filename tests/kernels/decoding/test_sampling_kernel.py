@@ -55,11 +55,6 @@ def test_vocabularies_around_a_tile_layouts_and_maxima_far_apart():
     check(logits)
 
 
-def test_many_draws():
-    torch.manual_seed(0)
-    check(2 * torch.randn(300, 100, device=DEVICE))
-
-
 @pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
 def test_one_launch_reads_the_logits_once(monkeypatch):
     R, V = 3, 128_256

@@ -3,8 +3,6 @@ import torch
 
 from fastp3o_kernels.head.backward import HIGHEST_SCALE, LARGEST_SCALED, converted, scale_in_place
 from fastp3o_kernels.head.scale_kernel import BLOCK, launch_lowered_scale
-from fastp3o_kernels.operation import INTERPRET
-from tests.kernels.interpreted import counted_launches, counted_traffic
 
 
 @pytest.mark.parametrize("triton", [True, False])
@@ -26,17 +24,6 @@ def test_another_dtype_is_reached_in_one_rounding(device):
     values, factor = torch.randn(1000, device=device), torch.tensor(0.3, device=device)
     assert torch.equal(converted(values, factor, torch.bfloat16), (values * factor).bfloat16())
     assert torch.equal(converted(values, None, torch.bfloat16), values.bfloat16())
-
-
-@pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")
-@pytest.mark.parametrize(("factor", "passes"), [(1.0, 0), (2.0, 1)])
-def test_a_factor_of_one_moves_no_bytes(monkeypatch, device, factor, passes):
-    tensors = [torch.randn(3 * BLOCK, device=device), torch.randn(BLOCK, device=device)]
-    with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
-        scale_in_place(tensors, torch.tensor(factor, device=device), triton=True)
-    scale = 3 * 4
-    assert (traffic.loaded, traffic.stored) == (scale + passes * 16 * BLOCK, passes * 16 * BLOCK)
-    assert launches == {"scale_kernel": 1}
 
 
 @pytest.mark.parametrize("size", [1, 7, BLOCK + 5])

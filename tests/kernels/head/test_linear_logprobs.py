@@ -1,17 +1,11 @@
-from contextlib import nullcontext
-
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from fastp3o_kernels import Head, linear_logprobs, sequence_logprobs
+from fastp3o_kernels import Head, linear_logprobs
 from tests.kernels.problems import (
     CHUNKED,
     DEVICE,
-    GPU_ARITHMETIC,
-    as_on_a_gpu,
     budget_for,
-    policy_of_performance_measurements,
     random_hidden_states,
     relative_error,
 )
@@ -40,16 +34,6 @@ def test_a_soft_cap_is_as_exact_as_eager_for_small_logits_and_near_the_cap(impl,
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-def test_labels_that_change_before_the_backward_pass_are_refused(impl):
-    states = random_hidden_states(5, 7, 3, DEVICE).leaves()
-    labels = torch.arange(5, device=DEVICE)
-    logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl)
-    labels.clamp_(max=3)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logprobs.sum().backward()
-
-
-@pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("view", [lambda bias: bias[:, 0], lambda bias: bias[:1, 0].expand(67)], ids=["column", "one"])
 def test_layouts_odd_vocabularies_and_a_bias_of_any_stride(impl, view):
     torch.manual_seed(0)
@@ -65,22 +49,6 @@ def test_layouts_odd_vocabularies_and_a_bias_of_any_stride(impl, view):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("gpu", GPU_ARITHMETIC)
-def test_ignored_rows_take_no_part_in_the_gradients_products_on_a_cpu(impl, gpu):
-    """On a GPU the host would have to wait for their number: they are rows of zeros."""
-    N, V, D = 10, 40, 8
-    states = random_hidden_states(N, V, D, DEVICE).leaves()
-    labels = torch.arange(N, device=DEVICE)
-    labels[2:6] = -100
-    logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl)
-    assert (logprobs[2:6] == 0).all()
-    with as_on_a_gpu(torch.float32) if gpu else nullcontext(), FlopCounterMode(display=False) as counter:
-        logprobs.sum().backward()
-    assert counter.get_total_flops() == 4 * (N if gpu else N - 4) * V * D
-    assert (states.hidden.grad[2:6] == 0).all()
-
-
 def test_the_weights_gradient_is_summed_in_fp32():
     """apple/ml-cross-entropy #14: bf16 sums over chunks lose what is small next to them."""
     states = random_hidden_states(2000, 20, 4, DEVICE, torch.bfloat16)
@@ -89,28 +57,3 @@ def test_the_weights_gradient_is_summed_in_fp32():
     _, whole = run(states, labels, weights, None)
     _, chunked = run(states, labels, weights, None, memory_budget=budget_for(2, 20))
     assert relative_error(chunked[1], expected[1]) <= 1.5 * relative_error(whole[1], expected[1]) + 1e-4
-
-
-def test_the_log_ratio_of_128_tokens_is_exact_to_two_thousandths():
-    """Rounding logits to bf16 moves it by half a clip range."""
-    hidden, weight, moved, labels = policy_of_performance_measurements()
-    cu_seqlens = torch.arange(0, 513, 128, dtype=torch.int32, device=DEVICE)
-
-    def log_ratio(logprobs):
-        return sequence_logprobs(logprobs(moved).double() - logprobs(weight).double(), cu_seqlens, impl="eager")
-
-    def exact(weight):
-        logits = hidden.double() @ weight.double().T
-        return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-
-    def rounded(weight):
-        logits = (hidden.float() @ weight.float().T).bfloat16().float()
-        return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-
-    expected = log_ratio(exact)
-    for held in (30, 100, 512):
-        got = log_ratio(
-            lambda weight, held=held: linear_logprobs(hidden, weight, labels, memory_budget=budget_for(held, 16000))
-        )
-        assert (got - expected).abs().max() <= 0.002
-    assert (log_ratio(rounded) - expected).abs().max() > 0.02

@@ -44,19 +44,6 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
     torch.testing.assert_close(list(torch.autograd.grad(total, leaves)), expected)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("lengths", [[], [0, 0], [0, 3, 0, 0]])
-@pytest.mark.parametrize("level", ["objective", "log-probs"])
-def test_nothing_to_learn_from_still_reaches_every_parameter(level, lengths, impl):
-    batch = Batch(level, lengths, bias=True)
-    output, gradients = batch.run(impl)
-    expected, targets = batch.to(torch.float64).run("eager")
-    torch.testing.assert_close(output.loss.double(), expected.loss)
-    for got, target in zip(gradients, targets, strict=True):
-        torch.testing.assert_close(got.double(), target, rtol=1e-4, atol=1e-5)
-        assert got.any() == (sum(lengths) > 0)
-
-
 @pytest.mark.parametrize("constant", [lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum() * 0])
 def test_a_constant_objective_has_no_gradient(constant):
     batch, weights = Batch("objective"), torch.ones(8, device=DEVICE)

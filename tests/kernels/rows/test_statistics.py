@@ -77,14 +77,19 @@ def test_tokens_of_probability_zero_and_far_apart_logits(impl):
 
 
 @pytest.mark.parametrize("value", [-float("inf"), float("nan")])
-def test_ignored_rows_give_nothing(impl, value):
-    logits = torch.randn(3, 20, device=DEVICE)
+@pytest.mark.parametrize("outputs", [None, ALL])
+def test_ignored_rows_give_nothing_and_others_hide_no_nan(impl, value, outputs):
+    logits = torch.randn(4, 20, device=DEVICE)
     logits[1] = value
+    logits[3, 7] = float("nan")
     logits.requires_grad_()
-    got = token_logprobs(logits, torch.tensor([4, -100, 5], device=DEVICE), outputs=ALL, impl=impl)
-    (got.logprobs.sum() + got.entropy.sum()).backward()
-    assert [values[1].item() for values in got] == [0, 0, 0, False]
-    assert logits.grad.any(1).tolist() == [True, False, True]
+    labels = torch.tensor([4, -100, 5, 3], device=DEVICE)
+    got = token_logprobs(logits, labels, outputs=outputs, impl=impl)
+    found = got if outputs else [got]
+    sum(values.sum() for values in found[:2]).backward()
+    assert found[0].isnan().tolist() == [False, False, False, True]
+    assert not any(values[1] for values in found)
+    assert logits.grad.any(1).tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("from_hidden", [False, True])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from fastp3o.commands.online import OBJECTIVES
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
+from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.run.names import EVALUATIONS

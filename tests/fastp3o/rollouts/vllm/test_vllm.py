@@ -11,10 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fastp3o.rollouts.vllm.servers import OtherWeightsError, Servers
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 
@@ -74,30 +72,11 @@ def wait_for(health: str, process: subprocess.Popen) -> None:
     raise RuntimeError("the server has not started")
 
 
-def served(model: str, folder: str, url: str, **changes):
-    return config(model, folder, sampler="vllm", vllm_url=url, vllm_time_limit=60.0, **changes)
-
-
 def test_log_probs_stay_the_policys_over_reloads_and_equal_seeds_give_equal_runs(workplace, model, url):
     for name in ("first", "second"):
-        train(served(model, name, url, updates=3, lora_rank=2, learning_rate=1e-2))
+        served = {"sampler": "vllm", "vllm_url": url, "vllm_time_limit": 60.0}
+        train(config(model, name, **served, updates=3, lora_rank=2, learning_rate=1e-2))
         assert all(step["sampler_gap"] < 1e-4 for step in metrics(name))
     for one, two in zip(metrics("first"), metrics("second"), strict=True):
         assert one["response_length"] == two["response_length"]
         assert one["reward"] == pytest.approx(two["reward"], abs=1e-5)
-
-
-def test_a_folder_that_lacks_a_layer_which_the_server_loads_ends_the_run(workplace, model, url, monkeypatch):
-    load = Servers.load
-
-    def damaged(servers: Servers, folder: str) -> None:
-        file = Path(folder, "model.safetensors")
-        save_file({name: weight for name, weight in load_file(file).items() if "layers.1" not in name}, file)
-        load(servers, folder)
-
-    train(served(model, "before", url, updates=2, learning_rate=3e-2))  # leaves other weights on the server
-    monkeypatch.setattr(Servers, "load", damaged)
-    with pytest.raises(OtherWeightsError):
-        train(served(model, "run", url))
-    monkeypatch.setattr(Servers, "load", load)
-    train(served(model, "after", url, updates=1))  # a good folder heals it

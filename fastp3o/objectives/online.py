@@ -1,6 +1,5 @@
-"""Stage 3 with any objective. `fastp3o online --help` lists them, `--objective NAME --help` explains one."""
+"""The online objectives, by the names that `fastp3o online --objective` takes."""
 
-from fastp3o.cli import parse_chosen
 from fastp3o.objectives import p3o, policy_gradient, ppo, preferences
 from fastp3o.objectives.config import OnlineConfig
 
@@ -28,10 +27,3 @@ OBJECTIVES: dict[str, type[OnlineConfig]] = {
     "bpo": preferences.BPOConfig,
     "nash_md": preferences.NashMDConfig,
 }
-
-
-def main() -> None:
-    config = parse_chosen(OBJECTIVES)
-    from fastp3o.training.loop import train  # takes seconds, which --help does without
-
-    train(config)
