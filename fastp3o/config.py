@@ -46,7 +46,7 @@ LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
-OBJECTS = ("model", *DATA, *REWARDS)  # `train` takes objects in the place of their names
+OBJECTS = ("model", "environment", *DATA, *REWARDS)  # `train` takes objects in the place of their names
 # What the fields' types take, and in words.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -373,6 +373,38 @@ class SamplerConfig(Flags):
     @property
     def vllm_urls(self) -> list[str]:
         return [url.strip().rstrip("/") for url in (self.vllm_url or "").split(",") if url.strip()]
+
+
+@options
+class EnvironmentConfig(Flags):
+    """Responses of several turns, which an environment answers."""
+
+    environment: str | None = option(
+        None,
+        "Class of an environment that answers the policy's turns, as module:Class (fastp3o/rollouts/README.md). "
+        "--reward environment is what it gives.",
+    )
+    max_turns: int = option(8, "Turns of a response at most.", at_least=1, needs="environment")
+    max_turn_tokens: int = option(
+        128,
+        "Tokens of a turn at most; --max_response_tokens are those of all turns and observations.",
+        at_least=1,
+        needs="environment",
+    )
+    observation_role: Literal["text", "user", "tool"] = option(
+        "text",
+        "What observations are: plain text behind the turn, or messages of this role by the chat template.",
+        needs="environment",
+    )
+    environment_timeout: float | None = option(
+        None, "Seconds that environments may take to answer a round of turns.", above=0, needs="environment"
+    )
+    environment_errors: Literal["stop", "end"] = option(
+        "stop",
+        "An environment that raises stops the run, with its state saved; or it ends its trajectory, which keeps the "
+        "rewards so far (environment_failures).",
+        needs="environment",
+    )
 
 
 @options

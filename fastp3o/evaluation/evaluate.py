@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.packing.pack import Packing, by_group, derived_seed, pack, process_share
+from fastp3o.packing.pack import Packing, by_group, derived_seed, process_share
 from fastp3o.rewards.reward import Reward, logged_means, rewarded
-from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, token_ids
+from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, pack_groups
 from fastp3o_kernels import sequence_logprobs
 
 # Sets evaluation seeds apart from those of updates, which are counted from 0.
@@ -78,7 +78,7 @@ class Evaluation:
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group]) -> Tensor:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
-        rows = [row.to(self.accelerator.device) for row in pack(*token_ids(groups), self.packing)]
+        rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
         log_ratios = [
             sequence_logprobs(policy_logprobs - ref_logprobs, row.cu_seqlens)

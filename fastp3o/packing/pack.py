@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, plain_layout, shared_layout, to_device
+from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, Spans, plain_layout, shared_layout, to_device
 from fastp3o.packing.settings import Packing
 
 
@@ -22,12 +22,14 @@ def pack(
     *,
     label_prompts: bool = False,
     groups: Sequence[int] | None = None,
+    labelled: Sequence[Sequence[Spans]] | None = None,
 ) -> list[PackedRow]:
     """Packs groups into as few rows of `packing.tokens_per_row` tokens as first-fit decreasing finds.
 
     Groups stay whole: one that is longer gets a longer row of its own. The responses' tokens are labelled,
     end-of-sequence included; with `label_prompts` (one response each) the prompt's too, except the first, which nothing
-    predicts. groups: their numbers, by default 0, 1, ...
+    predicts. groups: their numbers, by default 0, 1, ... labelled: the parts of responses that are, [P][K]; by
+    default all.
 
     Raises ValueError for an empty prompt or response, naming its group.
     """
@@ -43,7 +45,8 @@ def pack(
     for members in first_fit_decreasing(group_sizes(prompts, responses, packing), packing.tokens_per_row):
         row = RowBuilder(layout, label_prompts=label_prompts)
         for member in members:
-            row.add_group(numbers[member], prompts[member], responses[member])
+            spans = None if labelled is None else labelled[member]
+            row.add_group(numbers[member], prompts[member], responses[member], spans)
         rows.append(row.build())
     return rows
 

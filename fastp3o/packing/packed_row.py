@@ -64,6 +64,7 @@ def view_like(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
 
 
 Ids = list[int]
+Spans = Sequence[tuple[int, int]]  # parts of a response, each from a token to before another
 NO_TOKENS = range(0)
 
 
@@ -183,23 +184,26 @@ class RowBuilder:
         self.own_keys: list[int] = []
         self.repeats: list[tuple[list[int], list[int]]] = []
 
-    def add_group(self, number: int, prompt: Ids, responses: Sequence[Ids]) -> None:
+    def add_group(self, number: int, prompt: Ids, responses: Sequence[Ids], labelled: Sequence[Spans] | None) -> None:
+        """labelled: the parts of each response that are; None for whole responses."""
         self.groups.append(number)
         self.group_sizes.add(len(responses))
         for k, segment in enumerate(self.layout(prompt, responses, len(self.input_ids), self.label_prompts)):
             start = len(self.input_ids)
             self.input_ids += segment.ids
             self.positions += range(segment.first_position, segment.first_position + len(segment.ids))
-            self.add_labelled_tokens(segment, start)
+            self.add_labelled_tokens(segment, start, None if labelled is None else labelled[k])
             self.add_keys(segment, start, repeat=k - 1)
 
-    def add_labelled_tokens(self, segment: Segment, start: int) -> None:
-        first, end = start + segment.labelled_from, start + len(segment.ids)
-        predicted_by = first - 1 if segment.predicted_by is None else segment.predicted_by
-        self.labelled_at += [predicted_by, *range(first, end - 1)]
-        self.labels += segment.ids[segment.labelled_from :]
-        self.labelled_lengths.append(end - first)
-        self.ends_at.append(end - 1)
+    def add_labelled_tokens(self, segment: Segment, start: int, spans: Spans | None) -> None:
+        first = start + segment.labelled_from
+        ids = segment.ids[segment.labelled_from :]
+        places = range(len(ids)) if spans is None else [place for span in spans for place in range(*span)]
+        before_first = first - 1 if segment.predicted_by is None else segment.predicted_by
+        self.labelled_at += [first + place - 1 if place else before_first for place in places]
+        self.labels += [ids[place] for place in places]
+        self.labelled_lengths.append(len(places))
+        self.ends_at.append(start + len(segment.ids) - 1)
 
     def add_keys(self, segment: Segment, start: int, *, repeat: int) -> None:
         """`repeat` counts the segments of a group that see its prompt again."""

@@ -8,6 +8,7 @@ from math import isfinite
 from fastp3o.config import Condition, Flags, Named, option, options, required
 from fastp3o.errors import UserError
 
+ENVIRONMENT = "environment"  # the reward that the environment gives
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
 # The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.

@@ -18,6 +18,7 @@ from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
 from fastp3o.named_function import FunctionError, FunctionInterruptedError
 from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
+from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
@@ -108,6 +109,8 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     for name, single in singles.items():
         try:
             values[name] = single(groups)
+            if isinstance(single, EnvironmentReward) and len(single.weights) > 1:
+                values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
             logged = single.logged if isinstance(single, FunctionReward) else []
             if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
                 raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
@@ -161,7 +164,8 @@ def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[
         shares = [[repeated_share(r.ids, config.ngram_length) for r in group.responses] for group in groups]
         parts["ngram"] = config.ngram_penalty * torch.tensor(shares)
     if config.overlong_margin:
-        parts["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
+        with_observations = torch.tensor([[len(r.ids) for r in group.responses] for group in groups]).float()
+        parts["overlong"] = -overlong_penalty(with_observations, longest=longest, margin=config.overlong_margin)
     return {f"penalty/{name}": values for name, values in parts.items()}
 
 

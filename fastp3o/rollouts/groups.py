@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.config import SamplerConfig
 from fastp3o.data.loading import column_values
-from fastp3o.packing.packed_row import Ids
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.packed_row import Ids, PackedRow
 
 
 class Prompt(NamedTuple):
@@ -27,13 +28,30 @@ class Prompt(NamedTuple):
     given: str = ""  # as the record has it, in JSON, for rewards that take messages; empty where no reward does
 
 
+class Turn(NamedTuple):
+    """A turn of the policy in a trajectory. The tokens between two turns are an observation."""
+
+    start: int  # its tokens are ids[start:end] of the response
+    end: int
+    rewards: Mapping[str, float] = {}  # that the environment gave for it, by name
+    failure: str = ""  # what the environment raised
+
+
 class Response(NamedTuple):
-    """One response."""
+    """One response; or a trajectory, whose ids are the policy's turns and the environment's observations. Labels,
+    log-probs and lengths are of the policy's own tokens alone.
+    """
 
     ids: list[int]  # with the end-of-sequence if it was sampled
     text: str  # without special tokens
-    finished: bool  # whether it ended with an end-of-sequence
-    logprobs: Sequence[float] | None = None  # log π of its tokens in nats by the sampler; None if it computes none
+    finished: bool  # whether it ended with an end-of-sequence; of a trajectory: whether the environment says so
+    logprobs: Sequence[float] | None = None  # log π of its own tokens in nats by the sampler; None if it computes none
+    turns: tuple[Turn, ...] = ()  # of a trajectory
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The parts that are the policy's own."""
+        return [(turn.start, turn.end) for turn in self.turns] or [(0, len(self.ids))]
 
     @property
     def logprob(self) -> float | None:
@@ -65,6 +83,17 @@ def token_ids(groups: Sequence[Group]) -> tuple[list[Ids], list[list[Ids]]]:
     return [group.prompt.ids for group in groups], [[response.ids for response in group.responses] for group in groups]
 
 
+def pack_groups(groups: Sequence[Group], packing: Packing, numbers: Sequence[int] | None = None) -> list[PackedRow]:
+    """Packed rows of groups, in which the policy's own tokens are labelled. numbers: of the groups that are packed, by
+    default all.
+    """
+    numbers = range(len(groups)) if numbers is None else numbers
+    chosen = [groups[number] for number in numbers]
+    has_turns = any(response.turns for group in chosen for response in group.responses)
+    spans = [[response.spans for response in group.responses] for group in chosen] if has_turns else None
+    return pack(*token_ids(chosen), packing, groups=numbers, labelled=spans)
+
+
 def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
     """Prompts and responses side by side, P K of each."""
     responses = [response.text for group in groups for response in group.responses]
@@ -90,8 +119,9 @@ def for_each_response(groups: Sequence[Group], values: Sequence[Any]) -> list[An
 
 
 def lengths(groups: Sequence[Group]) -> Tensor:
-    """[P, K] fp32: tokens of each response, the end-of-sequence included."""
-    return torch.tensor([[len(response.ids) for response in group.responses] for group in groups]).float()
+    """[P, K] fp32: the policy's own tokens of each response, the end-of-sequence included."""
+    spans = [[response.spans for response in group.responses] for group in groups]
+    return torch.tensor([[sum(end - start for start, end in one) for one in group] for group in spans]).float()
 
 
 def finished(groups: Sequence[Group]) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 from fastp3o.config import Named
 from fastp3o.models.loading import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import ENVIRONMENT, is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
@@ -34,9 +34,11 @@ BLOCK_BYTES = 2**16
 def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[str, str]:
     """The fingerprints of data sets, by the option that names them, and of a configuration's models and functions."""
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
+    if environment := getattr(config, "environment", None):
+        fingerprints["environment" + FUNCTION] = function_fingerprint(environment)
     for option in MODELS:
         names = names_in(config, option)
-        for name in names:
+        for name in names if environment is None else [name for name in names if name != ENVIRONMENT]:
             key = option if len(names) == 1 else f"{option} {name}"
             if is_function(name):
                 fingerprints[key + FUNCTION] = function_fingerprint(name)

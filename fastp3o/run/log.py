@@ -10,7 +10,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -104,7 +104,8 @@ class LoggedResponse:
 
     ids: with the end-of-sequence if it was sampled. reward: unscaled, less penalties. parts: rewards that it is the sum
     of, unweighted, and penalties, by the names of their metrics. log_ratio: log π_old(y|x) − log π_ref(y|x) in nats.
-    finished: whether it ended with an end-of-sequence; otherwise it was cut.
+    finished: whether it ended with an end-of-sequence; otherwise it was cut. turns: of a trajectory: for each the first
+    of its ids, the one behind its last, rewards by name, and what the environment raised.
     """
 
     text: str
@@ -113,6 +114,7 @@ class LoggedResponse:
     parts: dict[str, float | None]
     log_ratio: float | None
     finished: bool
+    turns: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def logged_group(values: dict[str, Any]) -> LoggedGroup | None:
     """The group of a line; None for a line of something else. Fields of a newer version are left out."""
 
     def known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
-        return {field.name: content[field.name] for field in fields(kind)}
+        return {one.name: content[one.name] for one in fields(kind) if one.name in content}
 
     try:
         responses = [LoggedResponse(**known(LoggedResponse, one)) for one in values["responses"]]

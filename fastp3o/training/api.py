@@ -49,8 +49,9 @@ class Objects(TypedDict, total=False):
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the run trains a copy;
     it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
     loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files; of evaluations also a dict of
-    several by name. reward: a function or a loaded reward model, or several of them, whose weights are in the
-    configuration's `reward_weights`. peft_config: a LoraConfig of peft, in the place of the options of LoRA.
+    several by name. environment: a class that answers the policy's turns. reward: a function or a loaded reward model,
+    or several of them, whose weights are in the configuration's `reward_weights`. peft_config: a LoraConfig of peft, in
+    the place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -60,6 +61,7 @@ class Objects(TypedDict, total=False):
     train_data: Source
     eval_data: Source | Mapping[str, Source]
     ptx_data: Source
+    environment: str | type
     reward: RewardSource | Sequence[RewardSource]
     gold_reward: RewardSource
     peft_config: Any
@@ -146,6 +148,9 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
             continue
         if option == "model":
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
+        elif option == "environment":
+            name = f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else type(value).__name__
+            named[option] = Named(name, value)
         elif option in EVALUATION_DATA and isinstance(value, Mapping):
             sets = {name: part if isinstance(part, str) else records(name, part) for name, part in value.items()}
             named[option] = Named(f"<{option}>", sets)

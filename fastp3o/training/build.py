@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasets import Dataset
 
-from fastp3o.config import PolicyConfig, SamplerConfig, StageConfig
+from fastp3o.config import EnvironmentConfig, Named, PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
@@ -16,16 +16,21 @@ from fastp3o.models.reference import MovingReference, Reference, SecondModel, Wi
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.named_function import import_function
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.processes import on_main_process
-from fastp3o.rewards.config import short_names
+from fastp3o.processes import on_every_process, on_main_process
+from fastp3o.rewards.config import ENVIRONMENT, short_names
+from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler
-from fastp3o.rollouts.groups import Group, Prompt, Sampler, make_prompts, sampling_settings
+from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, make_prompts, sampling_settings
+from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
+from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
@@ -141,8 +146,27 @@ def policy_sampler(
     settings = replace(settings, top_k=1) if greedy else settings
     if policy.publisher is not None:
         return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
-    limits = {"max_response_tokens": longest, "batch_size": batch_size}
-    return policy.gathered(named_sampler(config, policy.sampled, tokenizer, settings, **limits))
+    build = partial(named_sampler, config, policy.sampled, tokenizer, settings)
+    if not isinstance(config, EnvironmentConfig) or not config.environment:
+        return policy.gathered(build(max_response_tokens=longest, batch_size=batch_size))
+    contexts = batch_size * getattr(config, "responses_per_prompt", 1)
+    first, further = (build(max_response_tokens=config.max_turn_tokens, batch_size=n) for n in (batch_size, contexts))
+    ends = Ends(policy.sampled.model, tokenizer, settings.stops).ids
+    role = config.observation_role
+    observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends)
+    environments = load_environments(config)
+    sampler = TrajectorySampler(
+        first, further, tokenizer, environments, observe, max_turns=config.max_turns, longest=longest
+    )
+    # Processes need different numbers of turns: they meet at the end of a call alone, also after an error.
+    return policy.gathered(lambda *call: on_every_process(context.accelerator, lambda: sampler(*call)))
+
+
+def load_environments(config: EnvironmentConfig) -> Environments:
+    name = config.environment or ""
+    make = name.content if isinstance(name, Named) else import_function(name, "environment")
+    survives = config.environment_errors == "end"
+    return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------
@@ -168,6 +192,8 @@ def load_named_reward(
     """Loads the reward of this name. An endpoint, and a function unless the run goes on, is tried on the first example
     before anything is written.
     """
+    if name == ENVIRONMENT and isinstance(config, EnvironmentConfig) and config.environment:
+        return EnvironmentReward(load_environments(config).weights)
     reward = load_reward(
         name,
         context.tokenizer,

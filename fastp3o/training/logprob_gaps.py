@@ -11,9 +11,9 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
-from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.packing.pack import Packing, by_group
 from fastp3o.packing.packed_row import PackedRow, to_device
-from fastp3o.rollouts.groups import Group
+from fastp3o.rollouts.groups import Group, pack_groups
 from fastp3o.training.microbatches import policy_logprobs
 from fastp3o_kernels import sequence_logprobs
 
@@ -82,11 +82,10 @@ def ratio_noise(policy: PackedModel, groups: Sequence[Group], microbatch: Microb
     the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show no noise.
     """
     members = [groups[number] for number in microbatch.row.groups]
-    unshared = [(group.prompt.ids, response.ids) for group in members for response in group.responses]
-    ends = list(accumulate(len(prompt) + len(ids) for prompt, ids in unshared))
+    unshared = [Group(group.prompt, [response]) for group in members for response in group.responses]
+    ends = list(accumulate(len(prompt.ids) + len(response.ids) for prompt, (response,) in unshared))
     fitting = max(1, bisect_right(ends, microbatch.row.tokens))
-    prompt_ids, responses = zip(*[(prompt, [ids]) for prompt, ids in unshared[:fitting][::-1]], strict=True)
-    (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=ends[fitting - 1]))
+    (row,) = pack_groups(unshared[:fitting][::-1], Packing(tokens_per_row=ends[fitting - 1]))
     if policy.relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(microbatch.old_logprobs.device)

@@ -94,6 +94,7 @@ def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -
         "response_length": tokens.mean(),
         "missing_eos": 1 - finished(update.groups).float().mean(),
         "response_tokens": tokens.sum(),
+        **turn_metrics(update.groups),
         **{name: table.mean() for name, table in update.rewards.items()},
     }
     on_device = {
@@ -116,6 +117,19 @@ def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -
     by_name = dict(zip(names, values[: len(names)].tolist(), strict=True))
     in_order = {name: by_name[name] for name in sorted(names, key=lambda name: (name.endswith("_max"), name))}
     return in_order, values[len(names) :].view_as(log_ratios)
+
+
+def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Means over trajectories: turns, tokens of observations, and whether the environment has failed."""
+    responses = [response for group in groups for response in group.responses]
+    if not any(response.turns for response in responses):
+        return {}
+    values = [
+        (len(one.turns), len(one.ids) - sum(end - start for start, end in one.spans), bool(one.turns[-1].failure))
+        for one in responses
+    ]
+    names = "turns", "observation_tokens", "environment_failures"
+    return dict(zip(names, torch.tensor(values, dtype=torch.float32).mean(0), strict=True))
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
@@ -173,6 +187,7 @@ def logged_groups(
                     parts={name: finite_or_none(table[place][k]) for name, table in tables.items() if name != "reward"},
                     log_ratio=finite_or_none(ratios[place][k]),
                     finished=response.finished,
+                    turns=[list(turn) for turn in response.turns],
                 )
                 for k, response in enumerate(groups[place].responses)
             ],

@@ -19,9 +19,9 @@ from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
 from fastp3o.models.trainable import dropout_on
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.pack import Packing, balanced, deal, group_sizes, pack
+from fastp3o.packing.pack import Packing, balanced, deal, group_sizes
 from fastp3o.packing.packed_row import PackedRow, to_device
-from fastp3o.rollouts.groups import Group, token_ids
+from fastp3o.rollouts.groups import Group, pack_groups, token_ids
 from fastp3o_kernels import sequence_logprobs
 
 RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
@@ -58,7 +58,7 @@ def pack_minibatches(
         [minibatch[m] for m in share[accelerator.process_index]]
         for minibatch, share in zip(members, shares, strict=True)
     ]
-    return [pack([prompts[p] for p in part], [responses[p] for p in part], packing, groups=part) for part in parts]
+    return [pack_groups(groups, packing, part) for part in parts]
 
 
 @torch.no_grad()

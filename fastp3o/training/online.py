@@ -1,6 +1,6 @@
 """The parts of the online loop, built from its configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import (
     SampledModel,
+    load_environments,
     load_reference,
     load_reference_model,
     load_rewards,
@@ -35,7 +36,7 @@ from fastp3o.training.build import (
 from fastp3o.training.microbatches import Rewards, optimizer_step
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rollout_buffer import RolloutBuffer
-from fastp3o.training.setup import HeldOut, load_examples, load_held_out, make_context
+from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
 Score = Callable[[list[Group]], Rewards]
 Logged = Callable[[], dict[str, float]]
@@ -120,10 +121,16 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:
     """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
-    load = partial(load_prompts, **asked_of_records(config.rewards, config))
+    environment = load_environments(config) if config.environment else None
+    columns = dict.fromkeys(environment.columns, f"the environment {environment.name}") if environment else {}
+
+    def loader(rewards: Iterable[str]) -> Loader:
+        asked = asked_of_records(rewards, config)
+        return partial(load_prompts, **asked | {"columns": asked["columns"] | columns})
+
+    load = loader(config.rewards)
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    load = partial(load_prompts, **asked_of_records(config.scorers, config))
-    held_out, texts = load_held_out(context, config, load, config.eval_prompts), None
+    held_out, texts = load_held_out(context, config, loader(config.scorers), config.eval_prompts), None
     if config.ptx_data:
         load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
         texts = load_examples(context, config, load, config.ptx_data, config.split, None)

@@ -1,5 +1,6 @@
 """Rollouts of each update, begun some updates before they train."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
 from fastp3o.rewards.scaling import tied
-from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, lengths, make_prompts
+from fastp3o.rollouts.groups import Ends, Group, Prompt, Response, Sampler, Turn, lengths, make_prompts
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
 from fastp3o.training.microbatches import Rewards, gather_groups
@@ -172,7 +173,7 @@ class RolloutBuffer:
             except EndpointError:
                 continue
             answers = {
-                str(prompt.number): [[response.ids, list(response.logprobs or [])] for response in responses]
+                str(prompt.number): [[r.ids, list(r.logprobs or []), r.finished, r.turns] for r in responses]
                 for prompt, responses in groups
             }
             everyone = gather_object([answers]) if self.context.accelerator.num_processes > 1 else [answers]
@@ -187,7 +188,14 @@ class RolloutBuffer:
         for number, content in saved.items():
             groups = []
             for prompt in self.prompts(int(number)):
-                ids, logprobs = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
+                ids, logprobs, finished, turns = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
                 computed = logprobs if all(logprobs) else None
-                groups.append(Group(prompt, list(self.ends.responses(ids, computed))))
+                if any(turns):
+                    texts = self.context.tokenizer.batch_decode(ids, skip_special_tokens=True)
+                    logged = [None] * len(ids) if computed is None else [array("f", values) for values in computed]
+                    all_turns = [tuple(Turn(*turn) for turn in one) for one in turns]
+                    responses = list(map(Response, ids, texts, finished, logged, all_turns))
+                else:
+                    responses = list(self.ends.responses(ids, computed))
+                groups.append(Group(prompt, responses))
             self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))

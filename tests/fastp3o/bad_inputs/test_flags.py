@@ -28,9 +28,10 @@ BOUNDED = {
     "reference_every reward_clip reward_retries rounds_ahead sampler_ratio_cap samples_every "
     "save_every save_minutes seed sft_coef shard_size tau top_k trainable_layers value_coef warmup_steps "
     "weight_decay",
-    "above 0": "adam_eps beta clip_high clip_range critic_learning_rate desirable_weight eta kl_coef "
-    "learning_rate lora_alpha max_grad_norm ptx_coef reward_timeout rollout_memory step_kl_coef "
-    "step_kl_target target_kl tau temperature undesirable_weight value_clip_range vllm_time_limit",
+    "above 0": "adam_eps beta clip_high clip_range critic_learning_rate desirable_weight "
+    "environment_timeout eta kl_coef learning_rate lora_alpha max_grad_norm ptx_coef reward_timeout "
+    "rollout_memory step_kl_coef step_kl_target target_kl tau temperature undesirable_weight "
+    "value_clip_range vllm_time_limit",
     "above 0 and at most 1": "mixture top_p",
     "above 0 and below 1": "clip_low",
     "at least 0 and below 0.5": "label_smoothing",
@@ -38,9 +39,9 @@ BOUNDED = {
     "at least 0 and below 2**32": "seed",
     "at least 1": "accept batch_size epochs eval_batch_size eval_limit eval_responses_per_prompt gpus heads "
     "hidden_size inner_epochs intermediate_size judge_requests largest layers limit max_characters "
-    "max_prompt_tokens max_response_tokens max_tokens ngram_length prompt_tokens prompts_per_update "
-    "ptx_batch_size ratio_cap response_tokens responses_per_prompt reward_batch_size reward_requests "
-    "rollout_batch_size tokens_per_row updates vllm_requests",
+    "max_prompt_tokens max_response_tokens max_tokens max_turn_tokens max_turns ngram_length prompt_tokens "
+    "prompts_per_update ptx_batch_size ratio_cap response_tokens responses_per_prompt reward_batch_size "
+    "reward_requests rollout_batch_size tokens_per_row updates vllm_requests",
     "at least 2": "responses_per_prompt",
     "at least 258": "vocab_size",
     "within 0 and 1": "gae_lambda min_p mixture",

@@ -1,0 +1,120 @@
+"""Trajectories: turns of the policy, each answered by an environment, as responses of one piece.
+
+They go in rounds: each trajectory that is not over samples a turn, then all environments answer. Token ids are only
+ever put one after the other, so that what trains is what was sampled, token by token.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.named_function import FunctionError
+from fastp3o.packing.pack import derived_seed
+from fastp3o.packing.packed_row import Ids
+from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn
+from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.observation import Observe
+
+# Sets the seeds of further turns apart from those of minibatches and evaluations.
+TURNS = 2**32 - 5
+
+
+@dataclass
+class Trajectory:
+    """A trajectory that grows. ids: after the prompt, a first observation among them. logprobs: of the policy's tokens;
+    None if the sampler gives none.
+    """
+
+    prompt: Prompt
+    number: int
+    environment: Any
+    ids: Ids
+    logprobs: array | None = field(default_factory=lambda: array("f"))
+    turns: list[Turn] = field(default_factory=list)
+    done: bool = False  # the environment says so
+    over: bool = False  # done, out of turns or of tokens, or its environment failed
+
+    def add_turn(self, response: Response, room: int) -> None:
+        """room: tokens that the trajectory may still have. The beginning of a turn is a sample of the policy, too."""
+        start, kept = len(self.ids), response.ids[:room]
+        self.ids = self.ids + kept
+        self.turns.append(Turn(start, len(self.ids)))
+        if self.logprobs is not None:
+            self.logprobs = None if response.logprobs is None else self.logprobs + array("f", response.logprobs[:room])
+        # The half of a command that was cut off is not carried out.
+        self.over = not response.finished or len(kept) < len(response.ids)
+
+
+class TrajectorySampler:
+    """A Sampler whose responses are trajectories.
+
+    first, further: samplers of a turn; further ones have a response to each of up to P K contexts. longest: tokens of a
+    trajectory, observations included.
+    """
+
+    def __init__(
+        self,
+        first: Sampler,
+        further: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        environments: Environments,
+        observe: Observe,
+        *,
+        max_turns: int,
+        longest: int,
+    ):
+        self.first, self.further, self.tokenizer = first, further, tokenizer
+        self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
+
+    def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+        """Raises FunctionError if an environment fails, or begins trajectories of one prompt in different ways."""
+        K = responses_per_prompt
+        records = [{"prompt": prompt.text, **prompt.columns} for prompt in prompts for _ in range(K)]
+        environments, texts = self.environments.begin(records)
+        try:
+            begun = [self.observe(text, -1) if text else [] for text in texts]
+            for p in range(len(prompts)):
+                if len({*texts[p * K : (p + 1) * K]}) > 1:
+                    raise FunctionError(
+                        f"{self.environments.name}.reset must begin all trajectories of a prompt alike, since they are "
+                        f"compared; it has returned {texts[p * K]!r:.60} and others for one record"
+                    )
+            contexts = [prompt._replace(ids=prompt.ids + begun[p * K]) for p, prompt in enumerate(prompts)]
+            responses = [r for group in self.first(contexts, K, seed) for r in group.responses]
+            live = trajectories = [
+                Trajectory(prompts[n // K], prompts[n // K].number * K + n % K, environments[n], begun[n])
+                for n in range(len(prompts) * K)
+            ]
+            for turn in range(1, self.max_turns + 1):
+                self.take(live, responses, last=turn == self.max_turns)
+                live = [trajectory for trajectory in live if not trajectory.over]
+                if not live:
+                    break
+                contexts = [Prompt("", one.prompt.ids + one.ids, one.number) for one in live]
+                groups = self.further(contexts, 1, derived_seed(seed, TURNS, turn))
+                responses = [group.responses[0] for group in groups]
+        finally:
+            self.environments.close(environments)
+        whole = self.tokenizer.batch_decode([one.ids for one in trajectories], skip_special_tokens=True)
+        finished = [
+            Response(one.ids, text, one.done, one.logprobs, tuple(one.turns))
+            for one, text in zip(trajectories, whole, strict=True)
+        ]
+        return [Group(prompt, finished[p * K : (p + 1) * K]) for p, prompt in enumerate(prompts)]
+
+    def take(self, live: list[Trajectory], responses: list[Response], *, last: bool) -> None:
+        """Adds a turn to each, and what its environment answers. last: there are no further turns."""
+        for trajectory, response in zip(live, responses, strict=True):
+            trajectory.add_turn(response, self.longest - len(trajectory.ids))
+        answered = [(one, response.text) for one, response in zip(live, responses, strict=True) if not one.over]
+        steps = self.environments.step([one.environment for one, _ in answered], [text for _, text in answered])
+        for (trajectory, _), step in zip(answered, steps, strict=True):
+            trajectory.turns[-1] = trajectory.turns[-1]._replace(rewards=step.rewards, failure=step.failure)
+            trajectory.done = step.done and not step.failure
+            observed = [] if step.done else self.observe(step.observation, trajectory.ids[-1])
+            # An observation that nothing answers is left out: a trajectory ends with a token of the policy.
+            trajectory.over = step.done or last or len(trajectory.ids) + len(observed) >= self.longest
+            if not trajectory.over:
+                trajectory.ids = trajectory.ids + observed

@@ -1,0 +1,292 @@
+"""Responses of several turns: token by token what was sampled and observed, in samplers and in whole runs."""
+
+import asyncio
+import copy
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastp3o import UserError, train
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.named_function import FunctionError
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.policy_gradient import GRPOConfig, RLOOConfig
+from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.packing.pack import Packing
+from fastp3o.rewards.environment import EnvironmentReward
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import lengths, pack_groups
+from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
+from fastp3o.rollouts.turns.sampler import TrajectorySampler
+from fastp3o.rollouts.turns.tools import tool_environment
+from fastp3o.run.log import read_updates
+from tests.fastp3o.groups import tokenised
+from tests.fastp3o.models.model_families import random_model
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
+
+P, K = 6, 3
+
+
+class Echo:
+    """Says how long the turn was. Trajectories have one to three turns, by their first one's length."""
+
+    rewards = {"turns": 1.0, "even": 0.5}  # noqa: RUF012
+
+    def reset(self, prompt):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        self.most = 1 + len(text) % 3 if self.turns == 1 else self.most
+        done = self.turns >= self.most
+        return None if done else f"[{len(text)}]", {"turns": 1, "even": self.turns % 2 == 0}, done
+
+
+class AsyncEcho(Echo):
+    async def step(self, text):
+        await asyncio.sleep(0.001 * (len(text) % 3))
+        return super().step(text)
+
+
+class OneTurn:
+    def reset(self):
+        """Every trajectory begins with its prompt."""
+
+    def step(self, text):
+        return None, float(len(text)), True
+
+
+@pytest.fixture
+def policy(tokenizer) -> PackedModel:
+    model = random_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    model.generation_config.eos_token_id = list(range(40))
+    return PackedModel(model)
+
+
+def sampler(policy, tokenizer, make, *, max_turns=4, longest=60, **options):
+    first, further = (EngineSampler(policy, tokenizer, max_response_tokens=8, batch_size=n) for n in (P, P * K))
+    environments, observe = Environments("test:Echo", make, **options), plain_observations(tokenizer)
+    return TrajectorySampler(first, further, tokenizer, environments, observe, max_turns=max_turns, longest=longest)
+
+
+def prompts(tokenizer):
+    return tokenised(tokenizer, [f"prompt {p}" * (1 + p % 3) for p in range(P)], range(P))
+
+
+def sampled(policy, tokenizer, make, **options):
+    return sampler(policy, tokenizer, make, **options)(prompts(tokenizer), K, 1)
+
+
+def flat(groups):
+    return [response for group in groups for response in group.responses]
+
+
+def test_observations_lie_between_turns_and_only_own_tokens_have_logprobs(policy, tokenizer):
+    groups = sampled(policy, tokenizer, Echo)
+    assert {len(response.turns) for response in flat(groups)} == {1, 2, 3}
+    assert sampled(policy, tokenizer, AsyncEcho) == groups
+    for response in flat(groups):
+        assert response.turns[-1].end == len(response.ids)
+        assert len(response.logprobs) == sum(turn.end - turn.start for turn in response.turns)
+        for turn, following in pairwise(response.turns):
+            text = tokenizer.decode(response.ids[turn.start : turn.end], skip_special_tokens=True)
+            assert response.ids[turn.end : following.start] == tokenizer(f"[{len(text)}]").input_ids
+    for shared in (True, False):
+        for row in pack_groups(groups, Packing(tokens_per_row=200, share_prompts=shared)):
+            expected = [value for g in row.groups for response in groups[g].responses for value in response.logprobs]
+            got = labelled_logprobs(policy, row).detach()
+            torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    reward = EnvironmentReward(Echo.rewards)
+    turns = torch.tensor([[float(sum(bool(t.rewards) for t in r.turns)) for r in group.responses] for group in groups])
+    assert torch.equal(reward(groups), turns + 0.5 * reward.parts(groups)["even"])
+    assert torch.equal(lengths(groups).flatten(), torch.tensor([float(len(r.logprobs)) for r in flat(groups)]))
+
+
+def test_an_observation_has_no_label_and_its_own_prediction_no_gradient(policy, tokenizer):
+    groups = sampled(policy, tokenizer, Echo)
+    (row,) = pack_groups(groups, Packing(tokens_per_row=10_000))
+    plain = [group._replace(responses=[r._replace(turns=()) for r in group.responses]) for group in groups]
+    (whole,) = pack_groups(plain, Packing(tokens_per_row=10_000))
+    observed = sum(b.start - a.end for response in flat(groups) for a, b in pairwise(response.turns))
+    assert len(whole.labels) - len(row.labels) == observed > 0
+    assert set(row.labelled_at.tolist()) < set(whole.labelled_at.tolist())
+    assert torch.equal(row.ends_at, whole.ends_at)
+
+
+def test_one_turn_has_the_bits_of_a_plain_run_and_neither_batch_nor_process_matters(policy, tokenizer):
+    plain = EngineSampler(policy, tokenizer, max_response_tokens=8, batch_size=P)(prompts(tokenizer), K, 1)
+    one = sampled(policy, tokenizer, OneTurn, longest=8)
+    assert [(r.ids, r.logprobs, r.text) for r in flat(plain)] == [(r.ids, r.logprobs, r.text) for r in flat(one)]
+    for first, second in zip(pack_groups(plain, Packing(64)), pack_groups(one, Packing(64)), strict=True):
+        assert torch.equal(first.labelled_at, second.labelled_at)
+        assert torch.equal(first.labels, second.labels)
+    whole = sampled(policy, tokenizer, Echo)
+    halves = [sampler(policy, tokenizer, Echo)(prompts(tokenizer)[i::2], K, 1) for i in range(2)]
+    assert [r.ids for r in flat(whole[0::2] + whole[1::2])] == [r.ids for r in flat(halves[0] + halves[1])]
+
+
+@pytest.mark.parametrize("longest", [8, 11, 20])
+def test_trajectories_that_are_too_long_are_cut_and_end_with_a_token_of_the_policy(policy, tokenizer, longest):
+    for response in flat(sampled(policy, tokenizer, Echo, longest=longest)):
+        assert len(response.ids) <= longest
+        assert response.turns[-1].end == len(response.ids)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("no tuple", ("a", 1.0), (3, 1.0, False), (None, 1.0, False), ("a", "1", False), ("a", float("nan"), False)),
+        *(("a", 1.0, 1), ("a", {"x": 1}, True)),
+    ],
+)
+def test_answers_that_are_none_are_named(policy, tokenizer, answer):
+    class Wrong(OneTurn):
+        def step(self, text):
+            return answer
+
+    with pytest.raises(FunctionError, match=r"test:Echo\.step"):
+        sampled(policy, tokenizer, Wrong)
+
+
+def test_an_environment_that_raises_ends_the_run_or_its_trajectory_and_all_are_closed(policy, tokenizer):
+    closed = []
+
+    class Raises(Echo):
+        def step(self, text):
+            if self.turns == 1:
+                raise ValueError("lost the game")
+            return super().step(text)
+
+        def close(self):
+            closed.append(self)
+
+    with pytest.raises(FunctionError, match="lost the game"):
+        sampled(policy, tokenizer, Raises)
+    assert len(closed) == P * K
+    failed = [r for r in flat(sampled(policy, tokenizer, Raises, survives=True)) if r.turns[-1].failure]
+    assert failed
+    for response in failed:
+        assert len(response.turns) == 2
+        assert not response.finished
+        assert response.turns[-1].failure.endswith("ValueError: lost the game")
+
+    class Apart(Echo):
+        def reset(self, prompt):
+            super().reset(prompt)
+            return f"start {id(self)}"
+
+    with pytest.raises(FunctionError, match="must begin all trajectories of a prompt alike"):
+        sampled(policy, tokenizer, Apart)
+
+
+@pytest.mark.timeout(0)  # its alarm would take the place of the limit's
+def test_an_environment_that_hangs_ends_in_time(policy, tokenizer):
+    class Hangs(OneTurn):
+        def step(self, text):
+            time.sleep(60)
+
+    class AsyncHangs(OneTurn):
+        async def step(self, text):
+            await asyncio.sleep(60)
+
+    for make in (Hangs, AsyncHangs):
+        with pytest.raises(FunctionError, match="has not returned after 1 s"):
+            sampled(policy, tokenizer, make, timeout=1.0)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_chat_observations_continue_as_the_template_writes(tokenizer):
+    chat = copy.deepcopy(tokenizer)
+    chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chat.chat_template = CHATML
+    end = chat.convert_tokens_to_ids("<|im_end|>")
+    observe = chat_observations(chat, "tool", {end})
+    messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "calc"}]
+    start = chat.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    ids = [*chat(start).input_ids, *chat("calc").input_ids, end, *observe("4", end)]
+    whole = [*messages, {"role": "tool", "content": "4"}]
+    text = chat.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert ids == chat(text).input_ids
+    assert observe("<|im_end|>", end).count(end) == observe("4", end).count(end) == 1
+    # A policy that stopped with another token gets the closing one as an observation.
+    assert observe("4", 5) == [end, *observe("4", end)]
+    thinking = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    chat.chat_template, chat.name_or_path = CHATML.replace("{{ m.content }}", thinking), "some/thinker"
+    with pytest.raises(UserError, match="the chat template of some/thinker changes a reply once a message"):
+        chat_observations(chat, "tool", {end})
+
+
+def test_tools_answer_what_a_policy_may_write():
+    def add(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    kind = tool_environment([add])
+    assert kind.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+    calls = ['{"name": "add", "arguments": {"a": 1, "b": 2}}', "{", '{"name": "sub"}', '{"name": "add"}', "[]"]
+    text = "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    observation, rewards, done = asyncio.run(kind().step(text))
+    first, *others = observation.splitlines()
+    assert (first, rewards, done) == ("3", {"calls": 5, "failed_calls": 4}, False)
+    assert all(line.startswith("error: ") for line in others)
+    assert asyncio.run(kind().step("The sum is 3.")) == (None, {"calls": 0, "failed_calls": 0}, True)
+
+
+SETTINGS = {"max_turns": 3, "max_turn_tokens": 4, "max_response_tokens": 24, "reward": "", "updates": 3}
+SETTINGS |= {"stop_strings": list("abcdefghijklmnopqrstuvwxyz0123456789,.;:!?-+*/ ")}
+
+
+def games(tiny_model, folder, config_class=P3OConfig, **changes):
+    return config(tiny_model, folder, config_class, **SETTINGS | changes)
+
+
+@pytest.mark.parametrize("objective", [P3OConfig, GRPOConfig, RLOOConfig, PPOConfig])
+def test_every_objective_trains_on_trajectories(tiny_model, workplace, objective):
+    more = {"eval_prompts": "prompts.jsonl", "ngram_penalty": 0.1, "overlong_margin": 4}
+    train(games(tiny_model, "run", objective, **more), environment=Echo, reward=["environment"])
+    for line in metrics("run"):
+        assert line["turns"] > 1
+        assert line["observation_tokens"] > 0 == line["environment_failures"]
+        assert line["sampler_gap"] < 1e-4
+        assert line["reward/turns"] > 0
+    assert metrics("run", "eval.jsonl")[-1]["reward"] > 0
+    groups = next(read_updates(Path("run/rollouts.jsonl")))
+    assert any(len(response.turns) > 1 for group in groups for response in group.responses)
+
+
+def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_model, workplace):
+    (workplace / "games.py").write_text("from tests.fastp3o.rollouts.test_trajectories import Echo\n")
+    settings = {"rounds_ahead": 1, "save_minutes": 1e-9, "dynamic_sampling": 1, "mask_truncated": True}
+    settings |= {
+        "environment": "games:Echo",
+        "reward": "environment,rewards_for_tests:vowels",
+        "reward_weights": "1,0.5",
+    }
+    train(games(tiny_model, "run", **settings))
+    copy_at_save_before("run", "resumed")
+    train(games(tiny_model, "resumed", resume=True, **settings))
+    assert_equal(weights("run"), weights("resumed"))
+    assert metrics("run") == metrics("resumed")
+
+
+def test_what_does_not_fit_an_environment_is_refused(tiny_model, workplace):
+    with pytest.raises(UserError, match="--reward environment needs an --environment that gives it"):
+        config(tiny_model, "run", P3OConfig, reward="environment")
+    with pytest.raises(UserError, match="--environment and --sampler vllm exclude each other"):
+        games(tiny_model, "run", environment="games:Echo", sampler="vllm", vllm_url="http://localhost:8000")
+    with pytest.raises(UserError, match="must be a class with the methods reset and step"):
+        train(games(tiny_model, "run"), environment=dict, reward="environment")
