@@ -24,12 +24,3 @@ def test_every_way_samples_responses_that_end_where_they_should(policy, way):
     for ids in (ids for group in sampled for ids in group):
         assert len(ids) == 7 or ids[-1] < 6
         assert min(ids[:-1], default=6) >= 6
-
-
-def test_tokens_that_are_read():
-    prompts = [[1] * 5, [1] * 3]
-    responses = [[[1] * 4, [1]], [[1] * 2, [1] * 2]]
-    case = Rollouts("tiny", 4, 10, None, 2)
-    engine = test_rollouts.counts("fastp3o engine", prompts, responses, case)
-    assert engine == {"tokens": 9, "steps": 4, "read_per_token": ((4 * 4 + 2 * 2) + (10 + 1 + 3 + 3)) / 9}
-    assert test_rollouts.counts("generate", prompts, responses, case) == {"tokens": 9, "steps": 4}

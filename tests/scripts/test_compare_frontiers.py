@@ -9,6 +9,7 @@ import yaml
 
 from fastp3o.commands import compare as command
 from fastp3o.commands import frontier
+from fastp3o.evaluation.frontier import linear_fit, read_run
 
 
 @pytest.fixture
@@ -61,11 +62,14 @@ def test_what_cannot_be_compared_is_refused_by_name(compare, tmp_path, capsys):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_runs_of_the_same_name_are_all_shown(monkeypatch):
-    shown = []
-    monkeypatch.setattr(frontier, "read_run", str)
-    monkeypatch.setattr(frontier, "print_table", shown.append)
-    monkeypatch.setattr(frontier, "plot", lambda runs, output: None)
+def test_runs_of_the_same_name_are_all_shown_with_the_line_that_fits_them(monkeypatch, tmp_path, capsys):
+    for name, per_nat in (("a/p3o", 2.0), ("b/p3o", 2.0), ("b/ppo", 1.0)):
+        write_run(tmp_path / name, 0, per_nat)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot_frontier.py", "a/p3o", "b/p3o", "b/ppo"])
     frontier.main()
-    assert shown == [{"a/p3o": "a/p3o", "b/p3o": "b/p3o", "ppo": "b/ppo"}]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("a/p3o", "b/p3o", "ppo"))
+    run = read_run(Path("b/p3o"))
+    assert linear_fit(run) == pytest.approx((2.0, 5.0))
+    assert linear_fit(run[:1]) is None
