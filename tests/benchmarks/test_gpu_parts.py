@@ -82,25 +82,20 @@ def test_parts_run_in_order_and_one_that_fails_stops_no_other(tmp_path, capsys):
     assert order.read_text() == "a\nb\nc\na\n", "what has results runs again only if it is named"
 
 
-def test_what_a_peer_breaks_is_recorded_and_the_rest_goes_on_in_new_processes(tmp_path):
-    tests = ["fastp3o", "crashing_peer=kill", "peer", "losing_peer=lose", "last_peer"]
-    assert run([suite(tmp_path, "head", *tests)], tmp_path) == 0
-    found = merged(tmp_path)
-    assert measured(tmp_path) == ["fastp3o", "peer", "last_peer"]
-    assert found["not_measured"] == [
-        {"name": "test_crashing_peer", "reason": "failed: the process ended with SIGSEGV"},
-        {"name": "test_losing_peer", "reason": "failed: CUDA refused everything after it"},
-    ]
-
-
-def test_our_own_failure_fails_the_run_what_hangs_is_ended_and_the_rest_goes_on_in_the_next_run(tmp_path, capsys):
-    head = suite(tmp_path, "head", "fastp3o=kill", "slow_peer=hang", "peer", patience=1.5)
-    assert run([shell("slow", "sleep 60", seconds=0.3), head], tmp_path, seconds=20) == 1
-    assert measured(tmp_path) == ["peer"]
-    reasons = {one["name"]: one["reason"] for one in merged(tmp_path)["not_measured"]}
-    assert reasons["test_slow_peer"] == "failed: no result in 2 seconds"
+def test_what_a_peer_breaks_is_recorded_and_the_rest_goes_on_in_new_processes_and_in_the_next_run(tmp_path, capsys):
+    tests = ["fastp3o", "crashing_peer=kill", "losing_peer=lose", "slow_peer=hang", "peer"]
+    slow, head = shell("slow", "sleep 60", seconds=0.3), suite(tmp_path, "head", *tests, patience=1.5)
+    assert run([slow, head], tmp_path, seconds=20) == 1
     assert "slow: unfinished, 0 done" in capsys.readouterr().out
-    assert run([shell("slow", "true")], tmp_path) == 0
+    assert run([shell("slow", "true"), head], tmp_path) == 0
+    assert measured(tmp_path) == ["fastp3o", "peer"]
+    assert {one["name"]: one["reason"] for one in merged(tmp_path)["not_measured"]} == {
+        "test_crashing_peer": "failed: the process ended with SIGSEGV",
+        "test_losing_peer": "failed: CUDA refused everything after it",
+        "test_slow_peer": "failed: no result in 2 seconds",
+    }
+    assert run([suite(tmp_path, "ours", "fastp3o=kill", "peer")], tmp_path) == 1, "our own failure fails the run"
+    assert measured(tmp_path) == ["fastp3o", "peer", "peer"]
 
 
 def test_parts_name_files_that_exist():

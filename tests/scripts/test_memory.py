@@ -93,32 +93,21 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     assert predicted.peak - kept == pytest.approx(measured.peak, rel=0.1)
 
 
-def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
-    precision = choose_precision("fp32", "fp32")
-    model, row = random_model(*LARGE_HEAD[0], precision), random_row(*LARGE_HEAD[1], True)
+def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth():
+    (shape, (P, prompt, response)), precision = LARGE_HEAD, choose_precision("fp32", "fp32")
+    model, row = random_model(*shape, precision), random_row(P, prompt, response, True)
+    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
     with torch.no_grad(), PeakMemory() as measured:
         labelled_logprobs(model, row)
-    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
-    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
-    predicted = frozen_memory(sizes, lengths, precision)
+    predicted = frozen_memory(sizes, Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)), precision)
     assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
-
-
-@pytest.mark.parametrize("sizes", [DEEP, LARGE_HEAD])
-def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
-    model_sizes, (P, prompt, response) = sizes
-    precision = choose_precision("fp32", "fp32")
-    model = random_model(*model_sizes, precision).eval()
-    room = Room(8 * P, prompt - 1, 2, 16 * P, response)
-    prompts, keys = [[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2)
-    shapes = layer_shapes(model, 3)
+    room, cached = Room(8 * P, prompt - 1, 2, 16 * P, response), layer_shapes(model.eval(), 3)
     with PeakMemory() as measured:
-        engine = Engine(model, shapes, room, {0})
+        engine = Engine(model, cached, room, {0})
         engine.tokens_per_row = 256
-        engine.run(prompts, keys)
-    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
+        engine.run([[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2))
     predicted = rollout_memory(sizes, room, precision, probabilities=True)
-    assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in shapes.values())
+    assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in cached.values())
     assert predicted.cache + predicted.head == pytest.approx(measured.peak, rel=0.1)
 
 

@@ -48,9 +48,7 @@ def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():
     before = len(asked)
     judged_records(given, judge, unfinished=True, seed=1)
     assert {text for _, *texts in asked[before + 8 :] for text in texts} == {"x", "y"}
-
-
-def test_a_judge_reads_messages_as_text():
+    # A judge reads messages as text.
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say tree:"}
     assert plain_text("Say tree:") == plain_text([user]) == "Say tree:"
     assert plain_text([system, user]) == "system: Be brief.\n\nuser: Say tree:"
@@ -97,9 +95,3 @@ def test_an_endpoints_verdicts_are_kept_and_not_asked_for_again(workplace, tiny_
     assert done.records == len(records("run"))
     chosen, rejected = ([line[name] for line in records("run")] for name in ("chosen", "rejected"))
     assert all(len(a) > len(b) for a, b in zip(chosen, rejected, strict=True))
-
-
-def test_what_keeps_responses_must_be_there():
-    for given, missing in (({"reward": None}, "--reward"), (JUDGED, "--judge, or --judge_url with --judge_model")):
-        with pytest.raises(ValueError, match=f"give {missing}"):
-            config("m", "run", **given)

@@ -86,29 +86,21 @@ def test_gathering_shared_keys_is_indexing():
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
 
-def row_tensors():
-    """A row with queries, keys and values [1, H, T, D] as transformers hands them over."""
+def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
     row = PAIRS.row()
     query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
-    return (query, key[:, :1], value[:, :1]), row
-
-
-def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
-    tensors, row = row_tensors()
+    tensors = query, key[:, :1], value[:, :1]
     packed = {"attention_mask": None, "segments": row.segments}
     default, given_half, other = (
         segment_attention(nn.Module(), *tensors, **packed, scaling=scaling)[0] for scaling in (None, 0.5, 0.7)
     )
     assert torch.equal(default, given_half)
     assert not torch.allclose(default, other)
-    longer = make_segments([(row.tokens + 1, row.tokens + 1)])
     for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
     with pytest.raises(ValueError, match="one packed row"):
         segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), **packed)
-    with pytest.raises(RuntimeError):
-        segment_attention(nn.Module(), *tensors, None, segments=longer)
 
 
 # --- libraries on GPUs ----------------------------------------------------------------------------------------------

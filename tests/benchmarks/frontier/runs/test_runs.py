@@ -54,12 +54,10 @@ def test_a_run_is_recorded_with_its_evaluations_and_weights(task, tmp_path):
     assert [path.name for path in (tmp_path / "trained").iterdir()] == [START.name]
 
 
-@pytest.mark.parametrize(("algorithm", "moves"), [("joint", False), ("ppo", True)])
-def test_an_offset_moves_ppo_alone(task, tmp_path, algorithm, moves):
-    plain = replace(START, algorithm=algorithm)
+def test_an_offset_moves_ppo(task, tmp_path):
+    plain = replace(START, algorithm="ppo")
     shifted = replace(plain, offset="unlearnable", offset_sd=10.0)
-    hashes = {train_and_record(run, task, tmp_path)["sha256"] for run in (plain, shifted)}
-    assert (len(hashes) == 2) == moves
+    assert len({train_and_record(run, task, tmp_path)["sha256"] for run in (plain, shifted)}) == 2
 
 
 SLOW = equal_kl.settings("joint", 0.0)[0]
