@@ -15,14 +15,12 @@ def verdict(results, what, goal=""):
     return found.verdict(results)
 
 
-def test_the_worst_head_counts_and_nothing_measured_is_said_so():
+def test_the_worst_head_counts_against_peers_of_its_shape_and_nothing_measured_is_said_so():
     assert {goal.verdict([]) for goal in GOALS} == {(NOT_MEASURED, NOT_MEASURED)}
     results = [result(ratio=1.08), result(ratio=1.21, N=32768)]
     assert verdict(results, "hidden-level loss") == ("1.21 ×", "not met")
     assert verdict(results[:1], "hidden-level loss") == ("1.08 ×", "met")
-
-
-def test_peers_are_compared_at_the_same_shape():
+    # Peers are compared at the same shape.
     results = [result(ratio=1.1), result(implementation="TRL", ratio=1.43), result(implementation="TRL", N=32768)]
     assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
     results.append(result(implementation="torch.compile", ratio=0.99))

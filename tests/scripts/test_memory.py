@@ -27,15 +27,9 @@ LARGE_HEAD = (128, 344, 4, 4, 4096), (8, 40, 40)
 
 
 def llama(hidden, intermediate, layers, heads, key_heads, vocabulary, tied) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocabulary}
+    return LlamaConfig(**sizes, tie_word_embeddings=tied)
 
 
 def random_model(hidden, intermediate, key_heads, layers, vocabulary, precision):

@@ -31,8 +31,8 @@ def run(*arguments: str) -> None:
 
 
 def test_sample():
-    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "preparation", "losses", "updates")]
-    run(*files, "-k", "rules or optimizer or preparation or losses and (launches or dpo) or updates and fp16")
+    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "losses", "updates")]
+    run(*files, "-k", "rules or optimizer or losses and (launches or dpo) or updates and (fp16 or advantages)")
 
 
 # Cases, and tests marked `gpu`: steps of the engine take the interpreter seconds, so one family stands for all.

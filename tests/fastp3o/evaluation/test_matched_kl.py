@@ -18,7 +18,6 @@ def test_the_gain_lies_on_the_line_between_the_evaluations_around_the_first_cros
     assert gain_at_kl(evaluations, 1.5) == pytest.approx(0.8)
     assert gain_at_kl(evaluations, 2.25) == pytest.approx(0.9)
     assert gain_at_kl(run((0, 0), (0.5, 0.1), (1.5, 0.3), (0.8, 0.2), (1.2, 9.0)), 1.0) == pytest.approx(0.2)
-    # No gain is invented.
     evaluations = run((0.0, 0.0), (1.5, 0.8), (0.5, 0.6), (2.0, 0.9))
     assert gain_at_kl(evaluations, 1.0) is None, "between the start and a late first evaluation"
     assert gain_at_kl(evaluations, 2.5) is None, "never reached"

@@ -74,12 +74,6 @@ def test_rounding_is_no_leak_and_values_that_are_not_finite_are_named(dtype):
         require_packable(model, "too large")
 
 
-def test_a_small_vocabulary_and_its_padding_are_respected():
-    model = LlamaForCausalLM(hf.LlamaConfig(**(GROUPED | {"vocab_size": 5, "pad_token_id": 3})))
-    assert within_vocabulary(model, [2, 3, 11]) == [2, 4, 4]
-    require_packable(PackedModel(model), "small")
-
-
 def with_noise(family: type[hf.PretrainedConfig], folder: Path, **noise: float) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(family(**GROUPED, **EXPERTS, **noise))
@@ -104,11 +98,14 @@ def test_noise_that_a_configuration_names_is_off_and_any_other_is_refused(tmp_pa
     load_policy(folder)
 
 
-def test_a_trial_leaves_the_generator_as_it_was():
+def test_a_trial_leaves_the_generator_as_it_was_and_takes_a_small_vocabulary_with_padding():
     model = PackedModel(random_model("opt"))  # which draws a number for each layer in training mode
     before = torch.get_rng_state()
     require_trainable(require_packable(model, "opt"), "opt")
     assert torch.equal(torch.get_rng_state(), before)
+    small = LlamaForCausalLM(hf.LlamaConfig(**(GROUPED | {"vocab_size": 5, "pad_token_id": 3})))
+    assert within_vocabulary(small, [2, 3, 11]) == [2, 4, 4]
+    require_packable(PackedModel(small), "small")
 
 
 def test_a_window_must_be_seen_unless_no_sequence_leaves_it():

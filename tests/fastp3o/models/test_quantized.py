@@ -10,10 +10,8 @@ from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.reference import adapters_off
 from fastp3o.models.trainable import choose_trainable, whole_model
-from fastp3o.training.loop import train
 from tests.fastp3o.models.model_families import PAIRS
 from tests.fastp3o.models.test_adapters import trained
-from tests.fastp3o.runs import config, metrics
 
 pytest.importorskip("bitsandbytes")
 
@@ -60,21 +58,18 @@ def test_layers_but_the_head_are_quantized_and_saved_whole(tiny_model, bits):
     assert saved_weights.keys() == plain.model.state_dict().keys()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @every_kind
-def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, bits, precision):
+def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, bits):
     base = load_policy(tiny_model, quantize=bits)
     with torch.no_grad():
         before = labelled_logprobs(base, ROW)
-    optimizer = trained(base, precision)
-    policy = optimizer.model
+    policy = trained(base).model
     with torch.no_grad():
         expected = labelled_logprobs(policy, ROW)
         with adapters_off(policy):
             off = labelled_logprobs(policy, ROW)
-    half = {"fp32": 1e-6, "bf16": 0.1}[precision]
-    torch.testing.assert_close(off, before, atol=half, rtol=0)
-    whole, tensors = whole_model(policy.model, optimizer.precision.weights)
+    torch.testing.assert_close(off, before, atol=1e-6, rtol=0)
+    whole, tensors = whole_model(policy.model)
     whole.save_pretrained(tmp_path / "merged", state_dict=tensors)
     merged = load_policy(str(tmp_path / "merged"))
     assert not hasattr(merged.model.config, "quantization_config")
@@ -82,12 +77,4 @@ def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, b
         got = labelled_logprobs(merged, ROW)
     scale = (expected - before).abs().max()
     assert scale > 0.2
-    assert (got - expected).abs().mean() <= half * scale
-
-
-def test_runs_train_from_the_base_and_sample_what_they_train(workplace, tiny_model):
-    online = {"lora_rank": 2, "quantize": "4bit", "eval_prompts": "prompts.jsonl", "learning_rate": 1e-2, "updates": 2}
-    train(config(tiny_model, "p3o", **online))
-    assert metrics("p3o", "eval.jsonl")[0]["kl"] == 0
-    assert metrics("p3o", "eval.jsonl")[-1]["kl"] != 0
-    assert all(line["sampler_gap"] < 1e-4 for line in metrics("p3o"))
+    assert (got - expected).abs().mean() <= 1e-6 * scale
