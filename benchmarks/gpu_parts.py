@@ -41,10 +41,10 @@ KERNELS = (
     "tests/kernels/rows/test_statistics.py::test_the_gradient_of_the_entropy_alone",
     "tests/kernels/rows/test_sequence_logprobs.py::test_sequence_logprobs_are_sums_and_differentiable",
     "tests/kernels/p3o/test_logits_p3o_loss.py::test_logits_of_scale_100_and_minus_infinity",
-    "tests/kernels/p3o/test_linear_p3o_loss.py::test_gradients_of_fp16_products_survive_a_loss_scale",
+    "tests/kernels/p3o/test_linear_p3o_loss.py::test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards",
     "tests/kernels/head/test_gradient_scaling.py",
-    "tests/kernels/decoding/test_attention_kernel.py::test_many_chunks",
-    "tests/kernels/decoding/test_sampling_kernel.py::test_many_draws",
+    "tests/kernels/decoding/test_attention_kernel.py::test_maxima_far_apart",
+    "tests/kernels/decoding/test_sampling_kernel.py::test_vocabularies_around_a_tile_layouts_and_maxima_far_apart",
 )
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from fastp3o.commands import compare as command
 from fastp3o.commands import frontier
+from fastp3o.evaluation.frontier import linear_fit, read_run
 
 
 @pytest.fixture
@@ -50,22 +51,21 @@ def test_arms_are_compared_seed_by_seed(compare, tmp_path):
     assert "1 seeds in both" in printed
 
 
-def test_what_cannot_be_compared_is_refused_by_name(compare, tmp_path, capsys):
+def test_a_second_run_of_a_seed_is_refused_by_name(compare, tmp_path, capsys):
     run, again = write_run(tmp_path / "run", 0), write_run(tmp_path / "again", 0)
-    for arguments, message in (
-        (["--first", run, again, "--second", run], "again is a second run with seed 0 on prompts.jsonl"),
-        (["--first", run, "--second", run, "--metric", "gold"], "was evaluated without a gold reward"),
-    ):
-        with pytest.raises(SystemExit):
-            compare(*arguments)
-        assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        compare("--first", run, again, "--second", run)
+    assert "again is a second run with seed 0 on prompts.jsonl" in " ".join(capsys.readouterr().err.split())
 
 
-def test_runs_of_the_same_name_are_all_shown(monkeypatch):
-    shown = []
-    monkeypatch.setattr(frontier, "read_run", str)
-    monkeypatch.setattr(frontier, "print_table", shown.append)
-    monkeypatch.setattr(frontier, "plot", lambda runs, output: None)
+def test_runs_of_the_same_name_are_all_shown_with_the_line_that_fits_them(monkeypatch, tmp_path, capsys):
+    for name, per_nat in (("a/p3o", 2.0), ("b/p3o", 2.0), ("b/ppo", 1.0)):
+        write_run(tmp_path / name, 0, per_nat)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot_frontier.py", "a/p3o", "b/p3o", "b/ppo"])
     frontier.main()
-    assert shown == [{"a/p3o": "a/p3o", "b/p3o": "b/p3o", "ppo": "b/ppo"}]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("a/p3o", "b/p3o", "ppo"))
+    run = read_run(Path("b/p3o"))
+    assert linear_fit(run) == pytest.approx((2.0, 5.0))
+    assert linear_fit(run[:1]) is None

@@ -1,5 +1,3 @@
-import copy
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,15 +27,9 @@ LARGE_HEAD = (128, 344, 4, 4, 4096), (8, 40, 40)
 
 
 def llama(hidden, intermediate, layers, heads, key_heads, vocabulary, tied) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocabulary}
+    return LlamaConfig(**sizes, tie_word_embeddings=tied)
 
 
 def random_model(hidden, intermediate, key_heads, layers, vocabulary, precision):
@@ -58,7 +50,6 @@ def random_row(pairs, prompt, response, share_prompts):
 @pytest.mark.parametrize(
     ("precision", "sizes", "share_prompts", "trained_layers"),
     [
-        ("fp32", DEEP, True, 0),
         ("fp32", DEEP, True, 2),
         ("fp32", WIDE, False, 0),
         ("fp32", LARGE_HEAD, True, 0),
@@ -96,80 +87,35 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     assert predicted.peak - kept == pytest.approx(measured.peak, rel=0.1)
 
 
-def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
-    precision = choose_precision("fp32", "fp32")
-    model, row = random_model(*LARGE_HEAD[0], precision), random_row(*LARGE_HEAD[1], True)
+def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth():
+    (shape, (P, prompt, response)), precision = LARGE_HEAD, choose_precision("fp32", "fp32")
+    model, row = random_model(*shape, precision), random_row(P, prompt, response, True)
+    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
     with torch.no_grad(), PeakMemory() as measured:
         labelled_logprobs(model, row)
-    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
-    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
-    predicted = frozen_memory(sizes, lengths, precision)
+    predicted = frozen_memory(sizes, Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)), precision)
     assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
-
-
-@pytest.mark.parametrize("sizes", [DEEP, LARGE_HEAD])
-def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
-    model_sizes, (P, prompt, response) = sizes
-    precision = choose_precision("fp32", "fp32")
-    model = random_model(*model_sizes, precision).eval()
-    room = Room(8 * P, prompt - 1, 2, 16 * P, response)
-    prompts, keys = [[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2)
-    shapes = layer_shapes(model, 3)
+    room, cached = Room(8 * P, prompt - 1, 2, 16 * P, response), layer_shapes(model.eval(), 3)
     with PeakMemory() as measured:
-        engine = Engine(model, shapes, room, {0})
+        engine = Engine(model, cached, room, {0})
         engine.tokens_per_row = 256
-        engine.run(prompts, keys)
-    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
+        engine.run([[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2))
     predicted = rollout_memory(sizes, room, precision, probabilities=True)
-    assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in shapes.values())
+    assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in cached.values())
     assert predicted.cache + predicted.head == pytest.approx(measured.peak, rel=0.1)
 
 
-LLAMAS = {
-    "0.5 B": llama(896, 4864, 24, 14, 2, 151936, True),
-    "1.2 B": llama(2048, 8192, 16, 32, 8, 128256, True),
-    "8 B": llama(4096, 14336, 32, 32, 8, 128256, False),
-    "70 B": llama(8192, 28672, 80, 64, 8, 128256, False),
-}
-TRAINS = {
-    "all": (TrainableConfig(), False),
-    "all, checkpointed": (TrainableConfig(), True),
-    "top two layers": (TrainableConfig(trainable_layers=2), False),
-    "LoRA of rank 16, checkpointed": (TrainableConfig(lora_rank=16), True),
-}
-FP16 = choose_precision("fp16", "fp16")
-PAGES = Path(__file__).parents[2] / "fastp3o" / "training"
-
-
-def model_sizes(config: LlamaConfig, trainable: TrainableConfig) -> Model:
-    with torch.device("meta"):
-        model = PackedModel(LlamaForCausalLM(copy.deepcopy(config)))
-        choose_trainable(model, trainable)
-    trains = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    parts = {"trained_layers": trainable.trainable_layers, "head_trains": model.head().weight.requires_grad}
-    return Model.from_config(model.model.config, model.model.num_parameters(), trains, **parts)
-
-
-def test_the_pages_table_is_what_the_formula_gives():
-    for size, trains in product(list(LLAMAS)[:3], TRAINS):
-        trainable, checkpointing = TRAINS[trains]
-        sizes = model_sizes(LLAMAS[size], trainable)
-        cells = []
-        for tokens, prompt, response in ((1, 350, 40), (1, 1024, 256), (8192, 350, 40)):
-            lengths = Lengths.full_row(Packing(tokens), prompt=prompt, response=response)
-            reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, FP16).weights
-            update = update_memory(sizes, lengths, FP16, checkpointing=checkpointing)
-            cells.append(f"{(update.peak + reference) / 1e9:.1f}")
-        assert f"| {size} | {trains} | {' | '.join(cells)} |" in (PAGES / "memory.md").read_text()
-
-
 def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
-    for size, gpus in product(("8 B", "70 B"), (8, 64)):
-        sizes = model_sizes(LLAMAS[size], TrainableConfig())
-        lengths = Lengths.full_row(Packing(8192), prompt=350, response=40)
-        alone = update_memory(sizes, lengths, FP16, checkpointing=True)
-        update = sharded(alone, sizes, FP16, gpus)
-        frozen = 2 * sizes.parameters // gpus
-        whole = 2 * sizes.parameters + update.masters + update.optimizer
-        cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, whole + frozen)]
-        assert f"| {size} | {gpus} | {' | '.join(cells)} |" in (PAGES / "several_gpus.md").read_text()
+    page = Path(__file__).parents[2] / "fastp3o" / "training" / "several_gpus.md"
+    precision, lengths = choose_precision("fp16", "fp16"), Lengths.full_row(Packing(8192), prompt=350, response=40)
+    for size, shape in (("8 B", (4096, 14336, 32, 32)), ("70 B", (8192, 28672, 80, 64))):
+        config = llama(*shape, 8, 128256, False)
+        with torch.device("meta"):
+            parameters = LlamaForCausalLM(config).num_parameters()
+        sizes = Model.from_config(config, parameters, parameters)
+        alone = update_memory(sizes, lengths, precision, checkpointing=True)
+        for gpus in (8, 64):
+            update, frozen = sharded(alone, sizes, precision, gpus), 2 * parameters // gpus
+            whole = 2 * parameters + update.masters + update.optimizer
+            cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, whole + frozen)]
+            assert f"| {size} | {gpus} | {' | '.join(cells)} |" in page.read_text()

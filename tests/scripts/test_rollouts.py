@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_best_and_the_worst_responses_of_an_update_are_shown_as_they_are(show: Show, run: Path):
+def test_the_best_and_worst_responses_are_shown_as_they_are_and_prompts_by_their_change(show: Show, run: Path):
     last = show(run, "--count", 2)
     assert last == [
         ["ten", "says 9", "9", "0.125", "3"],
@@ -57,27 +57,21 @@ def test_the_best_and_the_worst_responses_of_an_update_are_shown_as_they_are(sho
     assert show(run, "--update", 2)[0] == ["three", "[red]x[/red] \\x1b[31m 5", "5", "0.125", "3"]
     log.finish(run / "rollouts.jsonl")
     assert show(run, "--count", 2) == last
-
-
-def test_the_most_changed_prompts_of_two_updates(show: Show, run: Path):
+    # Of two updates, the prompts that have changed most.
     assert show(run, "--update", 1, "--compare", 3) == [
         ["one", "1.5 to 3.5", "says 1", "1", "says 3", "3"],
         ["", "", "says 2", "2", "says 4", "4"],
         ["two", "0 to -1.5", "says 0", "0", "says -4", "-4"],
         ["", "", "says 0", "0", "says 1", "1"],
     ]
-    assert show(run, "--update", 3, "--compare", 1, "--count", 1)[0][:2] == ["one", "3.5 to 1.5"]
     assert "no logged prompt is in both" in show(run, "--update", 1, "--compare", 2)[0][0]
 
 
 def test_what_cannot_be_shown_is_said(show: Show, run: Path, capsys):
     for arguments, message in (
         ([run, "--update", 7], "has no update 7; it has 1, 2, 3"),
-        ([run, "--compare", 3], "must be another update"),
-        ([run, "--count", 0], "must be at least 1"),
         ([run / "nothing"], "does not exist"),
     ):
         with pytest.raises(SystemExit):
             show(*arguments)
         assert message in capsys.readouterr().err
-    assert rollouts.in_words(range(10, 201, 10)) == "10, 20, ..., 200"

@@ -29,10 +29,6 @@ def log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return values.float().log_softmax(dim) if half_to_float else aten._log_softmax.default(values, dim, False)
 
 
-def histogram(values: Tensor, *bins: Any) -> Tensor:
-    return aten.histc.default(values.float(), *bins).to(values.dtype)
-
-
 def gradients(function: Callable, inputs: tuple[Tensor, ...], grad: Tensor, *more: Any) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -84,7 +80,6 @@ STAND_INS: dict[str, Callable] = {
     "aten._softmax.default": softmax,
     "aten.addmm.dtype": sum_with_product,
     "aten.addmm.dtype_out": sum_with_product,
-    "aten.histc.default": histogram,
     "aten.mm.dtype": product,
     "aten.mm.dtype_out": product,
     "torch_attn._varlen_attn.default": varlen_attention,

@@ -20,10 +20,9 @@ def test_pairs_count_from_the_side_of_the_higher_score_and_equal_scores_as_half_
     assert (second.predicted, second.observed, second.pairs) == (pytest.approx(0.92), pytest.approx(2 / 3), 3)
     expected = (4 * abs(0.61 - 3 / 4) + 3 * abs(0.92 - 2 / 3)) / 7
     assert calibration_error([first, second]) == pytest.approx(expected)
-    (even,) = calibration([0.0, 0.0])
-    assert (even.predicted, even.observed) == (0.5, 0.5)
-    (certain,) = calibration([1e3, 800.0])
-    assert (certain.predicted, certain.observed) == (1.0, 1.0)
+    for differences, probability in (([0.0, 0.0], 0.5), ([1e3, 800.0], 1.0)):
+        (only,) = calibration(differences)
+        assert (only.predicted, only.observed) == (probability, probability)
 
 
 def test_wilsons_interval_is_that_of_the_literature():

@@ -104,14 +104,10 @@ def test_records_are_of_the_layouts_that_training_reads(settings, expected):
         assert [(*record["texts"], record.get("reward", record.get("margin"))) for record in got] == expected
 
 
-def test_equal_texts_are_no_choice():
-    one = samples([1.0, 2.0, 3.0], [" a", " a", "a\n"])
-    assert kept_records(one, SelectionConfig(keep="rs_dpo"), seed=0) == []
-
-
-def test_random_choices_depend_on_seed_and_prompt_alone():
+def test_random_choices_depend_on_seed_and_prompt_alone_and_equal_texts_are_no_choice():
     config = SelectionConfig(keep="rejection_sampling", beta=5.0, accept=3)
     one, other = samples([0.1 * i for i in range(8)]), samples([0.1 * i for i in range(8)], number=1)
     assert kept_records(one, config, seed=0) == kept_records(one, config, seed=0)
     assert kept_records(one, config, seed=0) != kept_records(one, config, seed=1)
     assert kept_records(one, config, seed=0) != kept_records(other, config, seed=0)
+    assert kept_records(samples([1.0, 2.0, 3.0], [" a", " a", "a\n"]), SelectionConfig(keep="rs_dpo"), seed=0) == []

@@ -86,29 +86,21 @@ def test_gathering_shared_keys_is_indexing():
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
 
-def row_tensors():
-    """A row with queries, keys and values [1, H, T, D] as transformers hands them over."""
+def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
     row = PAIRS.row()
     query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
-    return (query, key[:, :1], value[:, :1]), row
-
-
-def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
-    tensors, row = row_tensors()
+    tensors = query, key[:, :1], value[:, :1]
     packed = {"attention_mask": None, "segments": row.segments}
     default, given_half, other = (
         segment_attention(nn.Module(), *tensors, **packed, scaling=scaling)[0] for scaling in (None, 0.5, 0.7)
     )
     assert torch.equal(default, given_half)
     assert not torch.allclose(default, other)
-    longer = make_segments([(row.tokens + 1, row.tokens + 1)])
     for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
     with pytest.raises(ValueError, match="one packed row"):
         segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), **packed)
-    with pytest.raises(RuntimeError):
-        segment_attention(nn.Module(), *tensors, None, segments=longer)
 
 
 # --- libraries on GPUs ----------------------------------------------------------------------------------------------
@@ -162,21 +154,23 @@ def by_offsets(query, key, value, cu_queries, cu_keys, longest_query, longest_ke
 def test_libraries_are_called_as_they_document(monkeypatch, window, library, softcap):
     segments = make_segments(LENGTHS)
     tensors = random_tensors(segments, 4, 2, 4)
-    calls = []
+    left, calls = -1 if window is None else window - 1, []
 
-    def flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        calls.append(options)
-        scale, left, softcap = options["softmax_scale"], options["window_size"][0], options["softcap"]
-        return by_offsets(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap)
+    def flash_attn(*given, softmax_scale, causal, window_size, softcap, deterministic):
+        assert causal
+        assert window_size == (left, -1 if window is None else 0)
+        calls.append(deterministic)
+        return by_offsets(*given, softmax_scale, left, softcap)
 
     # Older versions of torch have no option for groups.
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        calls.append({"heads": key.shape[1], "scale": scale, "window_size": window_size})
-        return by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size[0], None)
+    def older(query, key, *given, scale, window_size):
+        assert window_size == (left, 0)  # a right side of 0 makes it causal
+        calls.append(key.shape[1])
+        return by_offsets(query, key, *given, scale, left, None)
 
-    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    def varlen_attn(*given, enable_gqa=False, **options):
         assert enable_gqa
-        return older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+        return older(*given, **options)
 
     monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn)
     monkeypatch.setattr(attention, "varlen_attn", older if library == "older" else varlen_attn)
@@ -185,14 +179,8 @@ def test_libraries_are_called_as_they_document(monkeypatch, window, library, sof
     torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, softcap))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     attend(*tensors, segments, 0.3, window, softcap)
-    if library == "flash_attn":
-        sides = (-1, -1) if window is None else (window - 1, 0)
-        expected = {"softmax_scale": 0.3, "causal": True, "window_size": sides, "softcap": softcap or 0.0}
-        assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
-    else:
-        # A right side of 0 makes it causal.
-        sides = (-1 if window is None else window - 1, 0)
-        assert calls == [{"heads": 4 if library == "older" else 2, "scale": 0.3, "window_size": sides}] * 2
+    heads = 4 if library == "older" else 2
+    assert calls == ([False, True] if library == "flash_attn" else [heads, heads])
 
 
 @pytest.mark.gpu

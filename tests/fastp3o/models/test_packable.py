@@ -37,12 +37,6 @@ def test_models_that_do_not_keep_sequences_apart_are_refused(config, reason):
         require_packable(PackedModel(model), "some/model")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_no_leak(dtype):
-    trial = run_trial(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
-    assert 0 < (trial.packed - trial.single).abs().mean() < TOLERANCE[dtype]
-
-
 def one_segment(query, key, value, segments, *options):
     queries, keys = (len(query),), (len(key),)
     everything = Segments(offsets(queries), offsets(keys), queries, keys, None)
@@ -69,18 +63,15 @@ def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, scores):
     assert model.model.config._attn_implementation == attention.NAME
 
 
-def test_values_that_are_not_finite_are_named():
-    model = random_model("llama").half()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_leak_and_values_that_are_not_finite_are_named(dtype):
+    model = PackedModel(random_model("llama").to(dtype))
+    trial = run_trial(require_packable(model, "llama"))
+    assert 0 < (trial.packed - trial.single).abs().mean() < TOLERANCE[dtype]
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
-    with pytest.raises(ValueError, match=r"gives values that are not finite in torch\.float16: use another --prec"):
-        require_packable(PackedModel(model), "too large")
-
-
-def test_a_small_vocabulary_and_its_padding_are_respected():
-    model = LlamaForCausalLM(hf.LlamaConfig(**(GROUPED | {"vocab_size": 5, "pad_token_id": 3})))
-    assert within_vocabulary(model, [2, 3, 11]) == [2, 4, 4]
-    require_packable(PackedModel(model), "small")
+        model.layers()[0].mlp.down_proj.weight.fill_(torch.finfo(dtype).max)
+    with pytest.raises(ValueError, match=f"gives values that are not finite in {dtype}: use another --prec"):
+        require_packable(model, "too large")
 
 
 def with_noise(family: type[hf.PretrainedConfig], folder: Path, **noise: float) -> str:
@@ -91,7 +82,7 @@ def with_noise(family: type[hf.PretrainedConfig], folder: Path, **noise: float) 
     return str(folder)
 
 
-def test_noise_that_a_configuration_names_is_off(tmp_path):
+def test_noise_that_a_configuration_names_is_off_and_any_other_is_refused(tmp_path):
     folder = with_noise(hf.MixtralConfig, tmp_path, router_jitter_noise=0.5, attention_dropout=0.5)
     policy = load_policy(folder, trains=True).train()
     rows = [labelled_logprobs(policy, PAIRS.row()) for _ in range(2)]
@@ -100,20 +91,21 @@ def test_noise_that_a_configuration_names_is_off(tmp_path):
     inside = {"top_k": 2, "moe_jitter_eps": 0.5}
     off = {"embd_pdrop": 0.0, "ffn_config": {"top_k": 2, "moe_jitter_eps": 0.0}}
     assert noise_off({"embd_pdrop": 0.1, "eps": 0.1, "dropout": None, "ffn_config": inside, "plain": {"n": 1}}) == off
-
-
-def test_a_training_mode_that_is_random_all_the_same_is_refused(tmp_path):
-    folder = with_noise(hf.PhimoeConfig, tmp_path, router_jitter_noise=0.1, input_jitter_noise=0.1)
+    # A training mode that is random all the same is refused.
+    folder = with_noise(hf.PhimoeConfig, tmp_path / "all_the_same", router_jitter_noise=0.1, input_jitter_noise=0.1)
     with pytest.raises(ValueError, match=rf"{folder} \(PhimoeForCausalLM\) cannot be trained: its training mode"):
         load_policy(folder, trains=True)
     load_policy(folder)
 
 
-def test_a_trial_leaves_the_generator_as_it_was():
+def test_a_trial_leaves_the_generator_as_it_was_and_takes_a_small_vocabulary_with_padding():
     model = PackedModel(random_model("opt"))  # which draws a number for each layer in training mode
     before = torch.get_rng_state()
     require_trainable(require_packable(model, "opt"), "opt")
     assert torch.equal(torch.get_rng_state(), before)
+    small = LlamaForCausalLM(hf.LlamaConfig(**(GROUPED | {"vocab_size": 5, "pad_token_id": 3})))
+    assert within_vocabulary(small, [2, 3, 11]) == [2, 4, 4]
+    require_packable(PackedModel(small), "small")
 
 
 def test_a_window_must_be_seen_unless_no_sequence_leaves_it():

@@ -43,6 +43,13 @@ def test_a_packed_row_equals_one_sequence_at_a_time(family, groups, lora):
     assert len(calls) == 3
 
 
+@torch.no_grad()
+def sequence_logprobs(model, groups, share_prompts) -> dict[int, list[float]]:
+    row = groups.row(share_prompts=share_prompts)
+    parts = labelled_logprobs(model, row).split(row.labelled_lengths)
+    return {s: part.tolist() for s, part in zip(groups.order(row), parts, strict=True)}
+
+
 ids = st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=9)
 
 
@@ -55,25 +62,13 @@ def some_models():
 @given(st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=3), st.booleans())
 def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_prompts):
     groups = Groups([prompt for prompt, _ in groups], [responses for _, responses in groups])
-    row = groups.row(share_prompts=share_prompts)
     for model in some_models:
-        got = dict(zip(groups.order(row), row_logprobs(PackedModel(model), row), strict=True))
+        got = sequence_logprobs(PackedModel(model), groups, share_prompts)
         model.set_attn_implementation("eager")
         for s, (prompt, response) in enumerate(groups.sequences):
             with torch.no_grad():
                 expected = logprobs_alone(model, prompt, response)
-            torch.testing.assert_close(got[s], expected, atol=2e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def row_logprobs(model, row):
-    """Log-probabilities of each response of a row, in the row's order."""
-    return labelled_logprobs(model, row).split(row.labelled_lengths)
-
-
-def sequence_logprobs(model, groups, share_prompts):
-    row = groups.row(share_prompts=share_prompts)
-    return {s: part.tolist() for s, part in zip(groups.order(row), row_logprobs(model, row), strict=True)}
+            torch.testing.assert_close(torch.tensor(got[s]), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])

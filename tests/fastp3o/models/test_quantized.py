@@ -10,12 +10,8 @@ from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.reference import adapters_off
 from fastp3o.models.trainable import choose_trainable, whole_model
-from fastp3o.training import sft
-from fastp3o.training.config import SFTConfig
-from fastp3o.training.loop import train
 from tests.fastp3o.models.model_families import PAIRS
 from tests.fastp3o.models.test_adapters import trained
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 pytest.importorskip("bitsandbytes")
 
@@ -60,26 +56,20 @@ def test_layers_but_the_head_are_quantized_and_saved_whole(tiny_model, bits):
     choose_trainable(policy, TrainableConfig(lora_rank=2, lora_targets="q_proj", quantize=bits))
     saved_weights = whole_model(policy.model)[1]
     assert saved_weights.keys() == plain.model.state_dict().keys()
-    for name, layer in quantized_layers(policy).items():
-        saved_name = name.removeprefix("model.").replace(".base_layer", "") + ".weight"
-        assert torch.equal(saved_weights[saved_name].float(), dequantized(layer).float())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @every_kind
-def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, bits, precision):
+def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, bits):
     base = load_policy(tiny_model, quantize=bits)
     with torch.no_grad():
         before = labelled_logprobs(base, ROW)
-    optimizer = trained(base, precision)
-    policy = optimizer.model
+    policy = trained(base).model
     with torch.no_grad():
         expected = labelled_logprobs(policy, ROW)
         with adapters_off(policy):
             off = labelled_logprobs(policy, ROW)
-    half = {"fp32": 1e-6, "fp16": 1e-2, "bf16": 0.1}[precision]
-    torch.testing.assert_close(off, before, atol=half, rtol=0)
-    whole, tensors = whole_model(policy.model, optimizer.precision.weights)
+    torch.testing.assert_close(off, before, atol=1e-6, rtol=0)
+    whole, tensors = whole_model(policy.model)
     whole.save_pretrained(tmp_path / "merged", state_dict=tensors)
     merged = load_policy(str(tmp_path / "merged"))
     assert not hasattr(merged.model.config, "quantization_config")
@@ -87,24 +77,4 @@ def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, b
         got = labelled_logprobs(merged, ROW)
     scale = (expected - before).abs().max()
     assert scale > 0.2
-    assert (got - expected).abs().mean() <= half * scale
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
-@every_kind
-def test_runs_train_and_resume_exactly(workplace, tiny_model, bits, precision):
-    settings = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "learning_rate": 3e-3}
-    settings |= {"train_data": "sft.jsonl", "eval_data": "sft.jsonl", "precision": precision, "lora_dropout": 0.1}
-    settings |= {"model": tiny_model, "quantize": bits, "lora_rank": 2, "save_every": 3}
-    sft.train(SFTConfig(**settings, output_dir="whole"))
-    copy_at_save_before("whole", "resumed")
-    sft.train(SFTConfig(**settings, output_dir="resumed", resume=True))
-    assert metrics("resumed") == metrics("whole")
-    assert_equal(weights("resumed"), weights("whole"))
-    before, after = metrics("whole", "eval.jsonl")
-    assert after["loss"] < before["loss"]
-    online = {"lora_rank": 2, "quantize": bits, "eval_prompts": "prompts.jsonl", "learning_rate": 1e-2, "updates": 2}
-    train(config(tiny_model, "p3o", **online))
-    assert metrics("p3o", "eval.jsonl")[0]["kl"] == 0
-    assert metrics("p3o", "eval.jsonl")[-1]["kl"] != 0
-    assert all(line["sampler_gap"] < 1e-4 for line in metrics("p3o"))
+    assert (got - expected).abs().mean() <= 1e-6 * scale

@@ -30,7 +30,7 @@ def test_frozen_layers_leave_the_top_and_the_last_norm(family):
     assert all(any(name.startswith(part) for name in trained(model)) for part in parts)
 
 
-def test_the_configuration_chooses():
+def test_the_configuration_chooses_and_what_cannot_train_is_refused():
     def chosen(auto=AutoModelForCausalLM, labels=2, **settings):
         model = PackedModel(random_model("llama", auto, num_labels=labels))
         choose_trainable(model, TrainableConfig(**settings))
@@ -45,9 +45,6 @@ def test_the_configuration_chooses():
     got = chosen(lora_rank=2, lora_targets="q_proj,v_proj")
     assert len(got) == 2 * 2 * 2
     assert all(("q_proj.lora_" in name) or ("v_proj.lora_" in name) for name in got)
-
-
-def test_what_cannot_train_is_refused():
     with pytest.raises(ValueError, match="--trainable_layers is 3, and the model has 2 layers"):
         freeze_below(PackedModel(random_model("llama")), 3)
     for targets in ("lm_head,down_proj", "no_such_layer"):
@@ -89,9 +86,6 @@ def test_sharded_adapters_are_merged_as_they_are_in_passes():
     _, weights = whole_model(model.model, torch.float16)
     _, expected = whole_model(rounded.model, torch.float16)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
-
-
-# --- dropout --------------------------------------------------------------------------------------------------------
 
 
 def test_adapters_have_dropout_within_passes_that_train_and_nowhere_else():

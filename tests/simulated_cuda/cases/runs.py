@@ -1,4 +1,4 @@
-"""Small whole runs of every stage on the pretended device. They end, and what they report is finite."""
+"""Small whole runs of the online stages on the pretended device. They end, and what they report is finite."""
 
 import gc
 import json
@@ -9,21 +9,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from fastp3o.generate.config import GenerateConfig
-from fastp3o.generate.loop import generate
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
-from fastp3o.run.signals import StoppedError
-from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model
 from fastp3o.training.loop import train
-from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.host import recorded
 
 SMALL = {"updates": 2, "prompts_per_update": 4, "prompts_per_minibatch": 4, "inner_epochs": 2, "max_response_tokens": 4}
-LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
 
 
 def assert_finite(folder: str, steps: int, name: str = "metrics.jsonl") -> None:
@@ -36,11 +30,6 @@ def online(model: str, folder: str, config_class=P3OConfig, **changes) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     settings = SMALL | {"sampler": "transformers", "precision": "bf16"} | changes
     train(config(model, folder, config_class, **settings))
-
-
-def supervised(train_data: str, model: str, folder: str, **changes) -> dict:
-    settings = {"train_data": train_data, "batch_size": 4, "report_to": "none", "precision": "bf16"}
-    return settings | LENGTHS | {"model": model, "output_dir": folder} | changes
 
 
 # The mixture of two policies is sampled by the engine, which takes the interpreter long.
@@ -65,8 +54,9 @@ def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
 
 def reward_of(tiny_model: str) -> str:
     """A reward model's folder."""
-    given = supervised("preferences.jsonl", tiny_model, "rm", eval_data="preferences.jsonl")
-    reward_model.train(reward_model.RewardModelConfig(**given))
+    given = {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl", "batch_size": 4, "report_to": "none"}
+    given |= {"precision": "bf16", "max_prompt_tokens": 32, "max_response_tokens": 16}
+    reward_model.train(reward_model.RewardModelConfig(model=tiny_model, output_dir="rm", **given))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert_finite("rm", 2)
     return "rm/model"
@@ -91,27 +81,3 @@ def test_the_second_device(tiny_model, workplace, monkeypatch, current):
     assert torch.cuda.current_device() == 1
     lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
     assert all(line["peak_memory_gib"] > 0 for line in lines)
-
-
-def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace):
-    settings = {"precision": "fp16", "updates": 4}
-    online(tiny_model, "whole", **settings)
-    stopping = settings | {"reward": "rewards_for_tests:stops_on_third_call"}
-    with pytest.raises(StoppedError):
-        online(tiny_model, "stopped", **stopping)
-    online(tiny_model, "stopped", resume=True, **stopping)
-    assert_equal(weights("whole"), weights("stopped"))
-
-
-@pytest.mark.parametrize("name", OFFLINE_OBJECTIVES)
-def test_offline_objectives(tiny_model, workplace, name):
-    data = "unpaired.jsonl" if name == "kto" else "preferences.jsonl"
-    preference.train(OFFLINE_OBJECTIVES[name](**supervised(data, tiny_model, "run")))
-    assert_finite("run", len(metrics("run")))
-
-
-def test_generate(tiny_model, workplace):
-    lengths = LENGTHS | {"max_response_tokens": 4, "keep_unfinished": True, "limit": 2, "responses_per_prompt": 2}
-    given = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied"}
-    generate(GenerateConfig(model=tiny_model, output_dir="samples", **given, **lengths))
-    assert len(Path("samples/kept.jsonl").read_text().splitlines()) == 2

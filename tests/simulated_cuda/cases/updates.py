@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
+from fastp3o.objectives.ppo import estimate_advantages, whiten
 from fastp3o.run.report import Phases
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
@@ -53,3 +55,21 @@ def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, pha
     counts = {"launches": {name: record.launches.total() for name, record in last.items()}}
     write_counts(precision, counts | {"waits around them": {" ".join(place): count for place, count in waits.items()}})
     assert waits == WAITS
+
+
+# Launches of a doubling of the terms, and of all else.
+DOUBLING, BESIDE = 4, 10
+
+
+@pytest.mark.parametrize(("longest", "doublings"), [(8, 3), (1024, 10)])
+def test_advantages_of_ppo_double_their_terms_with_each_pass(longest, doublings):
+    lengths = [longest, 1, longest // 2]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to("cuda")
+    rewards, values = torch.randn(2, sum(lengths)).to("cuda")
+    with recorded() as record:
+        estimate_advantages(rewards, values, cu_seqlens, longest, gae_lambda=0.95)
+    assert record.launches.total() <= BESIDE + DOUBLING * doublings, record.table()
+    write_counts(f"advantages of PPO, at most {longest} tokens", {"launches": record.launches.total()})
+    with recorded() as whitening:
+        whiten([rewards, values], lambda sums: sums)
+    assert not record.waits + whitening.waits, record.table()

@@ -54,12 +54,10 @@ def test_a_run_is_recorded_with_its_evaluations_and_weights(task, tmp_path):
     assert [path.name for path in (tmp_path / "trained").iterdir()] == [START.name]
 
 
-@pytest.mark.parametrize(("algorithm", "moves"), [("joint", False), ("ppo", True)])
-def test_an_offset_moves_ppo_alone(task, tmp_path, algorithm, moves):
-    plain = replace(START, algorithm=algorithm)
+def test_an_offset_moves_ppo(task, tmp_path):
+    plain = replace(START, algorithm="ppo")
     shifted = replace(plain, offset="unlearnable", offset_sd=10.0)
-    hashes = {train_and_record(run, task, tmp_path)["sha256"] for run in (plain, shifted)}
-    assert (len(hashes) == 2) == moves
+    assert len({train_and_record(run, task, tmp_path)["sha256"] for run in (plain, shifted)}) == 2
 
 
 SLOW = equal_kl.settings("joint", 0.0)[0]
@@ -86,8 +84,7 @@ def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatc
     ("changed", "set_to"),
     [
         ({"algorithm": "rloo"}, {"inner_epochs": 1, "kl_estimator": "k1"}),
-        ({"algorithm": "grpo"}, {"inner_epochs": 4, "kl_estimator": "k3"}),
-        ({"algorithm": "grpo", "own_parameter": 0.1}, {"clip_low": 0.1, "clip_high": 0.1}),
+        ({"algorithm": "grpo", "own_parameter": 0.1}, {"inner_epochs": 4, "kl_estimator": "k3", "clip_low": 0.1}),
         ({"algorithm": "rebel", "own_parameter": 3.0}, {"eta": 3.0}),
         ({"algorithm": "separate", "own_parameter": 0.5}, {"clipping": "separate", "clip_range": 0.5}),
         ({"algorithm": "ppo", "own_parameter": 0.5}, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
@@ -95,7 +92,6 @@ def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatc
         ({"rounds_ahead": 6, "correction": "ratios"}, {"old_logprobs": "sampler", "sampler_ratio_cap": 0.0}),
         ({"rounds_ahead": 6, "correction": "weights"}, {"old_logprobs": "policy", "sampler_ratio_cap": 10.0}),
         ({"rounds_ahead": 6, "correction": "weights", "algorithm": "ppo"}, {"sampler_ratio_cap": 2.0}),
-        ({"rounds_ahead": 6, "correction": "weights", "algorithm": "gspo"}, {"sampler_ratio_cap": 10.0}),
     ],
 )
 def test_runs_name_objectives_their_own_parameters_and_corrections(task, tmp_path, monkeypatch, changed, set_to):
@@ -108,15 +104,12 @@ def test_runs_name_objectives_their_own_parameters_and_corrections(task, tmp_pat
     assert all(f"{name}={changed[name]}" in run.name for name in ("rounds_ahead", "correction") if name in changed)
 
 
-def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximises(tmp_path, monkeypatch):
+def test_corrections_are_those_with_the_most_of_what_training_maximises(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned_arms, "CHOSEN", tmp_path / "tuned_arms.json")
-    with pytest.raises(ValueError, match="has no corrections: run the part `corrections` first"):
-        list(stale.at_lag(2))
     liked = {"none": 2.0, "ratios": 1.0, "weights": 1.5}
 
     def recorded(run: Run) -> dict:
-        gain = liked[run.correction] + (run.learning_rate == 6e-4)
-        gain -= run.algorithm == run.correction == "none"
+        gain = liked[run.correction] - (run.algorithm == run.correction == "none")
         ends = [{"step": step, "kl": 3.0 * step, "reward": step * (gain + 0.3), "missing_eos": 0.0} for step in (0, 1)]
         return vars(run) | {"evaluations": ends}
 
@@ -124,10 +117,3 @@ def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximise
     found = json.loads((tmp_path / "tuned_arms.json").read_text())["corrections"]
     assert found.pop("none") == "weights"
     assert set(found.values()) == {"none"}
-    arm = tuned_arms.arm("ppo", rounds_ahead=2)
-    with pytest.raises(ValueError, match=f"has no rate of {arm.name}"):
-        list(tuned_arms.results([arm]))
-    choice.choose_rates_of(lambda: [arm], to_frames(map(recorded, tuned_arms.trials([arm]))))
-    runs = list(tuned_arms.results([arm]))
-    assert [(run.seed, run.task[-1], run.learning_rate) for run in runs] == [(n, str(n), 6e-4) for n in range(8)]
-    assert "corrections" in json.loads((tmp_path / "tuned_arms.json").read_text())

@@ -13,13 +13,8 @@ from fastp3o.rollouts.groups import Group, Prompt, Response
 PROMPT = "topic3 style1 w017 w045 w092 w003"
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[str]:
-    return Language(0).prompts(3000, np.random.default_rng(1))
-
-
-def test_offsets_have_mean_zero_and_deviation_one(prompts):
-    values = [unlearnable(prompt) for prompt in prompts]
+def test_offsets_have_mean_zero_and_deviation_one():
+    values = [unlearnable(prompt) for prompt in Language(0).prompts(3000, np.random.default_rng(1))]
     assert np.mean(values) == pytest.approx(0.0, abs=0.06)
     assert np.std(values) == pytest.approx(1.0, abs=0.06)
 
@@ -48,13 +43,9 @@ def test_a_reward_is_standardised_and_shifted():
     assert rewards_of(offset=unlearnable, sd=10.0, factor=0.5) == [[one / 2 for one in group] for group in shifted]
 
 
-def test_a_prompts_factor_multiplies_its_rewards_but_not_those_of_evaluations():
+def test_a_prompts_factor_spares_evaluations_and_rewards_less_their_mean_lose_the_offset():
     factor = prompts_factor(PROMPT, 1.0)
     assert rewards_of(spread=1.0, plain=frozenset(["another"])) == [[on_grid(0.5 * factor), 0.0], [-0.5, -0.25]]
-    assert prompts_factor(PROMPT, 0.0) == 1.0
-
-
-def test_less_their_mean_rewards_lose_the_offset():
     options = {"offset": unlearnable, "sd": 10.0, "centred": True}
     assert rewards_of(**options) == [[0.25, -0.25], [-0.125, 0.125]]
     deviation = 0.5 / 2**0.5 + 1e-4

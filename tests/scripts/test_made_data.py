@@ -1,4 +1,4 @@
-"""The quickstart's world: comparisons follow the taste, and the prompts of the evaluation are nowhere else."""
+"""The data of the quickstarts: comparisons follow a taste, and what evaluates is not in what trains."""
 
 import json
 import runpy
@@ -16,7 +16,13 @@ def world(tmp_path, monkeypatch) -> dict[str, list[dict]]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(SCRIPTS)
     run(monkeypatch, "make_stories", "--output_dir", "data", "--demonstrations", "300", "--comparisons", "2000")
-    return {path.stem: list(map(json.loads, path.read_text().splitlines())) for path in Path("data").glob("*.jsonl")}
+    return records("data")
+
+
+def records(folder) -> dict[str, list[dict]]:
+    return {
+        path.stem: list(map(json.loads, path.read_text("utf-8").splitlines())) for path in Path(folder).glob("*.jsonl")
+    }
 
 
 def run(monkeypatch, script: str, *flags: str) -> None:
@@ -43,3 +49,17 @@ def test_a_model_beside_itself_has_the_same_rewards(world, monkeypatch, capsys):
     run(monkeypatch, "before_after", *flags, "--reward", "make_stories:taste", "--responses_per_prompt", "2")
     before, after = (line.split()[1:] for line in capsys.readouterr().out.splitlines() if " sampled " in line)
     assert before == after
+
+
+def test_docstrings_of_a_module_are_in_one_split_and_rejected_lines_are_not_the_summary(tmp_path, monkeypatch):
+    given = ("--stdlib_only", "--max_pairs", "150", "--workers", "1")
+    run(monkeypatch, "make_docstring_tldr", "--output_dir", str(tmp_path), *given)
+    found = records(tmp_path)
+    modules = {}
+    for split in ("train", "eval"):
+        truth = {record["prompt"]: record["label"] for record in found[f"sft.{split}"]}
+        modules[split] = {prompt.split("\n", 1)[0] for prompt in truth}
+        pairs = found[f"preferences.{split}"]
+        assert modules[split]
+        assert all(pair["chosen"] == truth[pair["prompt"]] != pair["rejected"] for pair in pairs)
+    assert not modules["train"] & modules["eval"]

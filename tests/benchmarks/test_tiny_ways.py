@@ -1,0 +1,45 @@
+"""The ways that are timed against each other train and sample, at tiny sizes."""
+
+import pytest
+
+from benchmarks import test_rollouts
+from benchmarks.iteration_trainers import PHASES, TRAINERS, Stopwatch, Task, save_model
+from benchmarks.rollout_ways import WAYS, Rollouts
+from benchmarks.test_iteration import Iteration, random_prompts
+from benchmarks.training_shapes import llama
+
+TINY = 32, 48, 2, 4, 2, 61
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    monkeypatch.setattr(test_rollouts, "PROMPTS", 3)
+    policy = test_rollouts.random_policy(llama(*TINY))
+    policy.model.generation_config.eos_token_id = list(range(6))
+    return policy
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_every_way_samples_responses_that_end_where_they_should(policy, way):
+    if "TRL" in way:
+        pytest.importorskip("trl")
+    case = Rollouts("tiny", 9, 7, 10, 2)
+    prompts = test_rollouts.random_prompts(case, 61)
+    sampled = WAYS[way](policy, prompts, case, 0)
+    assert [len(group) for group in sampled] == [2, 2, 2]
+    for ids in (ids for group in sampled for ids in group):
+        assert len(ids) == 7 or ids[-1] < 6
+        assert min(ids[:-1], default=6) >= 6
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_trains(name, tmp_path):
+    if "TRL" in name:
+        pytest.importorskip("trl")
+    task = Task(tmp_path / "model", random_prompts(Iteration("tiny", 4, 9, 5, 2), 61), 5, 2, 2)
+    save_model(llama(*TINY), task.model)
+    measured = TRAINERS[name](task, 2, tmp_path, Stopwatch())
+    assert len(measured) == 2
+    for iteration in measured:
+        assert list(iteration) == ["seconds"] if "TRL" in name else ["seconds", *PHASES, "other"]
+        assert min(iteration.values()) > 0
