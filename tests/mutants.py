@@ -31,14 +31,8 @@ COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "
 COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 OPPOSITES = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "argmin": "argmax", "argmax": "argmin"}
 OPPOSITES |= {"sum": "mean", "mean": "sum", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
-DROPPED = (
-    "detach",
-    "clamp",
-    "abs",
-    "contiguous",
-    "sorted",
-    "exp",
-)  # a call with these names becomes what it is called on
+# A call with these names becomes what it is called on.
+DROPPED = ("detach", "clamp", "abs", "contiguous", "sorted", "exp")
 
 
 @dataclass(frozen=True)
@@ -125,15 +119,24 @@ def executed(tree: ast.AST) -> Iterator[ast.expr]:
             yield from executed(child)
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """Mutants by lot: a folder in turn, a kind of change, a place."""
+def all_mutants() -> list[Mutant]:
     listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in listed.stdout.splitlines() if name.endswith(".py")]
+    return [mutant for file in files for mutant in mutants_in(file, (ROOT / file).read_text())]
+
+
+def text_of(mutant: Mutant) -> str:
+    """The line that it changes."""
+    return (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Mutants by lot: a folder in turn, a kind of change, a place."""
     by_folder: dict[str, list[Mutant]] = {}
-    for file in files:
-        by_folder.setdefault(str(Path(file).parent), []).extend(mutants_in(file, (ROOT / file).read_text()))
+    for mutant in all_mutants():
+        by_folder.setdefault(str(Path(mutant.file).parent), []).append(mutant)
     lot = random.Random(seed)
-    folders = sorted(folder for folder, mutants in by_folder.items() if mutants)
+    folders = sorted(by_folder)
     lot.shuffle(folders)
     chosen: list[Mutant] = []
     for folder in cycle(folders):
@@ -148,19 +151,14 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 
 def drawn_again(earlier: Path) -> list[Mutant]:
     """The mutants of an earlier run's lines, in today's tree; what is not there any more is named and left out."""
-    listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = {name: (ROOT / name).read_text() for name in listed.stdout.splitlines() if name.endswith(".py")}
-    by_change: dict[tuple[str, str, str], list[tuple[Mutant, str]]] = {}
-    for file, text in files.items():
-        lines = text.splitlines()
-        for mutant in mutants_in(file, text):
-            key = (mutant.kind, mutant.before.strip(), mutant.after.strip())
-            by_change.setdefault(key, []).append((mutant, lines[mutant.line - 1].strip()))
+    by_change: dict[tuple[str, str, str], list[Mutant]] = {}
+    for mutant in all_mutants():
+        by_change.setdefault((mutant.kind, mutant.before.strip(), mutant.after.strip()), []).append(mutant)
     again = []
     for line in earlier.read_text().splitlines():
         old = json.loads(line)
         places = by_change.get((old["kind"], old["before"].strip(), old["after"].strip()), [])
-        same = [mutant for mutant, text in places if text == old["text"]]
+        same = [mutant for mutant in places if text_of(mutant) == old["text"]]
         here = [mutant for mutant in same if Path(mutant.file).name == Path(old["file"]).name] or same
         if here:
             again.append(here[0])
@@ -177,8 +175,8 @@ def tests_of_lines(coverage_file: Path) -> dict[str, dict[int, list[str]]]:
     data.read()
     reached = {}
     for file in data.measured_files():
-        contexts = data.contexts_by_lineno(file)
-        tests = {line: sorted({name.split("|")[0] for name in names if name}) for line, names in contexts.items()}
+        lines = data.contexts_by_lineno(file).items()
+        tests = {line: sorted({name.split("|")[0] for name in names if name}) for line, names in lines}
         reached[os.path.relpath(file, ROOT)] = tests
     return reached
 
@@ -186,10 +184,8 @@ def tests_of_lines(coverage_file: Path) -> dict[str, dict[int, list[str]]]:
 def measure_coverage(file: Path) -> None:
     """Runs the suite once and notes which test reaches which line, in forked processes too."""
     command = [sys.executable, "-m", "pytest", "-q", "--numprocesses", "auto", "--dist", "worksteal"]
-    options = [f"--cov={source}" for source in SOURCES]
-    subprocess.run(
-        [*command, *options, "--cov-context=test", "--cov-report="], cwd=ROOT, env=environment(ROOT, file), check=False
-    )
+    command += [*(f"--cov={source}" for source in SOURCES), "--cov-context=test", "--cov-report="]
+    subprocess.run(command, cwd=ROOT, env=environment(ROOT, file), check=False)
 
 
 def environment(tree: Path, coverage_file: Path | None = None) -> dict[str, str]:
@@ -199,28 +195,19 @@ def environment(tree: Path, coverage_file: Path | None = None) -> dict[str, str]
 
 
 def is_found(mutant: Mutant, tests: Sequence[str], tree: Path) -> str | None:
-    """The first lines of a failing test's report, or None if all pass."""
+    """The first line of a failing test's report, or None if all pass."""
     path = tree / mutant.file
     text = path.read_text()
     path.write_text(text[: mutant.start] + mutant.after + text[mutant.end :])
     folder = "tests/" + mutant.file.removeprefix("kernels/fastp3o_").rpartition("/")[0]
-    near = [test for test in tests if test.startswith(folder)]
-    try:
-        for some in (near, [test for test in tests if test not in set(near)]):
-            if some and (failed := failure(some, tree)):
-                return failed
-    finally:
-        path.write_text(text)
-    return None
-
-
-def failure(tests: Sequence[str], tree: Path) -> str | None:
-    """The first failure of these tests; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses", "2", "-p", "no:cacheprovider", *tests]
+    near_first = sorted(tests, key=lambda test: not test.startswith(folder))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses", "2", "-p", "no:cacheprovider", *near_first]
     try:
         ran = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return "the tests hang"
+    finally:
+        path.write_text(text)
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (failed or [ran.stdout[-200:]])[0][:200] if ran.returncode not in (0, 5) else None
 
@@ -243,12 +230,12 @@ def main() -> None:
         mutants = drawn_again(arguments.again) if arguments.again else drawn(arguments.count, arguments.seed)
         found = 0
         for mutant in mutants:
-            text = (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
             tests = reached.get(mutant.file, {}).get(mutant.line, [])
             by = is_found(mutant, tests, tree) if tests else None
             found += by is not None
             with arguments.out.open("a") as file:
-                file.write(json.dumps(asdict(mutant) | {"text": text, "tests": len(tests), "found": by}) + "\n")
+                line = asdict(mutant) | {"text": text_of(mutant), "tests": len(tests), "found": by}
+                file.write(json.dumps(line) + "\n")
             where = f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.before.strip()} -> {mutant.after.strip()}"
             print(f"{'found' if by else 'LIVES'} ({len(tests)} tests)  {where}", flush=True)
         print(f"{found} of {len(mutants)} mutants are found")

@@ -26,11 +26,10 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in fenced if name == language]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_loss_before_and_after_is_the_same(seed: int):
+def test_the_loss_before_and_after_is_the_same():
     code = blocks("python")[1]
     before, after = code.split("# After")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     names: dict = {}
     exec(compile(before, "README.md", "exec"), names)
     loss = names["loss"]
@@ -40,6 +39,9 @@ def test_the_loss_before_and_after_is_the_same(seed: int):
     for tensor, gradient in zip((names["hidden"], names["weight"]), expected, strict=True):
         assert gradient.abs().sum() > 0
         torch.testing.assert_close(tensor.grad, gradient)
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["loss"].isfinite()
+    assert names["counts"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -87,23 +89,13 @@ def test_commands_use_flags_that_their_scripts_have(monkeypatch, capsys):
             assert f"{flag} " in help_text, f"{script} has no {flag}"
 
 
-def test_it_is_read_in_two_minutes():
+def test_it_is_read_in_two_minutes_and_has_its_figures():
     lines = README.splitlines()
     assert len(lines) <= 135
     assert max(map(len, lines)) <= 120
-
-
-def test_figures_exist():
     figures = re.findall(r'<img src="([^"]+)"', README)
     assert len(figures) == 2
     assert all((ROOT / figure).exists() for figure in figures)
-
-
-def test_p3o_takes_the_tensors_of_the_block():
-    names: dict = {}
-    exec(compile(blocks("python")[1], "README.md", "exec"), names)
-    assert names["loss"].isfinite()
-    assert names["counts"]
 
 
 def test_the_page_of_trls_names_has_them_all():

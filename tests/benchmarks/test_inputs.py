@@ -24,9 +24,3 @@ def test_no_pair_is_clipped_at_either_level(monkeypatch):
     # Rounded logits would clip some, were they not taken for the policy's own.
     assert pairs_without_gradient(logprobs, inputs) > 0
     assert pairs_without_gradient(logprobs, logits.inputs) == 0
-
-
-def test_about_a_third_is_clipped_on_request():
-    inputs = module.random_inputs(HEAD, 4096).a_third_clipped()
-    clipped = pairs_without_gradient(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels), inputs)
-    assert clipped == 6  # of 16: every third, the first included

@@ -2,7 +2,6 @@ import pytest
 
 from benchmarks import test_rollouts
 from benchmarks.rollout_ways import WAYS, Rollouts
-from benchmarks.test_rollouts import counts
 from benchmarks.training_shapes import llama
 
 
@@ -31,11 +30,6 @@ def test_tokens_that_are_read():
     prompts = [[1] * 5, [1] * 3]
     responses = [[[1] * 4, [1]], [[1] * 2, [1] * 2]]
     case = Rollouts("tiny", 4, 10, None, 2)
-    engine = counts("fastp3o engine", prompts, responses, case)
+    engine = test_rollouts.counts("fastp3o engine", prompts, responses, case)
     assert engine == {"tokens": 9, "steps": 4, "read_per_token": ((4 * 4 + 2 * 2) + (10 + 1 + 3 + 3)) / 9}
-    assert counts("generate", prompts, responses, case) == {"tokens": 9, "steps": 4}
-
-
-def test_steps_until_all_responses_have_ended():
-    assert test_rollouts.steps_of_slots([3, 1, 1, 2, 4], slots=2) == 7
-    assert test_rollouts.steps_of_slots([3, 1], slots=4) == 3
+    assert test_rollouts.counts("generate", prompts, responses, case) == {"tokens": 9, "steps": 4}

@@ -1,3 +1,5 @@
+"""Commands that read the evaluations of runs: seeds are paired, and runs of one name stay apart."""
+
 import json
 import sys
 from pathlib import Path
@@ -6,11 +8,12 @@ import pytest
 import yaml
 
 from fastp3o.commands import compare as command
+from fastp3o.commands import frontier
 
 
 @pytest.fixture
 def compare(monkeypatch, capsys):
-    def main(*arguments: str) -> str:
+    def main(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["compare_frontiers.py", *map(str, arguments)])
         command.main()
         return capsys.readouterr().out
@@ -18,7 +21,7 @@ def compare(monkeypatch, capsys):
     return main
 
 
-def write_run(folder: Path, seed: int, per_nat: float) -> Path:
+def write_run(folder: Path, seed: int, per_nat: float = 1.0) -> Path:
     """Gains on a straight line, apart from what the seed adds."""
     folder.mkdir(parents=True)
     lines = [
@@ -32,41 +35,37 @@ def write_run(folder: Path, seed: int, per_nat: float) -> Path:
 
 
 def test_arms_are_compared_seed_by_seed(compare, tmp_path):
-    first = [write_run(tmp_path / f"first-{seed}", seed, 1.0) for seed in range(6)]
+    first = [write_run(tmp_path / f"first-{seed}", seed) for seed in range(6)]
     second = [write_run(tmp_path / f"second-{seed}", seed, 0.75) for seed in range(6)]
     printed = compare("--first", *first, "--second", *second, "--kl", "2", "4")
     # The seeds' own part cancels: the difference is a quarter of the KL, without spread.
     assert "0.500 [0.500, 0.500] (6)" in printed
     assert printed.count("not reached") == 2
-    assert "passed" not in printed
     assert "6 seeds in both" in printed
-
-
-def test_a_kl_that_was_passed_before_an_evaluation_is_told_apart(compare, tmp_path):
-    runs = [write_run(tmp_path / f"run-{seed}", seed, 1.0) for seed in range(2)]
-    printed = compare("--first", *runs, "--second", *runs, "--kl", "0.25", "4")
-    assert printed.count("passed at once (2)") == printed.count("not reached") == 2
-    assert "--eval_at 1,2,5" in printed
-
-
-def test_few_seeds_have_a_mean_alone(compare, tmp_path):
-    arms = [[write_run(tmp_path / f"{arm}-{seed}", seed, 1.0) for seed in range(3)] for arm in ("first", "second")]
-    assert "│ 0.000 (3) │" in " ".join(compare("--first", *arms[0], "--second", *arms[1], "--kl", "2").split())
-
-
-def test_without_a_shared_seed_there_is_no_difference(compare, tmp_path):
-    first, second = write_run(tmp_path / "first", 0, 1.0), write_run(tmp_path / "second", 1, 1.0)
-    assert "0 seeds in both" in compare("--first", first, "--second", second, "--kl", "2")
+    # Before the first evaluation after update 0 no gain was measured, and three seeds have no interval.
+    printed = compare("--first", *first[:3], "--second", *second[2:], "--kl", "0.25", "2")
+    assert "passed at once (3)" in printed
+    assert "passed at once (4)" in printed
+    assert " 2.010 (3) │" in printed
+    assert "1 seeds in both" in printed
 
 
 def test_what_cannot_be_compared_is_refused_by_name(compare, tmp_path, capsys):
-    run = write_run(tmp_path / "run", 0, 1.0)
-    again = write_run(tmp_path / "again", 0, 1.0)
+    run, again = write_run(tmp_path / "run", 0), write_run(tmp_path / "again", 0)
     for arguments, message in (
         (["--first", run, again, "--second", run], "again is a second run with seed 0 on prompts.jsonl"),
-        (["--first", run, "--second", tmp_path / "nothing"], "has no evaluations"),
         (["--first", run, "--second", run, "--metric", "gold"], "was evaluated without a gold reward"),
     ):
         with pytest.raises(SystemExit):
             compare(*arguments)
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_runs_of_the_same_name_are_all_shown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(frontier, "read_run", str)
+    monkeypatch.setattr(frontier, "print_table", shown.append)
+    monkeypatch.setattr(frontier, "plot", lambda runs, output: None)
+    monkeypatch.setattr(sys, "argv", ["plot_frontier.py", "a/p3o", "b/p3o", "b/ppo"])
+    frontier.main()
+    assert shown == [{"a/p3o": "a/p3o", "b/p3o": "b/p3o", "ppo": "b/ppo"}]

@@ -1,4 +1,4 @@
-"""What `--help` imports: a set of modules rather than seconds, which depend on the machine."""
+"""What a package and `--help` import: a set of modules rather than seconds, which depend on the machine."""
 
 import os
 import subprocess
@@ -7,59 +7,28 @@ from pathlib import Path
 
 import pytest
 
-import fastp3o
-import fastp3o_kernels
-
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
-# One of each kind of command.
-SAMPLE = ("memory.py", "online.py", "sft.py", "win_rate.py")
 # Packages that take a tenth of a second or more.
 HEAVY = {"accelerate", "datasets", "httpx", "matplotlib", "pandas", "peft", "pyarrow", "torch", "transformers"}
-# An objective's configuration stands beside its loss, whose file needs torch.
-WITH_LOSSES = {"online.py", "online_dpo.py", "p3o.py", "ppo.py", "preference.py"}
-
 PROGRAM = """
 import runpy, sys
 sys.argv = sys.argv[1:]
-if len(sys.argv) == 1:
-    __import__(sys.argv[0])
-else:
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        assert end.code in (None, 0), end.code
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__") if len(sys.argv) > 1 else __import__(sys.argv[0])
+except SystemExit as end:
+    assert end.code in (None, 0), end.code
 print(*sorted(sys.modules), file=sys.stderr)
 """
 
 
-def imported_by(*arguments: str) -> set[str]:
-    """The modules that a script imports with these arguments, or that importing a package does."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
+# The package, and a command of each kind; an objective's configuration stands beside its loss, whose file needs torch.
+@pytest.mark.parametrize("name", ["fastp3o", "memory.py", "sft.py", "win_rate.py", "online.py"])
+def test_it_imports_nothing_that_takes_long(name: str):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-c", PROGRAM, *([name] if name == "fastp3o" else [f"scripts/{name}", "--help"])]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    return set(run.stderr.split())
-
-
-@pytest.mark.parametrize("script", [pytest.param(s, marks=() if s in SAMPLE else pytest.mark.nightly) for s in SCRIPTS])
-def test_help_imports_nothing_that_takes_long(script: str):
-    modules = imported_by(f"scripts/{script}", "--help")
-    assert "argparse" in modules
-    assert HEAVY & modules == ({"torch"} if script in WITH_LOSSES else set())
-    assert "torch._dynamo" not in modules
-
-
-def test_importing_the_package_imports_nothing_that_takes_long():
-    modules = imported_by("fastp3o")
+    modules = set(run.stderr.split())
     assert "fastp3o" in modules
-    assert not HEAVY & modules
-
-
-def test_both_packages_have_one_version():
-    assert fastp3o.__version__ == fastp3o_kernels.__version__
+    assert HEAVY & modules == ({"torch"} if name == "online.py" else set())
+    assert "torch._dynamo" not in modules

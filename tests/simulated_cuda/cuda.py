@@ -1,7 +1,7 @@
 """torch.cuda of the pretended devices."""
 
 import os
-from types import SimpleNamespace
+from functools import cache
 from typing import Any
 
 from tests.simulated_cuda import native
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from tests.interpreter import quicken, round_to_nearest
-from tests.simulated_cuda import attention, graphs, triton_launches
+from tests.simulated_cuda import graphs, triton_launches
 from tests.simulated_cuda.host import finish_copies, host, wait_for_device
-from tests.simulated_cuda.operations import SimulatedDevice, cuda_device
+from tests.simulated_cuda.operations import SimulatedDevice, cuda_device, scaled_dot_product_attention
 from tests.simulated_cuda.tensors import is_simulated
 
 TOTAL_MEMORY = 80 * 2**30
-NAME = "NVIDIA H100 80GB HBM3"
 
 
 class Stream:
@@ -35,18 +34,8 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None: ...
 
-    def wait_event(self, event: "Event") -> None: ...
-
-    def query(self) -> bool:
-        return not host.under_way
-
     def synchronize(self) -> None:
         wait_for_device("Stream.synchronize")
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = Event() if event is None else event
-        event.record(self)
-        return event
 
 
 class Event:
@@ -59,12 +48,6 @@ class Event:
     def synchronize(self) -> None:
         if self.time is not None:
             wait_for_device("Event.synchronize", until=self.time)
-
-    def query(self) -> bool:
-        """The device is as late as it can be."""
-        return self.time is None or not any(copy.time <= self.time for copy in host.under_way)
-
-    def wait(self, stream: Stream | None = None) -> None: ...
 
     def elapsed_time(self, other: "Event") -> float:
         return 1.0
@@ -91,11 +74,6 @@ def device_count() -> int:
     return len([number for number in visible.split(",") if number.strip()])
 
 
-def empty_cache() -> None:
-    if graphs.CUDAGraph.captures_under_way:
-        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
-
-
 def memory_allocated(device: Any = None) -> int:
     return native.library().allocated_bytes(device_with_number(device).index)
 
@@ -105,41 +83,19 @@ def max_memory_allocated(device: Any = None) -> int:
 
 
 def set_sync_debug_mode(mode: str | int) -> None:
-    host.sync_debug_mode = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)  # type: ignore[call-overload]
-
-
-def properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(
-        name=NAME,
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=TOTAL_MEMORY,
-        L2_cache_size=50 * 2**20,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        shared_memory_per_block_optin=232448,
-        gcnArchName="",
-        uuid="0",
-    )
+    host.may_wait = mode not in (2, "error")
 
 
 current_streams: dict[int, Stream] = {}
-default_streams: dict[int, Stream] = {}
+default_stream_of = cache(Stream)
 
 
 def default_stream(device: Any = None) -> Stream:
-    number = device_with_number(device).index
-    return default_streams.setdefault(number, Stream(number))
+    return default_stream_of(device_with_number(device).index)
 
 
 def current_stream(device: Any = None) -> Stream:
-    return current_streams.setdefault(device_with_number(device).index, default_stream(device))
-
-
-def set_stream(stream: Stream) -> None:
-    current_streams[stream.device.index] = stream
+    return current_streams.get(device_with_number(device).index, default_stream(device))
 
 
 FUNCTIONS: dict[str, Any] = {
@@ -154,14 +110,11 @@ FUNCTIONS: dict[str, Any] = {
     "current_stream": current_stream,
     "default_stream": default_stream,
     "device_count": device_count,
-    "empty_cache": empty_cache,
+    "empty_cache": lambda: None,
     "get_device_capability": lambda device=None: (9, 0),
-    "get_device_name": lambda device=None: NAME,
-    "get_device_properties": properties,
+    "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
     "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "get_sync_debug_mode": lambda: {"default": 0, "warn": 1, "error": 2}[host.sync_debug_mode],
-    "graph_pool_handle": graphs.new_pool,
-    "ipc_collect": lambda: None,
+    "get_sync_debug_mode": lambda: 0 if host.may_wait else 2,
     "is_available": lambda: True,
     "is_bf16_supported": lambda *_, **__: True,
     "is_current_stream_capturing": lambda: host.capture is not None,
@@ -169,14 +122,12 @@ FUNCTIONS: dict[str, Any] = {
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
     "max_memory_allocated": max_memory_allocated,
-    "max_memory_reserved": max_memory_allocated,
     "mem_get_info": lambda device=None: (TOTAL_MEMORY - memory_allocated(device), TOTAL_MEMORY),
     "memory_allocated": memory_allocated,
-    "memory_reserved": memory_allocated,
     "reset_peak_memory_stats": lambda device=None: native.library().reset_peak(device_with_number(device).index),
     "set_device": lambda device: exchange_device(device_with_number(device).index) and None,
     "set_rng_state": lambda state, device=None: None,
-    "set_stream": set_stream,
+    "set_stream": lambda stream: current_streams.update({stream.device.index: stream}),
     "set_sync_debug_mode": set_sync_debug_mode,
     "synchronize": lambda device=None: wait_for_device("torch.cuda.synchronize"),
 }
@@ -192,8 +143,6 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.graphs.CUDAGraph = graphs.CUDAGraph
     torch._C._host_emptyCache = lambda: None
-    torch._C._cuda_endAllocateToPool = lambda device, pool: graphs.end_pool(pool)
-    torch._C._cuda_releasePool = lambda device, pool: None
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch.accelerator.device_count = device_count
@@ -201,22 +150,21 @@ def install() -> None:
     round_to_nearest()
     triton_launches.install()
     move_modules_by_swapping()
-    attention.install()
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     SimulatedDevice().__enter__()
 
 
 def restart() -> None:
     """Forgets what a test has left."""
-    host.sync_debug_mode, host.capture = "default", None
+    host.may_wait, host.capture = True, None
     finish_copies(host.time)
-    graphs.CUDAGraph.captures_under_way.clear()
     current_streams.clear()
     native.library().set_device(0)
 
 
 def move_modules_by_swapping() -> None:
     """A parameter that moves stays the object it was: it takes the place of one on the other device, with its hooks."""
-    torch._has_compatible_shallow_copy_type = may_share_an_object
+    torch._has_compatible_shallow_copy_type = lambda input, from_: True  # a module that moves assigns `parameter.data`
     swap = torch.utils.swap_tensors
 
     def swap_with_hooks(first: Tensor, second: Tensor) -> None:
@@ -238,8 +186,3 @@ def move_modules_by_swapping() -> None:
         swap_with_hooks(tensor, moved)
 
     torch.Tensor.data = property(data.__get__, set_data)
-
-
-def may_share_an_object(input: Tensor, from_: Tensor) -> bool:
-    """In the place of torch's function: a module that moves assigns `parameter.data`."""
-    return True

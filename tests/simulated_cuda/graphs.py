@@ -5,16 +5,15 @@ freed or has moved would read garbage on a GPU, and raises here.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.simulated_cuda.host import host
+from tests.simulated_cuda.host import host, note_launch
 from tests.simulated_cuda.native import library
-from tests.simulated_cuda.record import note_launch
 
 
 class Address:
@@ -34,24 +33,16 @@ class Address:
         return torch.empty(0, dtype=self.dtype).set_(storage, *self.view)
 
 
-class Operation(NamedTuple):
-    """function: on values in CPU memory. results: where its results go, tensors of the graph's own memory."""
-
-    function: Callable
-    args: tuple
-    kwargs: dict
-    results: list[Tensor]
-
-
 class Capture:
-    """Operations in the order of their launches, on one device. invalid: something happened that no graph can hold."""
+    """Operations in the order of their launches, on one device: functions on values in CPU memory, their arguments, and
+    where their results go, tensors of the graph's own memory.
+    """
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.operations: list[Operation] = []
+        self.operations: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
         self.own: dict[int, torch.UntypedStorage] = {}
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.invalid = False
 
     def keep_contents(self, written: list[Tensor]) -> None:
         """Notes what memory holds before an operation writes to it: a capture runs nothing."""
@@ -69,72 +60,44 @@ class Capture:
         """args, kwargs, result: of an operation that ran on values in CPU memory. launched: whether a kernel ran, and
         not only a view or an allocation.
         """
-        given = {storage_of(value)._cdata for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        given = {identity(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         held = tree_map(self.held, (args, kwargs))
-        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        for value in results:
-            if storage_of(value)._cdata not in given:
-                self.own[storage_of(value)._cdata] = storage_of(value)
+        results = tensors_in(result)
+        self.own |= {identity(value): value.untyped_storage() for value in results if identity(value) not in given}
         if launched:
-            self.operations.append(Operation(function, *held, results))
+            self.operations.append((function, *held, results))
 
     def held(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and storage_of(value)._cdata not in self.own:
-            return Address(value)
-        return value
+        return Address(value) if isinstance(value, Tensor) and identity(value) not in self.own else value
 
 
-def storage_of(values: Tensor) -> torch.UntypedStorage:
-    return values.untyped_storage()
+def identity(values: Tensor) -> int:
+    """Of its memory."""
+    return values.untyped_storage()._cdata
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(result) if isinstance(value, Tensor)]
 
 
 class CUDAGraph:
-    """In the place of torch.cuda.CUDAGraph.
-
-    As in torch 2.11, the allocator does not learn that a capture has ended that failed: `empty_cache` asserts
-    afterwards, until the pool is ended.
-    """
-
-    captures_under_way: ClassVar[set[tuple[int, int]]] = set()
-    pools = 0
+    """In the place of torch.cuda.CUDAGraph."""
 
     def __init__(self, keep_graph: bool = False):
         self.captured: Capture | None = None
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global", **_: Any) -> None:
-        self.own_pool = new_pool() if pool is None else pool
-        CUDAGraph.captures_under_way.add(self.own_pool)
+    def capture_begin(self, *_: Any, **__: Any) -> None:
         host.capture = Capture(library().current_device())
 
     def capture_end(self) -> None:
-        capture, host.capture = host.capture, None
-        capture.restore_contents()
-        if capture.invalid:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        CUDAGraph.captures_under_way.discard(self.own_pool)
-        self.captured = capture
-
-    def pool(self) -> tuple[int, int]:
-        return self.own_pool
-
-    def reset(self) -> None:
-        self.captured = None
+        self.captured, host.capture = host.capture, None
+        self.captured.restore_contents()
 
     def replay(self) -> None:
         note_launch("graph")
         assert self.captured is not None
         for function, args, kwargs, results in self.captured.operations:
             args, kwargs = tree_map(lambda held: held.values() if isinstance(held, Address) else held, (args, kwargs))
-            again = [value for value in tree_leaves(function(*args, **kwargs)) if isinstance(value, Tensor)]
-            for target, value in zip(results, again, strict=True):
-                if storage_of(target)._cdata != storage_of(value)._cdata:
+            for target, value in zip(results, tensors_in(function(*args, **kwargs)), strict=True):
+                if identity(target) != identity(value):
                     target.copy_(value)
-
-
-def new_pool() -> tuple[int, int]:
-    CUDAGraph.pools += 1
-    return 0, CUDAGraph.pools
-
-
-def end_pool(pool: tuple[int, int]) -> None:
-    CUDAGraph.captures_under_way.discard(pool)

@@ -16,11 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
+from typing import Any
 
 SOURCE = Path(__file__).with_name("cuda_without_gpu.cpp")
 BUILT = SOURCE.parent / ".build"
@@ -45,17 +41,14 @@ def library() -> ctypes.CDLL:
     if not built.exists():
         compile_to(built)
     for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(f"{torch_folder()}/lib/{name}", mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(built))
     loaded.allocated_bytes.restype = loaded.peak_bytes.restype = ctypes.c_int64
     return loaded
 
 
 def torch_folder() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec("torch").origin).parent
 
 
 def compile_to(built: Path) -> None:
@@ -72,7 +65,7 @@ def compile_to(built: Path) -> None:
 
 
 @contextmanager
-def memory_of(device: "torch.device") -> Iterator[None]:
+def memory_of(device: Any) -> Iterator[None]:
     """Counts memory that this thread allocates inside as the device's."""
     before = library().allocate_on(device.index)
     try:

@@ -13,51 +13,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.simulated_cuda.host import copy_to_device_later, copy_to_host_later, host, wait_for_device
+from tests.simulated_cuda import host as on_host
+from tests.simulated_cuda.host import host, note_launch, place, wait_for_device
 from tests.simulated_cuda.native import library, memory_of
-from tests.simulated_cuda.record import note_device, note_launch, place
-from tests.simulated_cuda.stand_ins import STAND_INS, one_kernel
+from tests.simulated_cuda.stand_ins import STAND_INS, attention, attention_backward, fused
 from tests.simulated_cuda.tensors import is_simulated, on_device, values_in
 
 aten = torch.ops.aten
 
 # torch's CUDA code reads the size or the validity of their results on the host.
-WAITS = {
-    "aten._local_scalar_dense.default",
-    "aten._unique2.default",
-    "aten.bincount.default",
-    "aten.equal.default",
-    "aten.is_nonzero.default",
-    "aten.masked_select.default",
-    "aten.multinomial.default",
-    "aten.nonzero.default",
-    "aten.unique_consecutive.default",
-    "aten.unique_dim.default",
-}
+WAITS = ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "multinomial")
+WAITS += ("nonzero", "unique_consecutive", "unique_dim")
 # They neither launch nor are views by their schemas.
-NO_LAUNCH = {
-    "aten._reshape_alias.default",
-    "aten._unsafe_view.default",
-    "aten.detach.default",
-    "aten.empty.memory_format",
-    "aten.empty_like.default",
-    "aten.empty_strided.default",
-    "aten.is_pinned.default",
-    "aten.new_empty.default",
-    "aten.new_empty_strided.default",
-    "aten.resize_.default",
-    "aten.set_.source_Storage",
-    "aten.set_.source_Storage_storage_offset",
-    "aten.set_.source_Tensor",
-}
-INDEXES = {
-    "aten._index_put_impl_.default",
-    "aten.index.Tensor",
-    "aten.index_put.default",
-    "aten.index_put_.default",
-}
+NO_LAUNCH = ("_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_pinned")
+NO_LAUNCH += ("new_empty", "new_empty_strided", "resize_", "set_")
+INDEXES = ("_index_put_impl_", "index", "index_put", "index_put_")
 # They take a number in a CPU tensor although they are not elementwise by their tags.
-TAKE_NUMBERS = {"aten.fill.Tensor", "aten.fill_.Tensor", "aten.masked_fill.Tensor", "aten.masked_fill_.Tensor"}
+TAKE_NUMBERS = ("fill", "fill_", "masked_fill", "masked_fill_")
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -70,50 +42,34 @@ class SimulatedDevice(TorchDispatchMode):
 def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     if function is torch.ops.prim.device.default:
         return args[0].simulated_device
-    if torch.is_inference_mode_enabled() and is_composite(function):
-        with SimulatedDevice():
-            return function.decompose(*args, **kwargs)
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     simulated = [tensor for tensor in tensors if is_simulated(tensor)]
     asked = cuda_device(kwargs.get("device"))
     if not simulated and asked is None:
         with torch._C._DisableTorchDispatch():
             return function(*args, **kwargs)
-    name = str(function)
+    name = function.overloadpacket.__name__
     if function is aten._to_copy.default:
         return to_copy(*args, **kwargs)
     if function is aten.copy_.default:
         return copy_(*args, **kwargs)
-    if name in ("aten.lift_fresh.default", "aten.lift.default"):
+    if name in ("lift_fresh", "lift"):
         return args[0]
     if function is aten.is_pinned.default:
         return False
-    if name in ("aten._pin_memory.default", "aten.pin_memory.default"):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+    assert name not in ("_pin_memory", "pin_memory"), "only memory of the host can be pinned"
     device = simulated[0].simulated_device if simulated else asked
     check_devices(name, function, tensors, device)
     for kind in waits(name, args, kwargs):
         wait_for_device(kind)
     launched = not function.is_view and name not in NO_LAUNCH
     if launched:
-        note_launch(name)
-    # CUDA's kernels read and write each dtype as it is, where a CPU converts whole tensors first.
-    mixed = torch.Tag.pointwise in function.tags and len({tensor.dtype for tensor in tensors}) > 1
+        note_launch(str(function))
     changed = {"device": torch.device("cpu"), "pin_memory": False}
     kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
-    return execute(
-        STAND_INS.get(name, one_kernel(function) if mixed else function),
-        args,
-        kwargs,
-        device,
-        launched=launched,
-        written=written_by(function, args, kwargs),
-    )
-
-
-def is_composite(function: Any) -> bool:
-    """Whether autograd takes an operation apart. Without it, in inference mode, this is left to do."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+    written = written_by(function, args, kwargs)
+    function = STAND_INS.get(str(function), function)
+    return execute(function, args, kwargs, device, launched=launched, written=written)
 
 
 def execute(
@@ -140,7 +96,8 @@ def execute(
         return on_device(value, device) if tensor is None else of_same_shape(tensor, values)
 
     if launched:
-        note_device(device)
+        for record in on_host.records:
+            record.devices[str(device)] += 1
     low_args, low_kwargs = tree_map(lower, (args, kwargs))
     if host.capture is not None:
         if launched and device.index != host.capture.device:
@@ -171,15 +128,12 @@ def cuda_device(device: Any) -> torch.device | None:
 def check_devices(name: str, function: Any, tensors: list[Tensor], device: torch.device) -> None:
     numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
     for tensor in tensors:
-        if is_simulated(tensor):
-            fits = tensor.simulated_device == device
-        else:
-            fits = name in INDEXES or tensor.device.type == "meta" or (tensor.dim() == 0 and numbers)
-        if not fits:
-            other = tensor.simulated_device if is_simulated(tensor) else "cpu"
+        found = tensor.simulated_device if is_simulated(tensor) else tensor.device
+        number = found.type == "cpu" and (name in INDEXES or (tensor.dim() == 0 and numbers))
+        if found != device and found.type != "meta" and not number:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{other} and {device}! ({name} at {place()})"
+                f"{found} and {device}! ({name} at {place()})"
             )
 
 
@@ -187,28 +141,27 @@ def waits(name: str, args: tuple, kwargs: dict) -> Iterator[str]:
     """Reasons for which the host waits in this operation."""
     if name in WAITS:
         yield name
-    if name == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None:
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
         yield "repeat_interleave without output_size"
-    if name == "aten.segment_reduce.default" and not kwargs.get("unsafe", False):
+    if name == "segment_reduce" and not kwargs.get("unsafe", False):
         yield "segment_reduce checks its lengths"
     if name in INDEXES:
         indices = [index for index in args[1] if index is not None]
-        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
         # One mask with one number is a masked_fill.
         filled = "index_put" in name and len(args[1]) == 1 and args[2].numel() == 1
-        if masks and not filled:
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not filled:
             yield f"{name} with a mask"
-        if not all(is_simulated(index) for index in indices):
+        if not all(map(is_simulated, indices)):
             yield f"{name} with indices on the CPU"
 
 
 def written_by(function: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     if host.capture is None:
         return []
-    named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
-    writes = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = (named[name] for name in writes if name in named)
-    return [tensor for values in given for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+    arguments = function._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    given = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
 
 
 def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
@@ -219,21 +172,17 @@ def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, *
         return torch.empty_like(values_in(source), device="meta", **options)
     if target is None and device is None and is_simulated(source):
         target = source.simulated_device
+    note_launch("copy")
     if is_simulated(source) and target is not None:
-        note_launch("copy on the device" if target == source.simulated_device else "copy between devices")
         return execute(aten._to_copy.default, (source,), options, target, launched=True, written=[])
     if target is None:  # to the host
-        note_launch("copy to the host")
         values = converted(values_in(source), options)
-        if not non_blocking:
+        if not non_blocking or host.capture is not None:
             wait_for_device("copy to the host")
             return values.clone() if values is source else values
-        if host.capture is not None:
-            wait_for_device("copy to the host in a capture")
         result = torch.empty_like(values, pin_memory=values.numel() > 0)
-        copy_to_host_later(result, values.clone())
+        on_host.copy_to_host_later(result, values.clone())
         return result
-    note_launch("copy to the device")
     with memory_of(target):
         values = converted(source, options, clone=True)
     result = on_device(values, target)
@@ -254,23 +203,45 @@ def upload(source: Tensor, non_blocking: bool) -> None:
         wait_for_device("copy to the device that blocks")
     else:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            copy_to_device_later(source, source.clone())
+            on_host.copy_to_device_later(source)
 
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if is_simulated(target) and is_simulated(source):
-        note_launch("copy on the device" if target.device == source.device else "copy between devices")
-    elif is_simulated(target):
-        note_launch("copy to the device")
+    note_launch("copy")
+    if is_simulated(target) and not is_simulated(source):
         upload(source, non_blocking)
-    else:
-        note_launch("copy to the host")
-        if not (non_blocking and target.is_pinned()) or host.capture is not None:
-            wait_for_device("copy to the host")
-        else:
+    elif not is_simulated(target):
+        if non_blocking and target.is_pinned() and host.capture is None:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
-                copy_to_host_later(target, values_in(source).to(target.dtype).expand(target.shape).clone())
+                on_host.copy_to_host_later(target, values_in(source).to(target.dtype).expand(target.shape).clone())
             return target
+        wait_for_device("copy to the host")
     device = target.simulated_device if is_simulated(target) else source.simulated_device
     execute(aten.copy_.default, (target, source), {}, device, launched=True, written=[target])
     return target
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.options = options
+        return launched_attention(attention, query.device, query, key, value, mask, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        inputs = *ctx.saved_tensors, ctx.options
+        return *launched_attention(attention_backward, grad.device, grad, *inputs), None, None
+
+
+def launched_attention(function: Callable, device: torch.device, *args: Any) -> Any:
+    note_launch(function.__name__)
+    return execute(function, args, {}, device, launched=True, written=[])
+
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+    options["is_causal"] = is_causal
+    if not is_simulated(query):
+        return fused(query, key, value, attn_mask, dropout_p, **options)
+    assert dropout_p == 0.0
+    return Attention.apply(query, key, value, attn_mask, options)

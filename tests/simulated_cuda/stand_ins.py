@@ -1,34 +1,14 @@
 """Operations that torch has for CUDA only, or that compute more precisely there, on values in CPU memory."""
 
 from collections.abc import Callable
-from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-
-from tests.simulated_cuda.native import library
 
 aten = torch.ops.aten
-
-
-def one_kernel(stand_in: Callable) -> Callable:
-    """The function, whose results alone take memory of the device: a kernel has other values in registers."""
-
-    @wraps(stand_in)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        device = library().allocate_on(-1)
-        try:
-            result = stand_in(*args, **kwargs)
-        finally:
-            library().allocate_on(device)
-        given = {id(value) for value in tree_leaves((args, kwargs))}
-        return tree_map(
-            lambda value: value.clone() if isinstance(value, Tensor) and id(value) not in given else value, result
-        )
-
-    return run
+fused = torch.nn.functional.scaled_dot_product_attention
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
@@ -36,18 +16,9 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None 
     return result if out is None else out.copy_(result)
 
 
-def sum_with_product(
-    added: Tensor,
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-    out: Tensor | None = None,
-) -> Tensor:
-    result = (beta * added.float() + alpha * (a.float() @ b.float())).to(out_dtype)
-    return result if out is None else out.copy_(result)
+def sum_with_product(added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, **options: Any) -> Tensor:
+    result = options.get("beta", 1) * added.float() + options.get("alpha", 1) * (a.float() @ b.float())
+    return options["out"].copy_(result) if "out" in options else result.to(out_dtype)
 
 
 def softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -62,101 +33,65 @@ def histogram(values: Tensor, *bins: Any) -> Tensor:
     return aten.histc.default(values.float(), *bins).to(values.dtype)
 
 
-def attention_weights(
-    query: Tensor, key: Tensor, scale: float | None, window: list[int], is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Of one sequence, [Lq, H, D] and [Lk, H, D], fp32: weights [H, Lq, Lk] and their logarithms' sums [H, Lq]."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    products = torch.einsum("qhd,khd->hqk", query, key) * scale
-    # The last query and the last key are at the same position.
-    ahead = torch.arange(len(key))[None] - torch.arange(len(query))[:, None] - (len(key) - len(query))
-    left, right = window
-    right = 0 if is_causal else right
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    if right >= 0:
-        hidden |= ahead > right
-    if left >= 0:
-        hidden |= ahead < -left
-    products = products.masked_fill(hidden, -float("inf"))
-    return products.softmax(-1), products.logsumexp(-1)
+def gradients(function: Callable, inputs: tuple[Tensor, ...], grad: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        result = function(*leaves, *more)
+    return torch.autograd.grad(result, leaves, grad)
+
+
+# ---- attention: one launch, and one for its backward pass; torch would ask the GPU which of its kernels can run
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
+    return fused(query, key, value, mask, **options)
+
+
+def attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    return gradients(attention, (query, key, value), grad, *more)
 
 
 def sequences(bounds: Tensor) -> list[slice]:
-    return [slice(first, last) for first, last in zip(bounds.tolist(), bounds.tolist()[1:], strict=False)]
+    return [slice(first, last) for first, last in pairwise(bounds.tolist())]
 
 
-def repeated(heads: Tensor, query: Tensor) -> Tensor:
-    return heads.float().repeat_interleave(query.shape[1] // heads.shape[1], 1)
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    longest_query: int,
-    longest_key: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's `_varlen_attn`; its further arguments are not used by the project."""
-    out, log_sums = torch.empty_like(query), torch.zeros(query.shape[1], query.shape[0])
+def packed(query, key, value, cu_queries, cu_keys, is_causal, scale, window) -> Tensor:
+    """Sequences one after another, [L, H, D]; the last query and the last key are at the same position."""
+    left, right = (bound if bound >= 0 else 2**40 for bound in window or (-1, -1))
+    right, results = 0 if is_causal else right, []
     for q, k in zip(sequences(cu_queries), sequences(cu_keys), strict=True):
-        keys, values = repeated(key[k], query), repeated(value[k], query)
-        weights, log_sums[:, q] = attention_weights(query[q].float(), keys, scale, window_size or [-1, -1], is_causal)
-        out[q] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
-    return out, log_sums, torch.zeros(2, dtype=torch.uint64)
+        heads = [tensor.float().transpose(0, 1)[None] for tensor in (query[q], key[k], value[k])]
+        queries, keys = (torch.arange(1 - tensor.shape[2], 1) for tensor in heads[:2])
+        ahead = keys - queries[:, None]
+        seen = (ahead <= right) & (ahead >= -left)
+        results.append(fused(*heads, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(results).to(query.dtype)
 
 
-def varlen_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    longest_query: int,
-    longest_key: int,
-    is_causal: bool,
-    rng_state: Tensor,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for q, k in zip(sequences(cu_queries), sequences(cu_keys), strict=True):
-        with torch.enable_grad():
-            queries, keys, values = (t.detach().float().requires_grad_() for t in (query[q], key[k], value[k]))
-            wide = repeated(keys, query)
-            weights, _ = attention_weights(queries, wide, scale, window_size or [-1, -1], is_causal)
-            result = torch.einsum("hqk,khd->qhd", weights, repeated(values, query))
-        found = torch.autograd.grad(result, (queries, keys, values), grad[q].float())
-        for target, where, gradient in zip(grads, (q, k, k), found, strict=True):
-            target[where] = gradient.to(target.dtype)
-    return grads
+def varlen_attention(q, k, v, cu_q, cu_k, longest_q, longest_k, is_causal=False, scale=None, window=None, *_) -> tuple:
+    """torch's `_varlen_attn`; the sums of logarithms are for its backward pass alone, which needs none here."""
+    log_sums, random_state = torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+    return packed(q, k, v, cu_q, cu_k, is_causal, scale, window), log_sums, random_state
+
+
+def varlen_attention_backward(grad, q, k, v, out, log_sums, cu_q, cu_k, longest_q, longest_k, *more) -> tuple:
+    is_causal, _, scale, window = (*more, None, None)[:4]
+    return gradients(packed, (q, k, v), grad, cu_q, cu_k, is_causal, scale, window)
 
 
 STAND_INS: dict[str, Callable] = {
-    name: one_kernel(stand_in)
-    for name, stand_in in {
-        "aten._log_softmax.default": log_softmax,
-        "aten._softmax.default": softmax,
-        "aten.addmm.dtype": sum_with_product,
-        "aten.addmm.dtype_out": sum_with_product,
-        "aten.histc.default": histogram,
-        "aten.mm.dtype": product,
-        "aten.mm.dtype_out": product,
-        "torch_attn._varlen_attn.default": varlen_attention,
-        "torch_attn._varlen_attn_backward.default": varlen_attention_backward,
-    }.items()
+    "aten._log_softmax.default": log_softmax,
+    "aten._softmax.default": softmax,
+    "aten.addmm.dtype": sum_with_product,
+    "aten.addmm.dtype_out": sum_with_product,
+    "aten.histc.default": histogram,
+    "aten.mm.dtype": product,
+    "aten.mm.dtype_out": product,
+    "torch_attn._varlen_attn.default": varlen_attention,
+    "torch_attn._varlen_attn_backward.default": varlen_attention_backward,
 }
 
-# torch has it in pieces for devices without a kernel of their own, and these would keep more.
+# torch has it in pieces for devices without a kernel of their own.
 if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
     kernels_of_cuda = torch.library.Library("aten", "IMPL", "CUDA")
     kernels_of_cuda.impl("silu_backward", aten.silu_backward.default)

@@ -1,14 +1,11 @@
 """fastp3o's own update on the rollouts of another trainer, which that trainer's update must equal."""
 
-import json
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +15,6 @@ from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
-from tests.fastp3o.together import together
 
 LEARNING_RATE = 0.5
 
@@ -88,12 +84,6 @@ def batch_groups(batch, rewards: torch.Tensor) -> list[Group]:
     ]
 
 
-def split_minibatches(microbatches: list[list[Group]], accumulation: int) -> list[list[Group]]:
-    """The groups of each optimizer step."""
-    steps = range(0, len(microbatches), accumulation)
-    return [[group for part in microbatches[step : step + accumulation] for group in part] for step in steps]
-
-
 def varied(completions: list[str], **_) -> list[float]:
     """Rewards of many values, so that responses to a prompt differ."""
     return [sum(map(ord, completion)) % 64 / 16 for completion in completions]
@@ -112,25 +102,3 @@ def assert_own_update(found: dict, model: str, rounds: list[list[list[Group]]], 
         moved = (expected - start[name]).norm()
         assert moved > 1e-3, name
         assert (found[name] - expected).norm() < 1e-4 * moved, name
-
-
-def leave(folder: str, name: str, trainer, microbatches: list[list[Group]]) -> None:
-    """Writes one process's weights and microbatches, for `left_by_two`."""
-    rank = trainer.accelerator.process_index
-    Path(folder, f"{name}{rank}.json").write_text(json.dumps(microbatches))
-    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
-    whole = {key: weight.clone() for key, weight in weights.items()}
-    save_file(whole, Path(folder, f"{name}{rank}.safetensors"))
-
-
-def two_processes(program: str, folder: Path, model: str) -> None:
-    done = together(Path(program), str(folder), model)
-    assert done.returncode == 0, done.stdout
-
-
-def left_by_two(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], list[list[Group]]]:
-    """The weights, which both processes have, and the microbatches of both together."""
-    weights, others = (load_file(folder / f"{name}{rank}.safetensors") for rank in range(2))
-    assert all(torch.equal(weights[key], others[key]) for key in weights)
-    ranks = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(2)]
-    return weights, [[Group(*group) for part in both for group in part] for both in zip(*ranks, strict=True)]

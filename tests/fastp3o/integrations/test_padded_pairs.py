@@ -12,17 +12,21 @@ from tests.kernels.exposed_heads import IDS, MASK, gradients, tiny_causal_lm
 GENERATOR = torch.Generator().manual_seed(2)
 
 
+def batch_of(K: int, mask: torch.Tensor = MASK) -> PaddedBatch:
+    """Rows whose first tokens are those of their prompt's first response."""
+    ids = IDS.clone()
+    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
+    return PaddedBatch(ids, torch.ones_like(ids), mask, K)
+
+
 def random_responses(P: int, K: int) -> dict[str, torch.Tensor]:
     values = torch.randn(3, P, K, generator=GENERATOR)
     return {"rewards": values[0], "old_logprobs": values[1] / 9 - 17, "ref_logprobs": values[2] / 9 - 17}
 
 
-@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
-@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize(("clipping", "K"), [("joint", 2), ("joint", 4), ("separate", 4), ("none", 2)])
 def test_it_is_linear_p3o_loss(clipping, K):
-    ids = IDS.clone()
-    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
-    batch, settings = PaddedBatch(ids, torch.ones_like(ids), MASK, K), P3OSettings(clipping=clipping)
+    batch, settings = batch_of(K), P3OSettings(clipping=clipping)
     given, tokens = random_responses(8 // K, K), batch.tokens()
     model = expose_head(tiny_causal_lm("llama"))
     loss, metrics = padded_p3o_loss(model, batch, settings=settings, temperature=1.5, **given)
@@ -36,7 +40,7 @@ def test_it_is_linear_p3o_loss(clipping, K):
         return linear_p3o_loss(at_tokens, head, tokens.labels, tokens.cu_seqlens, *log_probs, settings)
 
     model.zero_grad()
-    output = model(ids, attention_mask=batch.attention_mask, head_loss=expected)
+    output = model(batch.input_ids, attention_mask=batch.attention_mask, head_loss=expected)
     output.loss.backward()
     torch.testing.assert_close(loss, output.loss)
     torch.testing.assert_close(found, gradients(model), rtol=1e-5, atol=2e-5)
@@ -46,17 +50,14 @@ def test_it_is_linear_p3o_loss(clipping, K):
 
 
 def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
-    K = 4
-    ids = IDS.clone()
-    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
-    mask = MASK.clone()
+    K, mask = 4, MASK.clone()
     mask[[1, 6]] = False
-    batch, settings = PaddedBatch(ids, torch.ones_like(ids), mask, K), P3OSettings()
+    batch, settings = batch_of(K, mask), P3OSettings()
     given = random_responses(2, K)
     model = expose_head(tiny_causal_lm("llama"))
     loss, metrics = padded_p3o_loss(model, batch, settings=settings, **given)
-    logits = model(ids, attention_mask=batch.attention_mask).logits
-    tokens = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits
+    tokens = logits[:, :-1].log_softmax(-1).gather(2, batch.input_ids[:, 1:, None]).squeeze(2)
     logprobs = (tokens * mask[:, 1:]).sum(1).view(2, K)
     torch.testing.assert_close(padded_logprobs(model, batch), logprobs.detach())
     values = logprobs, given["old_logprobs"], given["ref_logprobs"], given["rewards"]
@@ -74,7 +75,7 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
 
 def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
     model = expose_head(tiny_causal_lm("llama"))
-    batch = PaddedBatch(IDS, torch.ones_like(IDS), torch.zeros_like(MASK), 2)
+    batch = batch_of(2, torch.zeros_like(MASK))
     loss, metrics = padded_p3o_loss(model, batch, settings=P3OSettings(), **random_responses(4, 2))
     loss.backward()
     assert loss == metrics["pairs"] == 0
@@ -83,18 +84,15 @@ def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
 
 
 def test_what_cuts_batches_or_averages_tokens_is_refused():
-    model, batch = expose_head(tiny_causal_lm("llama")), PaddedBatch(IDS, torch.ones_like(IDS), MASK, 2)
+    model, batch = expose_head(tiny_causal_lm("llama")), batch_of(2)
     with pytest.raises(ValueError, match="DataParallel"):
         padded_p3o_loss(torch.nn.DataParallel(model), batch, torch.zeros(4, 2), P3OSettings())
     with pytest.raises(ValueError, match="mean over tokens"):
         padded_p3o_loss(model, batch, torch.zeros(4, 2), P3OSettings(clipping="token"))
 
 
-@pytest.mark.parametrize("K", [2, 4])
-def test_without_old_and_reference_logprobs_they_are_the_policys_own(K):
-    ids = IDS.clone()
-    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
-    batch, rewards = PaddedBatch(ids, torch.ones_like(ids), MASK, K), random_responses(8 // K, K)["rewards"]
+def test_without_old_and_reference_logprobs_they_are_the_policys_own():
+    batch, rewards = batch_of(4), random_responses(2, 4)["rewards"]
     model = expose_head(tiny_causal_lm("llama"))
     own = padded_logprobs(model, batch)
     found = []

@@ -28,24 +28,8 @@ def names(workplace, tiny_model) -> dict:
     return {"MODEL": tiny_model, "PROMPTS": prompts, "reward": varied}
 
 
-def test_the_index_of_tests_names_tests():
-    here = Path(__file__).parent
-    named = re.findall(r"([\w/]+\.py)::(\w+)", here.joinpath("conftest.py").read_text())
-    assert len(named) == 14
-    for path, test in named:
-        text = (ROOT / path if "/" in path else here / path).read_text()
-        assert f"def {test}(" in text, f"{path} has no {test}"
-
-
-@pytest.mark.parametrize("number", range(len(SECTIONS)), ids=TITLES)
-def test_a_page_has_at_most_60_lines(number):
-    assert len(SECTIONS[number].splitlines()) <= 60
-
-
 def test_the_plain_loop_is_fastp3os_own_update(names, tiny_model):
-    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[1], re.DOTALL)
-    lines = [line for line in code.splitlines() if line]
-    assert len(lines) <= 40
+    assert max(len(section.splitlines()) for section in SECTIONS) <= 60
     run("Plain loop", names)
     batch = PaddedBatch(names["ids"], names["batch"]["attention_mask"], names["response_mask"], 2)
     groups = batch_groups(batch, names["rewards"])

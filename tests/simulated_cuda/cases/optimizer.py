@@ -1,5 +1,7 @@
 """Optimizer steps on the pretended device: the host reads of them once an update."""
 
+import gc
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -10,7 +12,7 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from tests.fastp3o.backward import scaled_backward
-from tests.simulated_cuda.record import recorded
+from tests.simulated_cuda.host import recorded
 
 LAUNCHES = {"fp32": 20, "bf16": 20, "fp16": 30}  # of a step, however many parameters there are
 
@@ -37,3 +39,17 @@ def test_steps_wait_nowhere_and_the_host_reads_of_them_once(precision):
     assert len(record.waits) == 1
     assert optimizer.steps == 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.tensors().items())
+
+
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 16), ("bf16-autocast", 16), ("bf16", 18), ("fp16", 18)])
+def test_what_stays_of_a_parameter_is_predicted(precision, size):
+    """Bytes of its weight, its fp32 master in half precision, its gradient and AdamW's moments."""
+    gc.collect()
+    before, model = torch.cuda.memory_allocated(), nn.Linear(512, 512, bias=False)
+    config = StageConfig(model="", output_dir="")
+    optimizer = Optimizer(Accelerator(), model, choose_precision(precision, "fp32"), config, steps=9)
+    x = torch.ones(2, 512, device="cuda", dtype=optimizer.precision.weights)
+    scaled_backward(optimizer, model(x).float().sum())
+    optimizer.step(torch.zeros((), device="cuda"))
+    scaled_backward(optimizer, model(x).float().sum())
+    assert torch.cuda.memory_allocated() - before == pytest.approx(size * 512**2, rel=0.01)

@@ -4,12 +4,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.sampling_copy import SamplingCopy
-from fastp3o.models.trainable import add_lora
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
 from fastp3o_kernels.decoding import response_keys
-from tests.simulated_cuda.record import recorded
+from tests.simulated_cuda.host import recorded
 
 PROMPTS, K, RESPONSE_TOKENS = [[3, 4, 5], [6, 7]], 2, 12
 KEYS = response_keys(0, torch.arange(2), K)
@@ -21,16 +19,9 @@ LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.run"), ("fastp3o/rollouts
 
 def make_policy(*, layers: int = 1, rope: dict | None = None) -> PackedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        rope_parameters=rope,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, rope_parameters=rope)
     return PackedModel(LlamaForCausalLM(config)).eval()
 
 
@@ -75,17 +66,3 @@ def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
     assert engine.run(PROMPTS, KEYS)[0]
     assert engine.graph.fails
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    torch.cuda.empty_cache()
-
-
-def test_a_copy_with_merged_adapters_is_sampled():
-    policy = make_policy()
-    add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
-    sampled = SamplingCopy(policy, torch.device("cuda"), torch.bfloat16, merges=True)
-    policy.to("cuda")
-    with torch.no_grad(), sampled.gathered(policy):
-        engine = make_engine(sampled.model, graph=True)
-        ids, _ = engine.run(PROMPTS, KEYS)
-        assert engine.graph.graph is not None
-    with sampled.gathered(policy):
-        assert engine.run(PROMPTS, KEYS)[0] == ids

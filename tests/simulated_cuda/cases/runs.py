@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForSequenceClassification
 
 from fastp3o.commands.online import OBJECTIVES
 from fastp3o.generate.config import GenerateConfig
@@ -18,10 +17,10 @@ from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
 from fastp3o.run.signals import StoppedError
 from fastp3o.training import preferences as preference
-from fastp3o.training import reward_model, sft
+from fastp3o.training import reward_model
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
-from tests.simulated_cuda.record import recorded
+from tests.simulated_cuda.host import recorded
 
 SMALL = {"updates": 2, "prompts_per_update": 4, "prompts_per_minibatch": 4, "inner_epochs": 2, "max_response_tokens": 4}
 LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
@@ -55,43 +54,21 @@ def test_online_objectives(tiny_model, workplace, name):
     assert_finite("run", 2)
 
 
-@pytest.mark.parametrize("clipping", ["none", "separate", "joint", "token"])
-def test_p3o(tiny_model, workplace, clipping):
-    online(tiny_model, "run", clipping=clipping, responses_per_prompt=4, precision="fp16")
-    assert_finite("run", 2)
-
-
 def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
     """Steps are captured; the second update samples from weights that have moved, and captures nothing anew."""
-    online(
-        tiny_model,
-        "run",
-        sampler="engine",
-        lora_rank=4,
-        offload=True,
-        gradient_checkpointing=True,
-        reward=reward_of(tiny_model),
-        eval_prompts="prompts.jsonl",
-        eval_every=1,
-        limit=2,
-        eval_limit=2,
-        prompts_per_update=2,
-        prompts_per_minibatch=2,
-    )
+    saves = {"lora_rank": 4, "offload": True, "gradient_checkpointing": True, "reward": reward_of(tiny_model)}
+    evaluated = {"eval_prompts": "prompts.jsonl", "eval_every": 1, "eval_limit": 2}
+    online(tiny_model, "run", **ENGINE, **saves, **evaluated)
     assert_finite("run", 2)
     assert_finite("run", 3, EVALUATIONS)
 
 
 def reward_of(tiny_model: str) -> str:
     """A reward model's folder."""
-    reward_model.train(
-        reward_model.RewardModelConfig(
-            **supervised("preferences.jsonl", tiny_model, "rm", eval_data="preferences.jsonl")
-        )
-    )
+    given = supervised("preferences.jsonl", tiny_model, "rm", eval_data="preferences.jsonl")
+    reward_model.train(reward_model.RewardModelConfig(**given))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert_finite("rm", 2)
-    assert AutoModelForSequenceClassification.from_pretrained("rm/model").num_labels == 1
     return "rm/model"
 
 
@@ -105,15 +82,15 @@ def test_the_second_device(tiny_model, workplace, monkeypatch, current):
     gc.collect()
     torch.cuda.reset_peak_memory_stats(0)
     others = torch.cuda.memory_allocated(0)
-    settings = {"sampler": "engine", "limit": 2, "prompts_per_update": 2, "prompts_per_minibatch": 2}
     with recorded() as record:
-        online(tiny_model, "run", offload=True, precision="fp16", **settings)
+        online(tiny_model, "run", offload=True, precision="fp16", **ENGINE)
     assert_finite("run", 2)
     assert record.launches["graph"]
     assert record.devices.keys() == {"cuda:1"}
     assert torch.cuda.max_memory_allocated(0) == others
     assert torch.cuda.current_device() == 1
-    assert all(json.loads(line)["peak_memory_gib"] > 0 for line in Path("run/metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    assert all(line["peak_memory_gib"] > 0 for line in lines)
 
 
 def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace):
@@ -130,28 +107,11 @@ def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace):
 def test_offline_objectives(tiny_model, workplace, name):
     data = "unpaired.jsonl" if name == "kto" else "preferences.jsonl"
     preference.train(OFFLINE_OBJECTIVES[name](**supervised(data, tiny_model, "run")))
-    assert len(metrics("run")) >= 2
     assert_finite("run", len(metrics("run")))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp16"])
-def test_sft(tiny_model, workplace, precision):
-    sft.train(sft.SFTConfig(**supervised("sft.jsonl", tiny_model, "run", precision=precision, eval_data="sft.jsonl")))
-    assert_finite("run", 2)
-
-
 def test_generate(tiny_model, workplace):
-    generate(
-        GenerateConfig(
-            model=tiny_model,
-            output_dir="samples",
-            prompts="prompts.jsonl",
-            reward="rewards_for_tests:varied",
-            responses_per_prompt=2,
-            max_prompt_tokens=32,
-            max_response_tokens=4,
-            keep_unfinished=True,
-            limit=2,
-        )
-    )
+    lengths = LENGTHS | {"max_response_tokens": 4, "keep_unfinished": True, "limit": 2, "responses_per_prompt": 2}
+    given = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied"}
+    generate(GenerateConfig(model=tiny_model, output_dir="samples", **given, **lengths))
     assert len(Path("samples/kept.jsonl").read_text().splitlines()) == 2

@@ -9,29 +9,31 @@ from fastp3o.run.report import LateNumbers
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
 from tests.fastp3o.runs import metrics
-from tests.simulated_cuda.record import Record, recorded, write_counts
+from tests.simulated_cuda.host import Record, recorded, records, write_counts
 
 STEP = "aten._fused_adamw_.default"  # launched once in each optimizer step
 
 
-def config_of(stage: str, model: str, folder: str, epochs: int):
+def train(stage: str, model: str, folder: str, epochs: int) -> Record:
     data = {"sft": "sft", "kto": "unpaired"}.get(stage, "preferences")
     settings = {"model": model, "output_dir": folder, "train_data": f"{data}.jsonl", "batch_size": 2, "epochs": epochs}
     settings |= {"max_prompt_tokens": 32, "max_response_tokens": 16, "report_to": "none", "precision": "fp16"}
-    if stage in OFFLINE_OBJECTIVES:
-        return OFFLINE_OBJECTIVES[stage](**settings)
-    return {"sft": sft.SFTConfig, "reward model": reward_model.RewardModelConfig}[stage](**settings)
-
-
-def train(stage: str, model: str, folder: str, epochs: int) -> Record:
     module = {"sft": sft, "reward model": reward_model}.get(stage, preference)
+    configs = OFFLINE_OBJECTIVES | {"sft": sft.SFTConfig, "reward model": reward_model.RewardModelConfig}
     with recorded() as record:
-        module.train(config_of(stage, model, folder, epochs))
+        module.train(configs[stage](**settings))
     return record
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward model", "dpo", "kto"])
-def test_a_step_waits_once(tiny_model, workplace, stage):
+def test_a_step_waits_once_after_the_next_one_is_launched(tiny_model, workplace, monkeypatch, stage):
+    launched, read = [], LateNumbers.read
+
+    def noted(numbers: LateNumbers) -> list[float]:
+        launched.append(records[-1].launches[STEP])
+        return read(numbers)
+
+    monkeypatch.setattr(LateNumbers, "read", noted)
     few, many = (train(stage, tiny_model, f"run{epochs}", epochs) for epochs in (1, 3))
     steps = [len(metrics(f"run{epochs}")) for epochs in (1, 3)]
     assert many.launches[STEP] == steps[1]
@@ -41,17 +43,4 @@ def test_a_step_waits_once(tiny_model, workplace, stage):
     each = {" ".join(place): count / (steps[1] - steps[0]) for place, count in waits.items()}
     write_counts(f"{stage}, of a step", {"waits": each})
     assert waits == {("fastp3o/run/report.py", "LateNumbers.read"): steps[1] - steps[0]}
-
-
-def test_the_host_has_launched_the_next_step_when_it_reads(tiny_model, workplace, monkeypatch):
-    launched, read = [], LateNumbers.read
-
-    def noted(numbers: LateNumbers) -> list[float]:
-        launched.append(record.launches[STEP])
-        return read(numbers)
-
-    monkeypatch.setattr(LateNumbers, "read", noted)
-    with recorded() as record:
-        sft.train(config_of("sft", tiny_model, "run", 2))
-    steps = len(metrics("run"))
-    assert launched == [*range(2, steps + 1), steps]
+    assert launched[-steps[1] :] == [*range(2, steps[1] + 1), steps[1]]

@@ -8,7 +8,7 @@ import pytest
 from fastp3o.run.report import Phases
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
-from tests.simulated_cuda.record import Record, recorded, write_counts
+from tests.simulated_cuda.host import Record, recorded, write_counts
 
 # Launches of an update of four optimizer steps of the tiny Llama, most of them the model's own. With older versions of
 # torch and transformers there are some more.
@@ -44,18 +44,12 @@ def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, pha
         with recorded() as runs[updates]:
             train(config(tiny_model, f"run{updates}", precision=precision, updates=updates, sampler="transformers"))
         assert len(metrics(f"run{updates}")) == updates
-    for name in ("logprobs", "update"):
-        assert not any(record.waits for record in phases[name]), phases[name][-1].table()
+    assert not any(record.waits for name in ("logprobs", "update") for record in phases[name])
     assert phases["update"][-1].launches.total() <= LAUNCHES[precision], phases["update"][-1].table()
     further = runs[2].places()
     further.subtract(runs[1].places())
     waits = {place: count for place, count in further.items() if count and "sampler" not in place[0]}
-    write_counts(
-        precision,
-        {
-            "launches": {name: phases[name][-1].launches.total() for name in ("logprobs", "update")},
-            "waits": {name: len(phases[name][-1].waits) for name in ("logprobs", "update")},
-            "waits around them": {" ".join(place): count for place, count in waits.items()},
-        },
-    )
+    last = {name: phases[name][-1] for name in ("logprobs", "update")}
+    counts = {"launches": {name: record.launches.total() for name, record in last.items()}}
+    write_counts(precision, counts | {"waits around them": {" ".join(place): count for place, count in waits.items()}})
     assert waits == WAITS
