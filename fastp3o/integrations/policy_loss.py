@@ -3,6 +3,8 @@
 B = P K rows, K responses to each of P prompts, siblings as neighbours; C positions.
 """
 
+from importlib.metadata import version
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -51,25 +53,17 @@ def first_values(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(dim=1), values.gather(1, first).squeeze(1), 0.0)
 
 
-def check_whole_groups(responses: int, responses_per_prompt: int, remedy: str = "") -> None:
+def check_whole_groups(responses: int, responses_per_prompt: int) -> None:
     if responses_per_prompt < 2 or responses % responses_per_prompt:
         raise ValueError(
             f"the microbatch has {responses} responses, which is no multiple of the {responses_per_prompt} to each "
-            f"prompt (2 or more). {remedy}".rstrip()
+            "prompt (2 or more)"
         )
 
 
-def check_siblings(advantages: Tensor, mask: Tensor, responses_per_prompt: int, remedy: str) -> None:
-    """Raises ValueError if K neighbours are not all the responses to one prompt: their advantages, less the group's
-    mean, would add up to 0. A group with an empty response is not checked.
-    """
-    K, mask = responses_per_prompt, mask.bool()
-    check_whole_groups(len(mask), K, remedy)
-    complete = mask.any(dim=1).view(-1, K).all(dim=1)
-    groups = first_values(advantages, mask).view(-1, K)[complete].float()
-    wrong = groups.sum(dim=1).abs() > 1e-3 * (1 + groups.abs().amax(dim=1))
-    if wrong.any():
-        raise ValueError(
-            f"in {int(wrong.sum())} of {len(groups)} groups of {K} neighbours the advantages do not add up to 0: they "
-            f"are not the responses to one prompt, or the mean of their group was not subtracted. {remedy}"
-        )
+def require_version(package: str, tried: tuple[str, ...]) -> str:
+    """The installed version of a package. Raises ImportError if it is none of those that were tried."""
+    installed = version(package)
+    if installed not in tried:
+        raise ImportError(f"fastp3o runs with {package} {' and '.join(tried)}, and {installed} is installed")
+    return installed

@@ -1,18 +1,62 @@
-"""verl 0.7: importing this module registers the policy loss "p3o" (README.md says how verl's workers import it)."""
+"""verl 0.9: importing this module registers the policy loss "p3o" and the trainer mode "p3o" (README.md says how)."""
 
+from collections.abc import Sequence
+from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
-from verl.trainer.ppo.core_algos import register_policy_loss
 
-from fastp3o.integrations.policy_loss import check_siblings, p3o_policy_loss
+from fastp3o.integrations.policy_loss import p3o_policy_loss, require_version
 from fastp3o_kernels import P3OSettings
 
+# Before the imports that another version may not have.
+require_version("verl", ("0.9.0", "0.9.1"))
+
+from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer  # noqa: E402
+from verl.utils import seqlen_balancing, tensordict_utils  # noqa: E402
+from verl.workers import engine_workers  # noqa: E402
+
 REMEDY = (
-    "Set algorithm.adv_estimator=grpo, algorithm.norm_adv_by_std_in_grpo=False, trainer.balance_batch=False, "
-    "actor_rollout_ref.actor.shuffle=False, actor_rollout_ref.actor.use_dynamic_bsz=False and "
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to a multiple of actor_rollout_ref.rollout.n"
+    "Set trainer.v1.trainer_mode=p3o, actor_rollout_ref.actor.shuffle=False, "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to a multiple of actor_rollout_ref.rollout.n, and "
+    "data.train_batch_size and actor_rollout_ref.actor.ppo_mini_batch_size to multiples of the number of data-parallel "
+    "processes"
 )
+VERLS_OWN: Any = engine_workers.ppo_loss
+# The rows of the present microbatch, siblings as neighbours.
+ROWS: ContextVar[list[int] | None] = ContextVar("ROWS", default=None)
+
+
+def sibling_rows(uids: Sequence[str], responses_per_prompt: int) -> list[int]:
+    """All rows, those of a prompt as neighbours. Raises ValueError if a prompt does not have K of them."""
+    rows: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        rows.setdefault(uid, []).append(row)
+    parted = sum(len(own) != responses_per_prompt for own in rows.values())
+    if parted:
+        raise ValueError(
+            f"{parted} of {len(rows)} prompts do not have exactly {responses_per_prompt} responses in this "
+            f"microbatch or batch, and P3O compares all of them. {REMEDY}"
+        )
+    return list(chain.from_iterable(rows.values()))
+
+
+def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
+    """verl's own, which gives a policy loss no ids of prompts: they are read here."""
+    rows = None
+    if config.policy_loss.loss_mode == "p3o":
+        uids = tensordict_utils.get(data, "uid")
+        rows = uids and sibling_rows(uids, config.rollout_n)
+    token = ROWS.set(rows)
+    try:
+        return VERLS_OWN(config, model_output, data, dp_group)
+    finally:
+        ROWS.reset(token)
+
+
+engine_workers.ppo_loss = ppo_loss
 
 
 @register_policy_loss("p3o")
@@ -27,18 +71,55 @@ def p3o(
 ) -> tuple[Tensor, dict[str, float]]:
     """P3O's joint loss of a microbatch, tensors [B, C]; rollout_n is K and clip_ratio the clip range.
 
-    Raises ValueError for siblings that are not neighbours, for a second KL, and for rollout correction.
+    Raises ValueError for a second KL, for rollout correction, and for a caller that does not say which rows are siblings.
     """
     if config.use_kl_loss:
         raise ValueError("use_kl_loss would add a KL outside P3O's loss: set algorithm.use_kl_in_reward=True instead")
     if rollout_is_weights is not None:
         raise ValueError("P3O's loss does not use rollout correction: leave algorithm.rollout_correction out")
-    check_siblings(advantages, response_mask, config.rollout_n, REMEDY)
-    # Empty if the actor averages its microbatches itself.
-    whole = config.global_batch_info
-    divisor = whole["global_batch_size"] / config.rollout_n / whole["dp_size"] if whole else None
+    rows = ROWS.get()
+    if rows is None:
+        raise ValueError('P3O needs the "uid" of each row, which reaches it from engine workers without distillation')
+    # Without a size of the whole batch the mean is over the microbatch, as in verl's own losses.
+    whole, K = config.global_batch_info, config.rollout_n
+    size = whole.get("global_batch_size")
+    divisor = None if size is None else size / K / whole["dp_size"]
     settings = P3OSettings(clip_range=config.clip_ratio, kl_coef=0.0)
-    loss, metrics = p3o_policy_loss(
-        log_prob, old_log_prob, advantages, response_mask, config.rollout_n, settings, divisor=divisor
-    )
+    given = (values[rows] for values in (log_prob, old_log_prob, advantages, response_mask))
+    loss, metrics = p3o_policy_loss(*given, K, settings, divisor=divisor)
     return loss, {f"actor/{name}": value for name, value in metrics.items()}
+
+
+@register_trainer("p3o")
+class P3OTrainer(PPOTrainerSync):
+    """verl's synchronous trainer, where all responses to a prompt stay neighbours in one process.
+
+    Raises ValueError for advantages that are not rewards less the mean of their prompt's.
+    """
+
+    def __init__(self, config: Any):
+        algorithm = config.algorithm
+        if algorithm.adv_estimator != "grpo" or algorithm.norm_adv_by_std_in_grpo:
+            raise ValueError("P3O needs algorithm.adv_estimator=grpo and algorithm.norm_adv_by_std_in_grpo=False")
+        # verl reads the mode's options, and its kind of replay buffer, by this name.
+        config.trainer.v1.trainer_mode = "sync"
+        super().__init__(config)
+
+    def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **options: Any) -> Any:
+        batch = super()._balance_batch(batch, metrics, logging_prefix, **options)
+        # A key is "{uid}_{session}_{output}".
+        uids = [key.split("_")[0] for key in batch.keys]
+        batch.reorder(sibling_rows(uids, self.config.actor_rollout_ref.rollout.n))
+        uids = [key.split("_")[0] for key in batch.keys]
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        processes = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        parts = seqlen_balancing.get_group_balanced_partitions(lengths, uids, processes)
+        batch.reorder(list(chain.from_iterable(parts)))
+        metrics.update(seqlen_balancing.log_seqlen_unbalance(lengths, parts, logging_prefix))
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        actor = self.config.actor_rollout_ref.actor
+        if actor.use_dynamic_bsz:
+            batch.extra_info["force_group_size"] = self.config.actor_rollout_ref.rollout.n
+        return super()._update_actor(batch, metrics)
