@@ -35,7 +35,9 @@ class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
         advantage = args.algo.advantage
         corrected = advantage.is_correction_enable if VERSION == "0.11.1" else advantage.is_correction_level != "off"
         if args.train.dynamic_batch_enable or args.algo.kl.use_loss or corrected:
-            raise ValueError("P3O needs train.dynamic_batch_enable, algo.kl.use_loss and algo.advantage.is_correction off")
+            raise ValueError(
+                "P3O needs train.dynamic_batch_enable, algo.kl.use_loss and algo.advantage.is_correction off"
+            )
         if advantage.estimator != "dr_grpo":
             raise ValueError('P3O needs algo.advantage.estimator "dr_grpo": rewards less the mean of their prompt\'s')
         super().__init__(strategy, *arguments, **options)
@@ -65,9 +67,7 @@ class P3OLoss(nn.Module):
         batch_num_tokens: Tensor | None = None,
         global_batch_size: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Loss, share of clipped pairs, KL to the policy that sampled, and None for what belongs to correction: one
-        value in OpenRLHF 0.11.1, two in 0.11.2.
-        """
+        """Loss, share of clipped pairs, KL to the policy that sampled, None for each metric of rollout correction."""
         K = self.responses_per_prompt
         divisor = None if global_batch_size is None else global_batch_size / K / dp_size
         loss, metrics = p3o_policy_loss(

@@ -1,7 +1,6 @@
 """verl 0.9: importing this module registers the policy loss "p3o" and the trainer mode "p3o" (README.md says how)."""
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -25,35 +24,25 @@ REMEDY = (
     "processes"
 )
 VERLS_OWN: Any = engine_workers.ppo_loss
-# The rows of the present microbatch, siblings as neighbours.
-ROWS: ContextVar[list[int] | None] = ContextVar("ROWS", default=None)
+# The rows of the microbatch whose loss is due, siblings as neighbours.
+ROWS: list[list[int]] = []
 
 
-def sibling_rows(uids: Sequence[str], responses_per_prompt: int) -> list[int]:
+def sibling_rows(uids: Sequence[str], K: int) -> list[int]:
     """All rows, those of a prompt as neighbours. Raises ValueError if a prompt does not have K of them."""
     rows: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         rows.setdefault(uid, []).append(row)
-    parted = sum(len(own) != responses_per_prompt for own in rows.values())
-    if parted:
-        raise ValueError(
-            f"{parted} of {len(rows)} prompts do not have exactly {responses_per_prompt} responses in this "
-            f"microbatch or batch, and P3O compares all of them. {REMEDY}"
-        )
+    if parted := sum(len(own) != K for own in rows.values()):
+        raise ValueError(f"{parted} of {len(rows)} prompts do not have exactly {K} responses in one place. {REMEDY}")
     return list(chain.from_iterable(rows.values()))
 
 
 def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
-    """verl's own, which gives a policy loss no ids of prompts: they are read here."""
-    rows = None
-    if config.policy_loss.loss_mode == "p3o":
-        uids = tensordict_utils.get(data, "uid")
-        rows = uids and sibling_rows(uids, config.rollout_n)
-    token = ROWS.set(rows)
-    try:
-        return VERLS_OWN(config, model_output, data, dp_group)
-    finally:
-        ROWS.reset(token)
+    """verl's own, which does not tell a policy loss whose rows it gets."""
+    if config.policy_loss.loss_mode == "p3o" and (uids := tensordict_utils.get(data, "uid")):
+        ROWS[:] = [sibling_rows(uids, config.rollout_n)]
+    return VERLS_OWN(config, model_output, data, dp_group)
 
 
 engine_workers.ppo_loss = ppo_loss
@@ -61,32 +50,26 @@ engine_workers.ppo_loss = ppo_loss
 
 @register_policy_loss("p3o")
 def p3o(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
+    *, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
     """P3O's joint loss of a microbatch, tensors [B, C]; rollout_n is K and clip_ratio the clip range.
 
-    Raises ValueError for a second KL, for rollout correction, and for a caller that does not say which rows are siblings.
+    Raises ValueError for a second KL, for rollout correction, and where the rows' prompts are unknown.
     """
     if config.use_kl_loss:
         raise ValueError("use_kl_loss would add a KL outside P3O's loss: set algorithm.use_kl_in_reward=True instead")
-    if rollout_is_weights is not None:
+    if options.get("rollout_is_weights") is not None:
         raise ValueError("P3O's loss does not use rollout correction: leave algorithm.rollout_correction out")
-    rows = ROWS.get()
-    if rows is None:
-        raise ValueError('P3O needs the "uid" of each row, which reaches it from engine workers without distillation')
+    if not ROWS:
+        raise ValueError("P3O learns which rows are siblings from verl's engine workers, without distillation")
+    rows = ROWS.pop()
     # Without a size of the whole batch the mean is over the microbatch, as in verl's own losses.
     whole, K = config.global_batch_info, config.rollout_n
     size = whole.get("global_batch_size")
     divisor = None if size is None else size / K / whole["dp_size"]
     settings = P3OSettings(clip_range=config.clip_ratio, kl_coef=0.0)
-    given = (values[rows] for values in (log_prob, old_log_prob, advantages, response_mask))
-    loss, metrics = p3o_policy_loss(*given, K, settings, divisor=divisor)
+    log_prob, old_log_prob, advantages, mask = (t[rows] for t in (log_prob, old_log_prob, advantages, response_mask))
+    loss, metrics = p3o_policy_loss(log_prob, old_log_prob, advantages, mask, K, settings, divisor=divisor)
     return loss, {f"actor/{name}": value for name, value in metrics.items()}
 
 
@@ -107,13 +90,13 @@ class P3OTrainer(PPOTrainerSync):
 
     def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", **options: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, logging_prefix, **options)
+        K, processes = self.config.actor_rollout_ref.rollout.n, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         # A key is "{uid}_{session}_{output}".
-        uids = [key.split("_")[0] for key in batch.keys]
-        batch.reorder(sibling_rows(uids, self.config.actor_rollout_ref.rollout.n))
-        uids = [key.split("_")[0] for key in batch.keys]
-        lengths = [tag["seq_len"] for tag in batch.tags]
-        processes = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        parts = seqlen_balancing.get_group_balanced_partitions(lengths, uids, processes)
+        batch.reorder(sibling_rows([key.split("_")[0] for key in batch.keys], K))
+        lengths, prompts = [tag["seq_len"] for tag in batch.tags], [row // K for row in range(len(batch))]
+        if len(batch) // K % processes:
+            raise ValueError(f"{processes} processes cannot have equally many of {len(batch) // K} prompts. {REMEDY}")
+        parts = seqlen_balancing.get_group_balanced_partitions(lengths, prompts, processes)
         batch.reorder(list(chain.from_iterable(parts)))
         metrics.update(seqlen_balancing.log_seqlen_unbalance(lengths, parts, logging_prefix))
         return batch
