@@ -20,8 +20,7 @@ from verl.workers import engine_workers  # noqa: E402
 REMEDY = (
     "Set trainer.v1.trainer_mode=p3o, actor_rollout_ref.actor.shuffle=False, "
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to a multiple of actor_rollout_ref.rollout.n, and "
-    "data.train_batch_size and actor_rollout_ref.actor.ppo_mini_batch_size to multiples of the number of data-parallel "
-    "processes"
+    "data.train_batch_size and actor_rollout_ref.actor.ppo_mini_batch_size to multiples of the data-parallel size"
 )
 VERLS_OWN: Any = engine_workers.ppo_loss
 # The rows of the microbatch whose loss is due, siblings as neighbours.
@@ -102,7 +101,6 @@ class P3OTrainer(PPOTrainerSync):
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
-        actor = self.config.actor_rollout_ref.actor
-        if actor.use_dynamic_bsz:
+        if self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             batch.extra_info["force_group_size"] = self.config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)

@@ -83,7 +83,11 @@ def gradients(verl, processes: int, **given) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_verls_default_trainer_keeps_whole_prompts_in_a_process(verl, dynamic):
     verl.actor_options.use_dynamic_bsz = dynamic
-    verl.trainer._balance_batch(verl.batch, {})
+    metrics = {}
+    verl.trainer._balance_batch(verl.batch, metrics)
+    tokens = [tag["seq_len"] for tag in verl.batch.tags]
+    found = sorted([sum(tokens[: P * K // PROCESSES]), sum(tokens[P * K // PROCESSES :])])
+    assert found == [metrics[f"global_seqlen/balanced_{end}"] for end in ("min", "max")]
     verl.trainer._update_actor(verl.batch, {})
     torch.testing.assert_close(*gradients(verl, PROCESSES))
 
