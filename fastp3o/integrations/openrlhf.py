@@ -1,15 +1,19 @@
-"""OpenRLHF 0.11: an actor trainer with P3O's loss, and a replay buffer that keeps siblings together."""
+"""OpenRLHF 0.11.1 and 0.11.2: an actor trainer with P3O's loss, and a replay buffer that keeps siblings together."""
 
 from itertools import chain
 from typing import Any
 
 import torch
-from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
-from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor, nn
 
-from fastp3o.integrations.policy_loss import p3o_policy_loss
+from fastp3o.integrations.policy_loss import p3o_policy_loss, require_version
 from fastp3o_kernels import P3OSettings
+
+# Before the imports that another version may not have.
+VERSION = require_version("openrlhf", ("0.11.1", "0.11.2"))
+
+from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer  # noqa: E402
+from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 
 
 def register() -> None:
@@ -28,9 +32,13 @@ class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
 
     def __init__(self, strategy: Any, *arguments: Any, **options: Any):
         args = strategy.args
-        if args.train.dynamic_batch_enable or args.algo.kl.use_loss or args.algo.advantage.is_correction_enable:
-            raise ValueError("P3O needs train.dynamic_batch_enable, algo.kl.use_loss and is_correction_enable off")
-        if args.algo.advantage.estimator != "dr_grpo":
+        advantage = args.algo.advantage
+        corrected = advantage.is_correction_enable if VERSION == "0.11.1" else advantage.is_correction_level != "off"
+        if args.train.dynamic_batch_enable or args.algo.kl.use_loss or corrected:
+            raise ValueError(
+                "P3O needs train.dynamic_batch_enable, algo.kl.use_loss and algo.advantage.is_correction off"
+            )
+        if advantage.estimator != "dr_grpo":
             raise ValueError('P3O needs algo.advantage.estimator "dr_grpo": rewards less the mean of their prompt\'s')
         super().__init__(strategy, *arguments, **options)
         K = args.rollout.n_samples_per_prompt
@@ -58,15 +66,15 @@ class P3OLoss(nn.Module):
         dp_size: int = 1,
         batch_num_tokens: Tensor | None = None,
         global_batch_size: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Loss, share of clipped pairs, and KL to the policy that sampled."""
+    ) -> tuple[Tensor | None, ...]:
+        """Loss, share of clipped pairs, KL to the policy that sampled, None for each metric of rollout correction."""
         K = self.responses_per_prompt
         divisor = None if global_batch_size is None else global_batch_size / K / dp_size
         loss, metrics = p3o_policy_loss(
             log_probs, old_log_probs, advantages, action_mask, K, self.settings, divisor=divisor
         )
         clipped, kl = (log_probs.new_tensor(metrics[f"p3o/{name}"]) for name in ("clip_fraction", "kl"))
-        return loss, clipped, kl, None
+        return loss, clipped, kl, *((None,) if VERSION == "0.11.1" else (None, None))
 
 
 class SiblingsBuffer(NaiveReplayBuffer):

@@ -3,6 +3,8 @@
 B = P K rows, K responses to each of P prompts, siblings as neighbours; C positions.
 """
 
+from importlib.metadata import version
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,41 +37,22 @@ def p3o_policy_loss(
     if settings.kl_coef:
         raise ValueError(f"the KL is in the advantages here: kl_coef must be 0, got {settings.kl_coef}")
     K, mask = responses_per_prompt, mask.bool()
-    check_whole_groups(len(mask), K)
+    if K < 2 or len(mask) % K:
+        raise ValueError(f"the microbatch has {len(mask)} responses, no multiple of the {K} to each prompt (2 or more)")
     cu_seqlens = pad(mask.sum(dim=1).cumsum(0), (1, 0))
     # The loss sums in the same way, so that equal log-probs of any dtype have a ratio of 1.
     old = sequence_logprobs(old_logprobs.detach()[mask], cu_seqlens).view(-1, K)
-    rewards = first_values(advantages, mask).view(-1, K)
+    # An empty response has no first token, and its pairs no gradient.
+    first = advantages.gather(1, mask.int().argmax(dim=1, keepdim=True))
+    rewards = torch.where(mask.any(dim=1), first.squeeze(1), 0.0).view(-1, K)
     # Without a KL the reference is free.
     loss, metrics, _ = token_p3o_loss(logprobs[mask], cu_seqlens, old, old, rewards, settings, divisor=divisor)
     return loss, {f"p3o/{name}": metrics[name].item() for name in METRICS}
 
 
-def first_values(values: Tensor, mask: Tensor) -> Tensor:
-    """Each response's value at its first token, [B, C] -> [B]; 0 if it has none."""
-    first = mask.int().argmax(dim=1, keepdim=True)
-    return torch.where(mask.any(dim=1), values.gather(1, first).squeeze(1), 0.0)
-
-
-def check_whole_groups(responses: int, responses_per_prompt: int, remedy: str = "") -> None:
-    if responses_per_prompt < 2 or responses % responses_per_prompt:
-        raise ValueError(
-            f"the microbatch has {responses} responses, which is no multiple of the {responses_per_prompt} to each "
-            f"prompt (2 or more). {remedy}".rstrip()
-        )
-
-
-def check_siblings(advantages: Tensor, mask: Tensor, responses_per_prompt: int, remedy: str) -> None:
-    """Raises ValueError if K neighbours are not all the responses to one prompt: their advantages, less the group's
-    mean, would add up to 0. A group with an empty response is not checked.
-    """
-    K, mask = responses_per_prompt, mask.bool()
-    check_whole_groups(len(mask), K, remedy)
-    complete = mask.any(dim=1).view(-1, K).all(dim=1)
-    groups = first_values(advantages, mask).view(-1, K)[complete].float()
-    wrong = groups.sum(dim=1).abs() > 1e-3 * (1 + groups.abs().amax(dim=1))
-    if wrong.any():
-        raise ValueError(
-            f"in {int(wrong.sum())} of {len(groups)} groups of {K} neighbours the advantages do not add up to 0: they "
-            f"are not the responses to one prompt, or the mean of their group was not subtracted. {remedy}"
-        )
+def require_version(package: str, tried: tuple[str, ...]) -> str:
+    """The installed version of a package. Raises ImportError if it is none of those that were tried."""
+    installed = version(package)
+    if installed not in tried:
+        raise ImportError(f"fastp3o runs with {package} {' and '.join(tried)}, and {installed} is installed")
+    return installed

@@ -1,6 +1,6 @@
 """`linear_logprobs` in place of the function that all of TRL's trainers compute log-probabilities with.
 
-Written against TRL 1.16. That function returns log-prob, entropy, mean logit and top-1 of each token.
+TRL 1.15 and 1.16. That function returns log-prob, entropy, mean logit and top-1 of each token.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""P3O on the rollouts of TRL's GRPOTrainer (1.16). K responses to a prompt."""
+"""P3O on the rollouts of TRL's GRPOTrainer (1.15, 1.16). K responses to a prompt."""
 
 from dataclasses import dataclass, field, fields
 

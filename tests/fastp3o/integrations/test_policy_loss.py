@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fastp3o.integrations.policy_loss import check_siblings, p3o_policy_loss
+from fastp3o.integrations import policy_loss
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings, p3o_loss
 
 B, C = 6, 5
@@ -54,32 +55,11 @@ def test_equal_logprobs_of_any_dtype_have_a_ratio_of_one(dtype):
     assert loss.isfinite()
 
 
-def test_strangers_for_siblings_are_refused():
-    _, _, advantages = problem(2)
-    check_siblings(advantages, MASK, 2, "")
-    order = torch.tensor([0, 2, 1, 3, 4, 5])
-    with pytest.raises(ValueError, match=r"in 2 of 3 groups .* Do this"):
-        check_siblings(advantages[order], MASK, 2, "Do this")
+def test_parted_siblings_a_second_kl_and_other_versions_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="no multiple of the 4"):
         p3o_policy_loss(*problem(2), MASK, 4, SETTINGS)
     with pytest.raises(ValueError, match="kl_coef must be 0"):
         p3o_policy_loss(*problem(2), MASK, 2, P3OSettings())
-
-
-def test_verl_finds_it_by_its_name():
-    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
-    from types import SimpleNamespace
-
-    import fastp3o.integrations.verl  # noqa: F401
-
-    logprobs, old, advantages = problem(2)
-    config = SimpleNamespace(use_kl_loss=False, rollout_n=2, clip_ratio=0.2, global_batch_info={})
-    given = {"old_log_prob": old, "log_prob": logprobs, "advantages": advantages, "response_mask": MASK}
-    p3o = core_algos.get_policy_loss_fn("p3o")
-    loss, metrics = p3o(**given, loss_agg_mode="token-mean", config=config, rollout_is_weights=None)
-    expected, _ = p3o_policy_loss(logprobs, old, advantages, MASK, 2, SETTINGS)
-    assert loss == expected
-    assert "actor/p3o/kl" in metrics
-    order = torch.tensor([0, 2, 1, 3, 4, 5])
-    with pytest.raises(ValueError, match="balance_batch=False"):
-        p3o(**{name: values[order] for name, values in given.items()}, config=config)
+    monkeypatch.setattr(policy_loss, "version", lambda package: "0.8.0")
+    with pytest.raises(ImportError, match=r"runs with verl 0\.9\.0 and 0\.9\.1, and 0\.8\.0 is installed"):
+        policy_loss.require_version("verl", ("0.9.0", "0.9.1"))
