@@ -335,8 +335,7 @@ class Run:
 
     def find_best(self) -> Best | None:
         """The best evaluation so far, None if none is to be kept."""
-        metric = self.config.keep_best
-        if metric is None:
+        if (metric := self.config.keep_best) is None:
             return None
         best, since = on_main_process(self.accelerator, lambda: read_best(self.folder, metric))
         return Best(metric, lowest=self.config.lowest_is_best, best=best, since=since)

@@ -40,9 +40,7 @@ class Raises(io.TextIOBase):
 
 
 class Lines(list):
-    """A stream that can only be written to, and counts as false while nothing is."""
-
-    write = list.append
+    write = list.append  # a stream that can only be written to, and counts as false while it is empty
 
 
 def closed() -> io.StringIO:

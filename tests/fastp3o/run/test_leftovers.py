@@ -76,6 +76,11 @@ def test_a_changed_tokenizer_is_another_model(run, tiny_model):
             run()
     finally:
         path.write_text(kept)
+    template = path.with_name("chat_template.jinja")
+    template.write_text("{{ messages }}")
+    with pytest.raises(UserError, match=r"the content another than when the run began: .*--model"):
+        run()
+    template.unlink()
 
 
 def test_a_file_system_without_locks_and_folder_syncs_is_told_in_a_line(tiny_model, workplace, monkeypatch, capsys):
