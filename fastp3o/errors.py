@@ -27,7 +27,7 @@ def text_of(error: BaseException) -> str:
     """What an exception of others says, as a terminal can show it."""
     try:
         return visible(str(error))
-    except Exception:
+    except BaseException:  # it may raise SystemExit, too
         return "its own text cannot be made"
 
 

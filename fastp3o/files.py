@@ -73,12 +73,12 @@ def move_into_place(unfinished: Path, folder: Path) -> None:
         sync(path)
     sync(unfinished)
     replaced = temporary_sibling(folder, REPLACED)
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         folder.rename(replaced)
     unfinished.rename(folder)
     sync(folder.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    if replaced.exists() or replaced.is_symlink():
+        remove(replaced)
 
 
 def sync(path: Path) -> None:

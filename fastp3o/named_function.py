@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -18,15 +18,37 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastp3o.errors import UserError, text_of
+from fastp3o.errors import UserError, text_of, visible
+from fastp3o.script import LastingStream
 
 Result = TypeVar("Result")
 
 GRACE = 2.0  # seconds
 LONG = 60.0  # seconds, after which a line says that a call takes long
 
+# What torch keeps for the whole process: how it is read, and set.
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+)
+
 # One for all calls: a client that a module keeps belongs to the loop in which it was first used.
 EVENT_LOOP = asyncio.Runner()
+LEFT: list[asyncio.Runner] = []  # loops that are stuck or a parent's: closing one that a fork shares would stop it
+
+
+def leave_loop() -> None:
+    global EVENT_LOOP
+    LEFT.append(EVENT_LOOP)
+    EVENT_LOOP = asyncio.Runner()
+
+
+os.register_at_fork(after_in_child=leave_loop)
 
 
 class FunctionError(UserError):
@@ -99,27 +121,29 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     except KeyboardInterrupt as error:
         raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
-        *frames, last = traceback.extract_tb(error.__traceback__)
+        *_, (frame, line), (last, _) = traceback.walk_tb(error.__traceback__)
         # If the function has gone on after the alarm, nobody knows where it was.
-        place = f": it was in {frames[-1].filename}, line {frames[-1].lineno}" if last.name == "ring" else ""
+        place = f": it was in {frame.f_code.co_filename}, line {line}" if last.f_code.co_name == "ring" else ""
         raise FunctionError(late + place) from error
     except SystemExit as error:
         ended = f"ended the program (sys.exit, status {error.code!r}) instead of returning"
         raise FunctionError(f"{name} {ended}") from error
     except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {text_of(error)}"
-        raise FunctionError(f"{name} failed in {last.filename}, line {last.lineno}: {what}") from error
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)  # `extract_tb` obeys sys.tracebacklimit
+        what = f"{visible(type(error).__name__)}: {text_of(error)}"
+        raise FunctionError(f"{name} failed in {frame.f_code.co_filename}, line {line}: {what}") from error
     wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:
-        result = result.tolist() if hasattr(result, "tolist") else result
-    except Exception as error:
+        with limited(timeout):  # what it has returned is the user's code, too
+            result = result.tolist() if hasattr(result, "tolist") else result
+            result = list(result) if isinstance(result, list | tuple) else None
+    except BaseException as error:
         raise FunctionError(f"{wrong} that gives no list: {type(error).__name__}: {text_of(error)}") from error
-    if not isinstance(result, list | tuple):
+    if result is None:
         raise FunctionError(wrong)
     if len(result) != expected:
         raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
-    return list(result)
+    return result
 
 
 @contextmanager
@@ -205,35 +229,46 @@ def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
     except RuntimeError:
         return EVENT_LOOP.run(coroutine)
     # A thread runs one loop, and this one runs a notebook's.
-    thread = ThreadPoolExecutor(1)
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(EVENT_LOOP.run(coroutine))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     try:
-        return thread.submit(EVENT_LOOP.run, coroutine).result()
+        return result.result()
     finally:
-        thread.shutdown(wait=False)  # a coroutine that blocks is left behind
+        if not result.done():  # a coroutine that blocks is left behind
+            leave_loop()
 
 
 @contextmanager
 def restored() -> Iterator[None]:
     """Puts back what a user's code may change for the whole process: the working directory, to which a run's paths are
-    relative, and how torch computes by default.
+    relative, and how torch computes by default. Another standard output or error stays, and ends nothing either.
     """
     with suppress(OSError):  # the folder was removed: nothing is relative to it any more
         folder = os.getcwd()
-    gradients, threads = torch.is_grad_enabled(), torch.get_num_threads()
-    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    before, device = [get() for get, _ in SETTINGS], torch.get_default_device()
     autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
     try:
         yield
     finally:
         with suppress(OSError, UnboundLocalError):
             os.chdir(folder)
-        torch.set_grad_enabled(gradients)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        for (get, put), value in zip(SETTINGS, before, strict=True):
+            if get() != value:
+                put(value)
+        for name, stream in streams.items():
+            if (other := getattr(sys, name, None)) is not stream:
+                setattr(sys, name, LastingStream(other, tells=name == "stdout"))
         for kind, (enabled, precision) in autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, precision)
-        torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             # A default that somebody has set costs each call into torch a little; the CPU is the one without.
             torch.set_default_device(None if device.type == "cpu" else device)

@@ -60,7 +60,7 @@ def lasting_output() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:
         # None: the file was closed from the start, or the program has no console.
-        lasting = [LastingStream(stream or nowhere, tells=stream is sys.stdout) for stream in before]
+        lasting = [LastingStream(nowhere if s is None else s, tells=s is sys.stdout) for s in before]
         sys.stdout, sys.stderr = cast(Any, lasting)
         try:
             yield
@@ -76,18 +76,18 @@ class LastingStream:
     tells: whether standard error is told so.
     """
 
-    def __init__(self, stream: TextIO, *, tells: bool):
+    def __init__(self, stream: TextIO | Any, *, tells: bool):
         self.stream, self.tells = stream, tells
 
     def write(self, text: str) -> int:
         try:
             self.attempt(lambda: self.stream.write(text))
-        except UnicodeEncodeError as error:  # of a stream that is not UTF-8
-            self.stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except UnicodeEncodeError:  # of a stream that is not UTF-8
+            self.attempt(lambda: self.stream.write(text.encode("ascii", "backslashreplace").decode()))
         return len(text)
 
     def flush(self) -> None:
-        self.attempt(self.stream.flush)
+        self.attempt(lambda: getattr(self.stream, "flush", lambda: None)())  # a program's own stream may have none
 
     def isatty(self) -> bool:
         with suppress(Exception):  # ValueError: it was closed

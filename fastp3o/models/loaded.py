@@ -38,6 +38,11 @@ class LoadedModel(NamedTuple):
             **options,
         )
         self.copy_generation_config(model)
+        if own := own_code(self.model, model):
+            raise UserError(
+                f"model has {own}, and the run would use a plain copy without it: take it off, or use the losses of "
+                "fastp3o_kernels in a loop of your own"
+            )
         return model, loading
 
     def copy_generation_config(self, model: Any) -> None:
@@ -57,3 +62,26 @@ class LoadedModel(NamedTuple):
             block = weight.detach().flatten()[first : first + length].cpu().contiguous()
             digest.update(block.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def own_code(model: PreTrainedModel, plain: PreTrainedModel) -> str:
+    """What a model computes with and its plain copy lacks, in words: a class, method, number or hook. "" if nothing."""
+    if type(model).__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
+        return f"a class of its own, {type(model).__name__}"
+    copies = dict(plain.named_modules())
+    for name, module in model.named_modules():
+        place = name or type(model).__name__
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        # transformers' own, such as gradient checkpointing's, change no value.
+        if any(not str(hook.__module__).startswith("transformers.") for kind in hooks for hook in kind.values()):
+            return f"a hook in {place}"
+        if "forward" in vars(module):
+            return f"a forward method of its own in {place}"
+        copied = copies.get(name, module) if name else module  # a reward model begins with another model's body
+        if type(copied) is not type(module):
+            return f"a {type(module).__name__} of its own in {place}"
+        for key, value in vars(copied).items():
+            if value and isinstance(value, float) and vars(module).get(key) != value:  # 0: noise that a run takes off
+                return f"another {key} in {place} than its configuration gives"
+    hooked = (name for name, w in model.named_parameters() if w._backward_hooks or w._post_accumulate_grad_hooks)
+    return next((f"a hook in {name}" for name in hooked), "")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastp3o.errors import UserError
+from fastp3o.errors import UserError, text_of
 from fastp3o.named_function import FunctionError, call_for_list, import_function
 from fastp3o.rollouts.groups import Group, Prompt, Response, texts, texts_or_messages
 
@@ -86,8 +86,8 @@ class FunctionReward:
                 returned[start : start + responses] = [0.0] * responses
         try:
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
-        except Exception as error:
-            raise FunctionError(f"{self.name} must return a number for each response: {error}") from error
+        except BaseException as error:  # of an entry's own __float__, too
+            raise FunctionError(f"{self.name} must return a number for each response: {text_of(error)}") from error
 
 
 def first_two(signature: inspect.Signature, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from fastp3o.errors import UserError
 from fastp3o.named_function import TookTooLongError, time_limit
 
 ANSWER_SECONDS = 5.0
+UNIT = re.compile(r"(?<=\d)\s+[a-zA-Z]{2}[a-zA-Z ]*\.?$")
 
 
 def exact_match(prompts: Sequence[str], responses: Sequence[str], answer: Sequence[object]) -> list[float]:
@@ -19,7 +20,8 @@ def exact_match(prompts: Sequence[str], responses: Sequence[str], answer: Sequen
 
 def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequence[object]) -> list[float]:
     """1 if the response's final answer equals the answer's, as math-verify reads both; else 0, also if it has none or
-    that takes 5 s. An answer that is no `final_answer` in a text is one as a whole.
+    that takes 5 s. An answer that is no `final_answer` in a text is one as a whole. Where it is a number, words after
+    the response's number are a unit, which does not count.
 
     Raises UserError without math-verify, and for an answer in which it reads no mathematics.
     """
@@ -33,11 +35,13 @@ def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequen
     def read(text: str) -> list:
         return math_verify.parse(rf"\boxed{{{text.strip().rstrip('.')}}}", parsing_timeout=None)
 
-    def equal(true: list, response: str) -> bool:
+    def equal(text: str, response: str) -> bool:
         try:
             with time_limit(ANSWER_SECONDS):
                 found = final_answer(response)
-                return found is not None and math_verify.verify(true, read(found), timeout_seconds=None)
+                if found and not re.search("[a-zA-Z]", text):
+                    found = UNIT.sub("", found)
+                return found is not None and math_verify.verify(known[text], read(found), timeout_seconds=None)
         except TookTooLongError as error:
             if error.args != (ANSWER_SECONDS,):  # the whole call has
                 raise
@@ -50,7 +54,7 @@ def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequen
         known[text] = read(text if found is None else found)
         if all(isinstance(one, str) for one in known[text]):  # text that it could not read, or nothing
             raise UserError(f"math-verify reads no mathematics in the answer {text!r}")
-    return [float(equal(known[true], response)) for response, true in zip(responses, true_texts, strict=True)]
+    return [float(equal(true, response)) for response, true in zip(responses, true_texts, strict=True)]
 
 
 def final_answer(text: str) -> str | None:

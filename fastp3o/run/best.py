@@ -57,7 +57,7 @@ class Best:
         return f"{self.metric} {self.best[self.metric]:.4g} after step {self.best['step']}"
 
 
-def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
+def read_best(folder: Path, metric: str) -> tuple[dict[str, Any] | None, int]:
     """The best evaluation of a run that goes on, and the number of those after it.
 
     A run that goes on from a state before its best evaluation has that one's model still: it stays until a better one.
@@ -67,6 +67,7 @@ def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
         return None, 0
     try:
         best = json.loads(path.read_text())
+        float(best[metric])
         return best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look for the best anew") from error

@@ -25,7 +25,8 @@ MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
 ENDPOINT = "endpoint"  # of every endpoint: a service may move to another host
 
-SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME, *TOKENIZER_FILES), "*.py"
+TOKENS = (*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME, *TOKENS), "*.py"
 
 # This much of each tensor is read: reading all would take as long as loading, and a step moves most of a tensor.
 BLOCK_BYTES = 2**16

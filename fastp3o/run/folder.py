@@ -52,7 +52,8 @@ WRITTEN = re.compile(rf"{OURS.pattern}|{LOCK}|{STATES}|trackers|{VERDICTS}")
 FILES = {LOCK, CONFIG, PROGRESS, *LOGS}
 MADE = (STATES, METRICS, EVALUATIONS, FINISHED_MODEL, ADAPTER, BEST_MODEL, SAMPLES, f"{ROLLOUTS}.gz", ROLLOUTS)
 
-# This process's locks by folder. They are global because something may still hold the objects of a run that failed.
+# This process's locks by folder as it is named: a link may lead elsewhere later. They are global because something may
+# still hold the objects of a run that failed.
 locks: dict[Path, int] = {}
 
 
@@ -138,24 +139,23 @@ def lock(folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
-        os.close(descriptor)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+            os.close(descriptor)
             raise FileExistsError(
                 f"another process trains in {folder} ({holder}): wait for it, or name another --output_dir"
             ) from error
         print(f"{folder}: its file system has no locks ({error.strerror}): train there in one process at a time")
-        return
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    locks[folder.resolve()] = descriptor
+    locks[folder.absolute()] = descriptor
 
 
 def require_claimed(folder: Path) -> None:
     """Raises FileNotFoundError if the folder is another than the one that this process has locked: unmounted, replaced
     or removed while it trains.
     """
-    descriptor = locks.get(folder.resolve())
+    descriptor = locks.get(folder.absolute())
     if descriptor is None:
         return
     try:
@@ -167,7 +167,7 @@ def require_claimed(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    descriptor = locks.pop(folder.resolve(), None)
+    descriptor = locks.pop(folder.absolute(), None)
     if descriptor is not None:
         os.close(descriptor)
 

@@ -335,11 +335,10 @@ class Run:
 
     def find_best(self) -> Best | None:
         """The best evaluation so far, None if none is to be kept."""
-        config = self.config
-        if config.keep_best is None:
+        if (metric := self.config.keep_best) is None:
             return None
-        best, since = on_main_process(self.accelerator, lambda: read_best(self.folder))
-        return Best(config.keep_best, lowest=config.lowest_is_best, best=best, since=since)
+        best, since = on_main_process(self.accelerator, lambda: read_best(self.folder, metric))
+        return Best(metric, lowest=self.config.lowest_is_best, best=best, since=since)
 
     def call_back(self, step: int) -> None:
         """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""

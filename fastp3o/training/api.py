@@ -220,18 +220,6 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
 
 
-def own_code(model: PreTrainedModel) -> str:
-    """What a copy of the weights would lack, in words: a class, a patched method or a hook; "" if nothing."""
-    if not type(model).__module__.startswith("transformers"):  # transformers_modules: code that came with a checkpoint
-        return f"a class of its own, {type(model).__name__}"
-    for name, module in model.named_modules():
-        if "forward" in vars(module):
-            return f"a forward method of its own in {name or type(model).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return f"a hook in {name or type(model).__name__}"
-    return ""
-
-
 def tokenizer_of(model: PreTrainedModel) -> Any:
     """The tokenizer of the place that a model was loaded from. Raises UserError if it has none."""
     try:
@@ -264,15 +252,17 @@ def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
     refuse_adapters("model", model)
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError("model has no weights: they are on the meta device")
-    if changed := own_code(model):
+    if not (config.lora_rank or config.trainable_layers) and len({w.requires_grad for w in model.parameters()}) == 2:
         raise UserError(
-            f"model has {changed}, and the run would train a plain copy without it: take it off, or use the losses of "
-            "fastp3o_kernels in a loop of your own"
+            "model has frozen weights beside others, and a run trains all of them, or those that --trainable_layers or "
+            "--lora_rank names: give one of these, or model.requires_grad_(True)"
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"tokenizer must be a transformers tokenizer, got a {type(tokenizer).__name__}")
     if config.lora_rank and config.lora_save == "adapter":
         raise UserError("lora_save='adapter' needs the name of a model: no folder keeps a loaded one, the base")
+    if config.lora_rank and config.lora_save == "both" and model.name_or_path:
+        print(f"adapter/ will name {model.name_or_path} as its base. If model is another by now, model/ alone fits it")
     if tokenizer is None:
         if not model.name_or_path:
             raise UserError("a model that was not loaded from anywhere needs its tokenizer=")

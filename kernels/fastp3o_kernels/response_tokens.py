@@ -83,7 +83,9 @@ def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: range) -> None:
     prompts = {row: input_ids[row, : first_index(mask[row])[0]] for row in rows if mask[row].any()}
     filled = list(prompts)
     for row in filled[1:]:
-        if not torch.equal(prompts[row], prompts[filled[0]]):
+        short, long = sorted((prompts[row], prompts[filled[0]]), key=len)
+        padding, prompt = long.split([len(long) - len(short), len(short)])  # of rows that end where they are wide
+        if not torch.equal(short, prompt) or (padding != padding[:1]).any():
             raise ValueError(
                 f"rows {filled[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "
                 "before their responses: put the responses to a prompt next to each other"

@@ -1,15 +1,17 @@
 """Programs that call `train`: their streams, handlers, forks and models, and what their functions do to the process."""
 
+import asyncio
 import faulthandler
 import io
 import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from fastp3o import UserError, train
 from fastp3o.named_function import FunctionError
@@ -28,9 +30,17 @@ def vowels(prompts, responses):
     return [sum(c in "aeiou" for c in response) / 4 for response in responses]
 
 
+async def awaited_vowels(prompts, responses):
+    return vowels(prompts, responses)
+
+
 class Raises(io.TextIOBase):
     def write(self, text):
         raise RuntimeError("no")
+
+
+class Lines(list):
+    write = list.append  # a stream that can only be written to, and counts as false while it is empty
 
 
 def closed() -> io.StringIO:
@@ -39,7 +49,7 @@ def closed() -> io.StringIO:
     return stream
 
 
-@pytest.mark.parametrize("stream", [None, closed(), io.TextIOWrapper(io.BytesIO(), "ascii"), Raises()])
+@pytest.mark.parametrize("stream", [None, closed(), io.TextIOWrapper(io.BytesIO(), "ascii"), Raises(), Lines()])
 def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
@@ -47,6 +57,8 @@ def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
     assert sys.stdout is stream
     if isinstance(stream, io.TextIOWrapper):
         assert b"samples at step 2" in stream.buffer.getvalue()
+    if isinstance(stream, Lines):
+        assert "samples at step 2" in "".join(stream)
 
 
 def test_a_pipe_that_nobody_reads_is_told_once():
@@ -90,7 +102,8 @@ def test_what_a_reward_changes_for_the_process_is_put_back_and_its_error_is_name
         run(tiny_model, "later", lambda prompts, responses: next(calls)(prompts, responses))
 
 
-def test_a_fork_of_a_program_that_trains_may_train(tiny_model, workplace):
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_fork_of_a_program_that_trains_may_train(awaits, tiny_model, workplace):
     children = []
 
     def forks(prompts, responses):
@@ -98,13 +111,16 @@ def test_a_fork_of_a_program_that_trains_may_train(tiny_model, workplace):
             children.append(os.fork())
             if children == [0]:
                 try:
-                    run(tiny_model, "child", vowels, updates=1)
+                    run(tiny_model, "child", awaited_vowels if awaits else vowels, updates=1)
                     os._exit(0)
                 finally:
                     os._exit(1)
         return vowels(prompts, responses)
 
-    run(tiny_model, "parent", forks, updates=1)
+    async def awaited_forks(prompts, responses):
+        return forks(prompts, responses)
+
+    run(tiny_model, "parent", awaited_forks if awaits else forks, updates=1)
     assert os.waitpid(children[0], 0)[1] == 0
     assert_equal(weights("parent"), weights("child"))
 
@@ -117,6 +133,7 @@ def test_faulthandlers_signal_is_given_back(tiny_model, workplace):
             os.kill(os.getpid(), signal.SIGUSR1)  # would end the process
         finally:
             faulthandler.unregister(signal.SIGUSR1)
+    assert os.path.getsize("dump")
     assert threading.current_thread() is threading.main_thread()
 
 
@@ -138,3 +155,69 @@ def test_code_that_a_copy_of_the_weights_would_lack_is_refused(tiny_model, workp
     model = Mine.from_pretrained(tiny_model)
     with pytest.raises(UserError, match="model has a class of its own, Mine"):
         train(config("", "run", prompts="", reward=""), model=model, prompts=PROMPTS, reward=vowels)
+
+
+def test_a_model_of_which_a_copy_would_compute_or_train_otherwise_is_refused(tiny_model, workplace):
+    def begin(change=None, **settings):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        if change is not None:
+            change(model)
+        train(config("", "run", prompts="", reward="", **settings), **{"model": model, "reward": vowels} | objects)
+
+    objects = {"prompts": PROMPTS}
+    changes = {
+        r"a Tanh of its own in model\.layers\.0": lambda layers: setattr(layers[0].mlp, "act_fn", torch.nn.Tanh()),
+        r"another scaling in model\.layers\.1": lambda layers: setattr(layers[1].self_attn, "scaling", 0.1),
+        r"a hook in model\..*norm\.weight": lambda layers: layers[0].input_layernorm.weight.register_hook(torch.abs),
+        "frozen weights beside others": lambda layers: layers.requires_grad_(False),
+    }
+    for what, change in changes.items():
+        with pytest.raises(UserError, match=f"model has {what}"):
+            begin(lambda model, change=change: change(model.model.layers))
+    judge = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    judge.score.register_forward_hook(lambda module, inputs, output: -output)
+    objects["reward"] = judge
+    with pytest.raises(UserError, match="model has a hook in score"):
+        begin()
+    del objects["reward"]
+    begin(lambda m: m.gradient_checkpointing_enable(), updates=1)  # transformers' own hook changes nothing
+
+
+def test_what_a_function_returns_or_leaves_in_the_process_is_its_own_too(tiny_model, workplace, monkeypatch):
+    class Unlistable:
+        def tolist(self):
+            raise SystemExit
+
+    def imprecise(prompts, responses):
+        torch.set_float32_matmul_precision("medium")
+        sys.stdout = object()
+        return vowels(prompts, responses)
+
+    def fails(prompts, responses):
+        raise ValueError("later") if len(responses) > 1 else SystemExit
+
+    run(tiny_model, "imprecise", imprecise)
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(FunctionError, match="gives no list: SystemExit"):
+        run(tiny_model, "unlistable", lambda prompts, responses: Unlistable())
+    monkeypatch.setattr(sys, "tracebacklimit", 0, raising=False)
+    calls = iter([vowels, vowels, fails])
+    with pytest.raises(FunctionError, match=r"update 2: .*: ValueError: later"):
+        run(tiny_model, "later", lambda prompts, responses: next(calls)(prompts, responses))
+
+
+def test_an_async_reward_that_blocks_leaves_the_next_run_another_loop(tiny_model, workplace):
+    alarm = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has it otherwise
+
+    async def blocks(prompts, responses):
+        return time.sleep(4) if len(responses) > 1 else [0.0]
+
+    async def notebook():
+        with pytest.raises(FunctionError, match="has not returned after"):
+            run(tiny_model, "blocked", blocks, reward_timeout=0.5)
+        run(tiny_model, "good", awaited_vowels, updates=1)
+
+    try:
+        asyncio.run(notebook())
+    finally:
+        signal.signal(signal.SIGALRM, alarm)

@@ -20,7 +20,7 @@ KEY = "VLLM_API_KEY"
 OLDEST = (0, 30)
 # Bytes of a token in an answer: its id, its text and its log-prob, with room to spare.
 TOKEN_BYTES = 256
-LARGEST = 1e30  # nats; vLLM clamps a log-prob of 0 to -9999
+LARGEST = 1e5  # nats; vLLM clamps a log-prob of 0 to -9999
 # A server that has been started anew has other weights. It takes longer to start than this leaves it.
 RETRIES = 1
 QUICK = 30.0  # seconds for an answer that takes a server no work
@@ -194,7 +194,7 @@ def read_completions(
         completions = [Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
         reasons = {choice["finish_reason"] for choice in choices}
         numbers = [choice["index"] for choice in choices]
-        others = [ids for choice in choices if (ids := choice.get("prompt_token_ids")) not in (None, prompt_ids)]
+        others = [choice for choice in choices if choice["prompt_token_ids"] != prompt_ids]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError("which is not one of vLLM's completions with token ids and log-probs") from error
     if reasons - {"stop", "length"}:

@@ -110,6 +110,8 @@ def test_equal_answers_of_mathematics(monkeypatch):
     assert math_answer([""] * 5, responses[:5], answers[:5]) == [1.0] * 5
     monkeypatch.setattr("fastp3o.rewards.verifiable.ANSWER_SECONDS", 0.5)
     assert math_answer([""] * 5, responses[5:], answers[5:]) == [0.0] * 5
+    units = ["#### 18 dollars", "#### 18 dollars and 5 cents", r"\boxed{9 ft.}"]
+    assert math_answer([""] * 3, units, [18, 18, "9"]) == [1.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="math-verify reads no mathematics in the answer '東京'"):
         math_answer(["", ""], responses[:2], ["東京", "2"])
     with ThreadPoolExecutor(1) as thread:

@@ -52,13 +52,16 @@ def test_links_pipes_and_damaged_notes_are_refused_by_name(run):
     metrics.unlink()
     metrics.write_bytes(kept)
     note = best.read_text()
-    for damaged in ("", "[1]", "{}", note[:-9]):
+    for damaged in ("", "[1]", "{}", '{"step": 1}', '{"step": 1, "reward": "x"}', note[:-9]):
         best.write_text(damaged)
         with pytest.raises(UserError, match=r"run/best/evaluation.json is damaged: restore it, or remove run/best"):
             run()
     best.write_text(note)
+    Path("run/model").rename("run/elsewhere")
+    Path("run/model").symlink_to("elsewhere")
     run()
     assert_equal(weights("whole"), weights("run"))
+    assert not Path("run/model").is_symlink()
 
 
 def test_a_changed_tokenizer_is_another_model(run, tiny_model):
@@ -73,6 +76,11 @@ def test_a_changed_tokenizer_is_another_model(run, tiny_model):
             run()
     finally:
         path.write_text(kept)
+    template = path.with_name("chat_template.jinja")
+    template.write_text("{{ messages }}")
+    with pytest.raises(UserError, match=r"the content another than when the run began: .*--model"):
+        run()
+    template.unlink()
 
 
 def test_a_file_system_without_locks_and_folder_syncs_is_told_in_a_line(tiny_model, workplace, monkeypatch, capsys):
@@ -98,7 +106,8 @@ def test_a_folder_that_is_swapped_while_a_run_trains_ends_it(tiny_model, workpla
     def swap(folder):
         monkeypatch.setattr("fastp3o.run.report.require_claimed", write)
         Path("run").rename("moved")
-        Path("run").mkdir()
+        Path("other").mkdir()
+        Path("run").symlink_to("other")
         Path("run/fastp3o.lock").touch()
         write(folder)
 

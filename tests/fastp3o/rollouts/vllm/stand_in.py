@@ -64,8 +64,9 @@ class StandIn(ThreadingHTTPServer):
         ((_, responses),) = sampler([Prompt("", body["prompt"])], body["n"], body["seed"])
         if not self.processed and (body["temperature"] != 1 or settings != POLICY_ITSELF):
             responses = [r._replace(logprobs=self.raw_logprobs(body["prompt"], r.ids)) for r in responses]
+        about = {"prompt_token_ids": body["prompt"]}
         choices = [
-            changed({"index": index, "finish_reason": "stop" if r.finished else "length"}, r.ids, list(r.logprobs))
+            changed(about | {"index": index, "finish_reason": "stop" if r.finished else "length"}, r.ids, [*r.logprobs])
             for index, r in enumerate(responses)
         ]
         return {"choices": FAULTS.get(self.broken(), list)(choices)}

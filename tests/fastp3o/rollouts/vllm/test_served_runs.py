@@ -79,7 +79,8 @@ def test_a_run_whose_prompts_two_servers_share_is_the_engines(workplace, tiny_mo
     assert min(b - a for a, b in pairwise(far_apart)) > 2**32
 
 
-WHOLE = {"index": 0, "token_ids": [5, 6, 7], "logprobs": {"token_logprobs": [-1.0] * 3}, "finish_reason": "length"}
+WHOLE = {"index": 0, "prompt_token_ids": [9], "token_ids": [5, 6, 7], "finish_reason": "length"}
+WHOLE |= {"logprobs": {"token_logprobs": [-1.0] * 3}}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,8 @@ WHOLE = {"index": 0, "token_ids": [5, 6, 7], "logprobs": {"token_logprobs": [-1.
         ([WHOLE, WHOLE | {"logprobs": {"token_logprobs": [-1.0, float("nan"), -1.0]}}], "not a finite number of nats"),
         ([WHOLE, WHOLE | {"token_ids": [5, 2, 7]}], "which has a response that goes on after its end"),
         ([WHOLE, WHOLE | {"token_ids": [5], "logprobs": {"token_logprobs": [-1]}}], "response of 1 tokens, cut short"),
+        ([WHOLE, WHOLE | {"logprobs": {"token_logprobs": [-(10**25)] * 3}}], "not a finite number of nats"),
+        ([WHOLE, {"index": 1} | dict([*WHOLE.items()][2:])], "which is not one of vLLM's completions"),
         ([WHOLE, WHOLE | {"finish_reason": "abort"}], "which was cut short"),
         ([WHOLE, {"index": 1, "text": "a"}], "which is not one of vLLM's completions"),
     ],
