@@ -450,7 +450,7 @@ class DataConfig(Flags):
     chat_template_kwargs: str | None = option(
         None,
         'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, in a '
-        "field of this name.",
+        "field of this name. They change prompts that are messages; text has no template.",
         python=dict,
     )
     skip_bad_records: bool = option(

@@ -231,7 +231,7 @@ class Loader:
         prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.tokenizer.chat_template is None:
             place = f"{record.file} record {record.number}"
-            raise DataError(f"{place}: holds messages, and the tokenizer has no chat template")
+            raise DataError(f"{place}: holds messages, and the tokenizer has no chat template (see --chat_template)")
         responses = layout.responses(record.content) if self.response_columns else ()
         responses = responses if self.takes_all else responses[: len(self.response_columns)]
         texts = self.encoder.render(prompt, responses, record.content)

@@ -103,6 +103,6 @@ def first_two(signature: inspect.Signature, name: str) -> list[str]:
     if misplaced or not taken:
         raise UserError(
             f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
-            f"after them, by name; it takes {signature}"
+            f"after them, by name; or, as in TRL, completions and **kwargs; it takes {signature}"
         )
     return names[:2]

@@ -76,9 +76,10 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     the command or Python began the run. A run that began with a loaded model or with functions goes on with equal ones;
     functions of the module that Python was started with (`__main__`) are found from Python alone.
 
-    objects: see `Objects`. on_update, on_evaluation: called with the metrics of each step and each evaluation, and
-    their `step`; the run ends after that step if they return True, and its state is saved if they raise. With several
-    processes they are called on the main one.
+    objects: model, tokenizer, prompts, eval_prompts, train_data, eval_data, ptx_data, environment, reward, gold_reward,
+    peft_config, on_update, on_evaluation; `help(fastp3o.training.api.Objects)` says what each may be. The last two are
+    called with the metrics of each step and each evaluation, and their `step`; the run ends after that step if they
+    return True, and its state is saved if they raise. With several processes they are called on the main one.
 
     Raises what the commands print in one line, UserError or OSError; KeyboardInterrupt once an interrupted run has
     saved its state, from which `resume=True` goes on; StoppedError after other signals.
