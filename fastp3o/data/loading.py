@@ -50,6 +50,7 @@ class DataReport:
     at a limit; both responses of a pair may count. special_texts: texts that hold the text of a special token, such as
     a written end of sequence. skipped: records that cannot be used. reasons: how many were skipped for each reason.
     unread: fields with values that nothing reads, in their order.
+    templated: whether the chat template wrote any of the texts.
     """
 
     examples: int = 0
@@ -59,6 +60,7 @@ class DataReport:
     skipped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     unread: dict[str, None] = field(default_factory=dict)
+    templated: bool = False
 
     def __str__(self) -> str:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
@@ -237,6 +239,7 @@ class Loader:
         texts = self.encoder.render(prompt, responses, record.content)
         read = {*layout.fields, *self.columns, *self.labels, *(TEMPLATE_FIELDS if texts.templated else ())}
         has_value = (name for name, value in record.content.items() if value is not None)
+        self.report.templated |= texts.templated
         self.report.unread |= dict.fromkeys(name for name in has_value if name not in read)
         return texts
 

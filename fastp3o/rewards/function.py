@@ -87,7 +87,9 @@ class FunctionReward:
         try:
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except BaseException as error:  # of an entry's own __float__, too
-            raise FunctionError(f"{self.name} must return a number for each response: {text_of(error)}") from error
+            kinds = ", ".join(sorted({type(value).__name__ for value in returned}))
+            wrong = f"must return a number for each response, got {kinds}: {text_of(error)}"
+            raise FunctionError(f"{self.name} {wrong}") from error
 
 
 def first_two(signature: inspect.Signature, name: str) -> list[str]:

@@ -103,7 +103,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             raise error.with_traceback(None) from users_error(error)
         except OSError as error:
             error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
-            raise
+            raise error.with_traceback(None) from None
     return Result(Path(config.output_dir))
 
 

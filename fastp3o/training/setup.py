@@ -149,6 +149,8 @@ def load_examples(
     context.accelerator.print(f"{source}: {report}")
     if report.truncated_prompts > report.examples / 2:
         context.accelerator.print("warning: most prompts lost their beginning: --max_prompt_tokens keeps more")
+    if config.template_settings and not report.templated:
+        context.accelerator.print("warning: --chat_template_kwargs does nothing here: no record holds messages")
     if len(examples) < context.accelerator.num_processes:
         raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
     return examples

@@ -127,9 +127,11 @@ def test_the_template_reads_tools_and_its_arguments_of_records_and_options(tmp_p
     assert ["<think>" in prompt for prompt in silent["prompt"]] == [True, True, True, False]
     assert [*map(json.loads, silent["given"])] == records
     assert (report.truncated_prompts, report.unread) == (3, {}), "given are the whole prompts"
+    assert report.templated
+    assert not load_prompts(jsonl(tmp_path, [{"prompt": "Hi"}]), tokenizer, max_prompt_tokens=30)[1].templated
 
 
-ASKED = "expected what the chat template reads, got a name that is not in it"
+ASKED = "expected what the chat template reads, got a name that is not in it; it reads enable_thinking, tools"
 
 
 @pytest.mark.parametrize(
