@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.config import Named
@@ -66,7 +66,8 @@ def model_fingerprint(name: str) -> str:
     digest = hashlib.sha256()
     with errors_naming(name):
         # All of these are downloaded from the hub, so that the hash does not depend on what was loaded before.
-        folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=[*SETTINGS, CODE], **at(name))
+        wanted = {"allow_patterns": [*SETTINGS, CODE], "local_files_only": constants.HF_HUB_OFFLINE, **at(name)}
+        folder = name if os.path.isdir(name) else snapshot_download(name, **wanted)
         settings = sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
         for path in settings:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
