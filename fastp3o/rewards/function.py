@@ -88,7 +88,7 @@ class FunctionReward:
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except BaseException as error:  # of an entry's own __float__, too
             kinds = ", ".join(sorted({type(value).__name__ for value in returned}))
-            wrong = f"must return a number for each response, got {kinds}: {text_of(error)}"
+            wrong = f"must return a number for each response: {text_of(error)} (got {kinds})"
             raise FunctionError(f"{self.name} {wrong}") from error
 
 
