@@ -176,7 +176,7 @@ def tests_of_lines(coverage_file: Path) -> dict[str, dict[int, list[str]]]:
     reached = {}
     for file in data.measured_files():
         lines = data.contexts_by_lineno(file).items()
-        tests = {line: sorted({name.split("|")[0] for name in names if name}) for line, names in lines}
+        tests = {line: sorted({name.rpartition("|")[0] for name in names if name}) for line, names in lines}
         reached[os.path.relpath(file, ROOT)] = tests
     return reached
 
@@ -209,7 +209,8 @@ def is_found(mutant: Mutant, tests: Sequence[str], tree: Path) -> str | None:
     finally:
         path.write_text(text)
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return (failed or [ran.stdout[-200:]])[0][:200] if ran.returncode not in (0, 5) else None
+    # 5, no tests ran: the first to fail has stopped the workers before they report.
+    return (failed or [ran.stdout[-200:]])[0][:200] if ran.returncode else None
 
 
 def main() -> None:
