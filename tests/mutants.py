@@ -209,7 +209,8 @@ def is_found(mutant: Mutant, tests: Sequence[str], tree: Path) -> str | None:
     finally:
         path.write_text(text)
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    # 5, no tests ran: the first to fail has stopped the workers before they report.
+    if "ERROR: not found" in ran.stderr + ran.stdout:
+        raise RuntimeError(f"tests of the map are gone: {ran.stderr[-300:]}")
     return (failed or [ran.stdout[-200:]])[0][:200] if ran.returncode else None
 
 
@@ -227,7 +228,8 @@ def main() -> None:
             measure_coverage(coverage_file)
         reached = tests_of_lines(coverage_file)
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs"))
+        # The folder of tests has one with the name of the quickstarts' folder.
+        shutil.copytree(ROOT, tree, ignore=lambda at, names: {".git", ".venv", *({"runs"} if at == str(ROOT) else ())})
         mutants = drawn_again(arguments.again) if arguments.again else drawn(arguments.count, arguments.seed)
         found = 0
         for mutant in mutants:
