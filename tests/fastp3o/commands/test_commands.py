@@ -47,6 +47,7 @@ def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch):
     rewards = {"rewards_for_tests:vowels", "rewards_for_tests:varied"}
     assert sampled.keys() == {*rewards, "response_length", "missing_eos"}
     assert 0 < sampled["response_length"]["mean"] <= 6
+    assert sampled["missing_eos"]["mean"] > 0.9, "few of a random model's six tokens are an end"
     assert sampled["rewards_for_tests:varied"]["interval"] > 0
     assert evaluate("--greedy", "--seed", "0") == evaluate("--greedy", "--seed", "1")
     with pytest.raises(SystemExit):

@@ -145,6 +145,9 @@ def test_an_adapted_penalty_is_measured_after_the_update_and_resumed_with_the_cr
         assert step["step_kl_coef"] == weight
         weight *= 2 if step["step_kl"] > 1.5e-4 else 0.5 if step["step_kl"] < 1e-4 / 1.5 else 1
     assert weight != 1.0
+    # The mean over all tokens, which is below this target, and not their sum.
+    run(tiny_model, "far", **penalised | {"step_kl_target": 1.0})
+    assert [step["step_kl_coef"] for step in metrics("far")] == [1.0, 0.5, 0.25, 0.125]
     copy_at_save_before("whole", "resumed")
     run(tiny_model, "resumed", resume=True, **penalised)
     assert metrics("whole") == metrics("resumed")
