@@ -215,7 +215,7 @@ def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) ->
     ids, logprobs = completion
     if not (ids and whole_numbers(ids) and isinstance(logprobs, list) and len(ids) == len(logprobs)):
         raise AnswerError("which has a response without tokens, or without a log-prob of each")
-    if not all(isinstance(logprob, int | float) and -LARGEST <= logprob <= 1e-3 for logprob in logprobs):
+    if not all(type(logprob) in (int, float) and -LARGEST <= logprob <= 1e-3 for logprob in logprobs):
         raise AnswerError("which has a log-prob that is not a finite number of nats")
     if len(ids) > max_tokens or any(token in end_ids for token in ids[:-1]):
         raise AnswerError(f"which has a response that goes on after its end, or after {max_tokens} tokens")
@@ -227,7 +227,7 @@ def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) ->
 
 
 def whole_numbers(ids: object) -> bool:
-    return isinstance(ids, list) and all(isinstance(token, int) and token >= 0 for token in ids)
+    return isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
 
 
 def completion_settings(

@@ -89,6 +89,7 @@ WHOLE |= {"logprobs": {"token_logprobs": [-1.0] * 3}}
         ([WHOLE], "which has 1 responses, and 2 were asked for"),
         ([WHOLE, WHOLE | {"token_ids": [5, 6]}], "without a log-prob of each"),
         ([WHOLE, WHOLE | {"token_ids": []}], "a response without tokens"),
+        ([WHOLE, WHOLE | {"token_ids": [5, True, 7]}], "a response without tokens"),
         ([WHOLE, WHOLE | {"logprobs": {"token_logprobs": [-1.0, float("nan"), -1.0]}}], "not a finite number of nats"),
         ([WHOLE, WHOLE | {"token_ids": [5, 2, 7]}], "which has a response that goes on after its end"),
         ([WHOLE, WHOLE | {"token_ids": [5], "logprobs": {"token_logprobs": [-1]}}], "response of 1 tokens, cut short"),
