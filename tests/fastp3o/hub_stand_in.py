@@ -4,10 +4,11 @@ what it is sent.
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.fastp3o.local_server import running
 
 WRITES, READS = "hf_writes0123456789", "hf_reads0123456789"
 
@@ -82,11 +83,5 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def hub() -> Iterator[Hub]:
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with running(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

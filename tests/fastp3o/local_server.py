@@ -78,18 +78,25 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]) -> Iterator[Server]:
-    """question: makes of a request's body, and of its number from 1, what `reply` is called with."""
-    anyio.run(anyio.sleep, 0)  # httpx would load it with the first request, within that request's time limit
-    server = Server(path, reply, question)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+def running(server: ThreadingHTTPServer) -> Iterator[None]:
+    """The server answers from a thread of its own until the block ends."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serving(path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]) -> Iterator[Server]:
+    """question: makes of a request's body, and of its number from 1, what `reply` is called with."""
+    anyio.run(anyio.sleep, 0)  # httpx would load it with the first request, within that request's time limit
+    server = Server(path, reply, question)
+    with running(server):
+        yield server
 
 
 def always(**reply) -> Callable[[Any], Reply]:

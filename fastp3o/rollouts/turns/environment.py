@@ -39,8 +39,8 @@ class Step(NamedTuple):
 class Environments:
     """Makes and calls the environments of trajectories.
 
-    name: in messages. make: a class, or a function without arguments. timeout: seconds that all calls of a round of
-    turns may take. survives: whether an environment that raises ends its trajectory alone, and not the run.
+    name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take. survives: whether an
+    environment that raises ends its trajectory alone, and not the run.
 
     weights: of rewards, by name. columns: of the prompts' records that `reset` asks for.
     """

@@ -17,6 +17,7 @@ from fastp3o.models.packed_model import labelled_logprobs, untempered
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import POLICY_ITSELF, Prompt, SamplingSettings
+from tests.fastp3o.local_server import running
 
 # transformers loads one model at a time.
 LOADING = threading.Lock()
@@ -148,14 +149,8 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def standing_in(folder: str, **options) -> Iterator[StandIn]:
     server = StandIn(folder, **options)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def served_by(*servers: StandIn) -> dict[str, Any]:
