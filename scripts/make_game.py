@@ -1,8 +1,9 @@
-"""Writes a game of several turns, and is its environment: find a hexadecimal digit in four guesses, told "higher" or
-"lower".
+"""Writes a game of several turns, and is its environment: find a hexadecimal digit of a range in four guesses, told
+"higher" or "lower".
 
-plays.jsonl has demonstrations of players who guess at random, half of the time among what is left; secrets.jsonl has
-digits to find. `make_game:Guess` is the environment.
+plays.jsonl has demonstrations of players who guess at random, half of the time among what is left; starts.jsonl and
+new_starts.jsonl have ranges with digits to find, a fifth of the ranges in the second alone. `make_game:Guess` is the
+environment.
 """
 
 import json
@@ -17,19 +18,20 @@ from fastp3o.files import write_file
 from fastp3o.script import run_script
 
 DIGITS = "0123456789abcdef"
+SMALLEST = 8  # digits of a range
 TURNS = 4
-PROMPT = "guess:\n"
 
 
 class Guess:
-    """Answers > or < until the digit is found. found: whether it is. bits: what an answer excludes, in bits of the four
-    that a digit has; a game that finds the digit has 1 in all. invalid: turns that are no digit, only counted.
+    """Answers > or < until the digit is found. found: whether it is. bits: what an answer excludes, as a share of what
+    the range leaves open; a game that finds the digit has 1 in all. invalid: turns that are no digit, only counted.
     """
 
     rewards: ClassVar = {"found": 1.0, "bits": 1.0, "invalid": 0.0}
 
-    def reset(self, secret: str) -> None:
-        self.secret, self.low, self.high = DIGITS.index(secret), 0, len(DIGITS) - 1
+    def reset(self, low: str, high: str, secret: str) -> None:
+        self.low, self.high, self.secret = map(DIGITS.index, (low, high, secret))
+        self.bits = log2(self.high - self.low + 1)
 
     def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
         word = text.strip()
@@ -37,30 +39,30 @@ class Guess:
             return "?\n", {"invalid": 1.0}, False
         guess, before = DIGITS.index(word), self.high - self.low + 1
         if guess == self.secret:
-            return None, {"found": 1.0, "bits": log2(before) / 4}, True
+            return None, {"found": 1.0, "bits": log2(before) / self.bits}, True
         if guess < self.secret:
             self.low, answer = max(self.low, guess + 1), ">\n"
         else:
             self.high, answer = min(self.high, guess - 1), "<\n"
-        return answer, {"bits": log2(before / (self.high - self.low + 1)) / 4}, False
+        return answer, {"bits": log2(before / (self.high - self.low + 1)) / self.bits}, False
 
 
 @options
 class GameConfig(Flags):
     """Demonstrations of random play, and digits to find."""
 
-    output_dir: str = required("Folder of plays.jsonl and secrets.jsonl.")
+    output_dir: str = required("Folder of plays.jsonl, starts.jsonl and new_starts.jsonl.")
     plays: int = option(4000, "Demonstrations.", at_least=1)
-    seed: int = option(0, "Seed of the demonstrations.", at_least=0)
+    seed: int = option(0, "Seed of the demonstrations, and of the choice of new ranges.", at_least=0)
 
 
-def play(draw: random.Random) -> str:
+def play(draw: random.Random, start: dict[str, str]) -> str:
     """A game: guesses and answers, a line each."""
     game, text = Guess(), ""
-    game.reset(draw.choice(DIGITS))
+    game.reset(start["low"], start["high"], start["secret"])
+    whole = DIGITS[game.low : game.high + 1]
     for _ in range(TURNS):
-        among = DIGITS[game.low : game.high + 1] if draw.random() < 0.5 else DIGITS
-        guess = draw.choice(among)
+        guess = draw.choice(DIGITS[game.low : game.high + 1] if draw.random() < 0.5 else whole)
         answer, _, done = game.step(guess)
         text += f"{guess}\n{answer or ''}"
         if done:
@@ -71,11 +73,23 @@ def play(draw: random.Random) -> str:
 def main(config: GameConfig) -> None:
     draw, folder = random.Random(config.seed), Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    plays = [{"prompt": PROMPT, "label": play(draw)} for _ in range(config.plays)]
-    secrets = [{"prompt": PROMPT, "secret": digit} for digit in DIGITS]
-    for name, records in (("plays", plays), ("secrets", secrets)):
+    ranges = [
+        DIGITS[low : low + size] for size in range(SMALLEST, len(DIGITS) + 1) for low in range(len(DIGITS) - size + 1)
+    ]
+    draw.shuffle(ranges)
+    starts, new_starts = (
+        [
+            {"prompt": f"{digits[0]} to {digits[-1]}:\n", "low": digits[0], "high": digits[-1], "secret": secret}
+            for digits in part
+            for secret in digits
+        ]
+        for part in (ranges[len(ranges) // 5 :], ranges[: len(ranges) // 5])
+    )
+    played = draw.choices(starts, k=config.plays)
+    plays = [{"prompt": start["prompt"], "label": play(draw, start)} for start in played]
+    for name, records in (("plays", plays), ("starts", starts), ("new_starts", new_starts)):
         write_file(folder / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-    print(f"{len(plays)} games of random play and {len(secrets)} digits to find: {folder}")
+    print(f"{len(plays)} games of random play, {len(starts)} starts and {len(new_starts)} of other ranges: {folder}")
 
 
 if __name__ == "__main__":

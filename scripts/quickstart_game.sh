@@ -25,7 +25,7 @@ stage "Stage 1: supervised fine-tuning, on games of random play" sft.py "$RUN/sf
 stage "Stage 2: P3O, from eight games to each digit and what the environment gives for each turn" p3o.py "$RUN/p3o" \
     "${shared[@]}" --model "$RUN/sft/model" --environment make_game:Guess --reward environment \
     --stop_strings '["\n"]' --max_turns 4 --max_turn_tokens 3 \
-    --prompts "$RUN/secrets.jsonl" --eval_prompts "$RUN/secrets.jsonl" --eval_every 60 --eval_responses_per_prompt 16 \
+    --prompts "$RUN/starts.jsonl" --eval_prompts "$RUN/new_starts.jsonl" --eval_every 60 --eval_responses_per_prompt 16 \
     --eval_greedy --updates "${FASTP3O_UPDATES:-480}" --prompts_per_update 32 --prompts_per_minibatch 16 \
     --responses_per_prompt 8 --inner_epochs 1 --learning_rate 1e-3 --warmup_steps 8 --kl_coef 0 --samples_every 0
 

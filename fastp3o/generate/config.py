@@ -5,7 +5,7 @@ from typing import Literal
 from fastp3o.config import Flags, PrecisionName, RunConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
-from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.config import RemoteConfig, cascaded
 
 JUDGED = "judged"  # by verdicts; all others by rewards
 PAIRS = ("rso", "rs_dpo", JUDGED)
@@ -92,7 +92,7 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
 
     @property
     def scorers(self) -> list[str]:
-        return [self.reward] if self.reward else []
+        return cascaded(self.reward) if self.reward else []
 
     @classmethod
     def changeable(cls) -> set[str]:

@@ -20,6 +20,7 @@ from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.processes import on_main_process, require_finite
+from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
@@ -144,7 +145,7 @@ def sample_rest(
             with phases("sampling"):
                 groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
             # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
-            asked = {"reward": reward} if reward and (share or isinstance(reward, ModelReward)) else {}
+            asked = {"reward": reward} if reward and (share or isinstance(reward, ModelReward | Cascade)) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             require_finite(accelerator, "a reward", rewards)

@@ -35,6 +35,8 @@ class Microbatch:
     ref_logprobs: Tensor  # [P, K] fp32
     sampler_token_logprobs: Tensor | None = field(default=None, kw_only=True)  # [N] fp32, by what sampled, if needed
     loss_mask: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
+    # [N] fp32, scaled: parts of `rewards` that come at these tokens; None: all of it comes at a response's last
+    token_rewards: Tensor | None = field(default=None, kw_only=True)
     prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
 
     def sampler_log_ratios(self) -> Tensor:

@@ -179,6 +179,11 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
             )
 
     @property
+    def rewards_tokens(self) -> bool:
+        """Whether the objective takes rewards at the tokens at which they come; if not, the sum of a response's."""
+        return False
+
+    @property
     def from_mixture(self) -> int:
         """Number of a prompt's responses, the last ones, that a mixture of policy and reference samples."""
         return 0

@@ -31,7 +31,7 @@ from fastp3o.objectives.config import KLConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
-from fastp3o_kernels import Head
+from fastp3o_kernels import Head, sequence_logprobs
 from fastp3o_kernels.losses import ppo_clip, ppo_penalty, step_kl, truncated_ratios
 
 if TYPE_CHECKING:  # functions import what they need of `models`: with transformers' models it takes seconds
@@ -77,6 +77,11 @@ class PPOConfig(KLConfig):
     gae_lambda: float = option(
         0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
     )
+    process_rewards: bool = option(
+        True,
+        "Rewards of turns come at their turn's last token, and those of functions that reward tokens at theirs, where "
+        "advantages see them. Off: all of it at the response's last token.",
+    )
     critic_learning_rate: float = option(
         1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
     )
@@ -93,6 +98,10 @@ class PPOConfig(KLConfig):
     reward_clip: float = option(
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
     )
+
+    @property
+    def rewards_tokens(self) -> bool:
+        return self.process_rewards
 
     def build(self) -> "PPO":
         return PPO(self)
@@ -164,6 +173,10 @@ class PPO(Objective):
         """Advantages of the tokens, [N] fp32, not whitened yet."""
         row, logprobs = microbatch.row, (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
         rewards = token_rewards(microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value)
+        if (at_tokens := microbatch.token_rewards) is not None:
+            # The last token has the rest of the reward, such as penalties and what its bound takes away.
+            rest = -sequence_logprobs(at_tokens, row.cu_seqlens)
+            rewards = (rewards + at_tokens).index_add(0, row.cu_seqlens[1:].long() - 1, rest)
         longest = max(row.labelled_lengths)
         return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 

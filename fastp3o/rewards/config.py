@@ -85,7 +85,8 @@ class RewardConfig(RemoteConfig):
 
     reward: str = required(
         "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of a "
-        "service that scores responses. The weighted sum of several, separated by commas."
+        "service that scores responses. The weighted sum of several, separated by commas. In `A else B`, B rewards the "
+        "responses for which A says None."
     )
     reward_weights: str = option(
         "",
@@ -118,7 +119,7 @@ class RewardConfig(RemoteConfig):
 
     @property
     def scorers(self) -> list[str]:
-        return [*self.rewards, *([self.gold_reward] if self.gold_reward else [])]
+        return [single for name in (*self.rewards, *filter(None, [self.gold_reward])) for single in cascaded(name)]
 
     @property
     def rewards(self) -> list[str]:
@@ -197,11 +198,18 @@ def reward_names(names: str) -> list[str]:
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
 
 
+def cascaded(name: str) -> list[str]:
+    """The rewards of a cascade, `A else B`, or the only one."""
+    if isinstance(name, Named):
+        return [*name.content] if isinstance(name.content, tuple) else [name]
+    return [name] if os.path.exists(name) else [part.strip() for part in name.split(" else ")]
+
+
 def short_names(names: Sequence[str]) -> list[str]:
     """Names of rewards in metrics: the last part of a path, a URL or module:function, or all of it where several have
     the same.
     """
-    last = [re.split("[/:]", name.rstrip("/"))[-1] for name in names]
+    last = [" else ".join(re.split("[/:]", part.rstrip("/"))[-1] for part in cascaded(name)) for name in names]
     return [short if short and last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
 
 

@@ -9,14 +9,32 @@ from fastp3o.rollouts.groups import Group
 
 
 class EnvironmentReward:
-    """The weighted sum of the rewards of all turns. weights: by the names of the rewards."""
+    """The weighted sum of the rewards of all turns. weights: by the names of the rewards. passes: whether a trajectory
+    without any is left to the next reward of a cascade, as NaN.
+    """
 
-    def __init__(self, weights: Mapping[str, float]):
-        self.weights = weights
+    def __init__(self, weights: Mapping[str, float], *, passes: bool = False):
+        self.weights, self.passes = weights, passes
 
     def __call__(self, groups: list[Group]) -> Tensor:
         parts = self.parts(groups)
-        return torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
+        values = torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
+        rewarded = torch.tensor([[any(turn.rewards for turn in r.turns) for r in group.responses] for group in groups])
+        return values.masked_fill(~rewarded, torch.nan) if self.passes else values
+
+    def at_tokens(self, groups: list[Group]) -> list[tuple[int, int, int, float]]:
+        """Prompt, response, place among the policy's own tokens, and value there: a turn's rewards come at its end."""
+        return [
+            (
+                p,
+                k,
+                response.own_place(turn.end - 1),
+                sum(self.weights[name] * turn.rewards[name] for name in turn.rewards),
+            )
+            for p, group in enumerate(groups)
+            for k, response in enumerate(group.responses)
+            for turn in response.turns
+        ]
 
     def parts(self, groups: list[Group]) -> dict[str, Tensor]:
         """The sums over turns of each reward, unweighted, [P, K] fp32."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from inspect import Parameter
+from math import nan
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class FunctionReward:
     default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
     `**columns`, get the columns of `--reward_columns`; `log_metric` is a function that logs a number by its name. It
     may be an `async def`. None in the place of all numbers of a prompt's responses says that the reward does not apply
-    to it: it is 0 there.
+    to it: it is 0 there. In a cascade, None leaves a response to the next reward. A list of numbers in the place of one
+    rewards tokens: one for each id of `completion_ids`, which it may ask for.
 
     TRL's form, `function(completions, **kwargs)`, is called as TRL does: with `prompts`, `completions`, which are
     messages where the record's prompt is, `completion_ids` and `log_metric` by name.
@@ -52,9 +54,13 @@ class FunctionReward:
         else:
             first, self.function = first_two(signature, name), function
         self.logs = self.in_trls_form or "log_metric" in kinds
-        self.optional = {name for name, kind in kinds.items() if kind in BY_NAME} - {*first, "log_metric"}
+        self.takes_ids = "completion_ids" in kinds or self.in_trls_form
+        by_name = {name for name, kind in kinds.items() if kind in BY_NAME}
+        self.optional = by_name - {*first, "log_metric", "completion_ids"}
         self.columns = [name for name, p in parameters.items() if name in self.optional and p.default is p.empty]
         self.logged: list[tuple[str, float]] = []  # by `log_metric`, until `logged_means` takes them
+        self.passes = False  # whether None leaves a response to the next reward of a cascade, as NaN
+        self.of_tokens: list[Any] = []  # the answers of the last call that are lists, None in the place of others
 
     def check(self, prompt: Prompt) -> None:
         """Asks for the reward of a response to a prompt, the word "response". Raises as a call does."""
@@ -75,7 +81,7 @@ class FunctionReward:
         further: dict[str, Any] = {}
         if self.logs:
             further["log_metric"] = lambda name, value: self.logged.append((name, float(value)))
-        if self.in_trls_form:
+        if self.takes_ids:
             further["completion_ids"] = [list(response.ids) for group in groups for response in group.responses]
         function = partial(self.function, **columns | further)
         given = texts_or_messages(groups) if self.in_trls_form else texts(groups)
@@ -83,13 +89,27 @@ class FunctionReward:
         responses = len(groups[0].responses)
         for start in range(0, len(returned), responses):
             if all(value is None for value in returned[start : start + responses]):
-                returned[start : start + responses] = [0.0] * responses
+                returned[start : start + responses] = [nan if self.passes else 0.0] * responses
+        ids = [response.ids for group in groups for response in group.responses]
+        self.of_tokens = [value if isinstance(value, list | tuple) else None for value in returned]
+        if any(one is not None and len(one) != len(its) for one, its in zip(self.of_tokens, ids, strict=True)):
+            raise FunctionError(f"{self.name} must return as many numbers for a response as it has completion_ids")
         try:
+            returned = [value if one is None else sum(one) for one, value in zip(self.of_tokens, returned, strict=True)]
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except BaseException as error:  # of an entry's own __float__, too
             kinds = ", ".join(sorted({type(value).__name__ for value in returned}))
             wrong = f"must return a number for each response: {text_of(error)} (got {kinds})"
             raise FunctionError(f"{self.name} {wrong}") from error
+
+    def at_tokens(self, groups: list[Group]) -> list[tuple[int, int, int, float]]:
+        """Of the last call: prompt, response, place among the policy's own tokens, and value there."""
+        responses = [(p, k, one) for p, group in enumerate(groups) for k, one in enumerate(group.responses)]
+        return [
+            (p, k, response.own_place(token), value)
+            for (p, k, response), values in zip(responses, self.of_tokens, strict=True)
+            for token, value in enumerate(values or ())
+        ]
 
 
 def first_two(signature: inspect.Signature, name: str) -> list[str]:

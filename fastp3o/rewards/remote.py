@@ -2,6 +2,7 @@
 
 import json
 import threading
+from math import nan
 
 import torch
 from torch import Tensor
@@ -26,9 +27,12 @@ class RemoteReward:
         self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=timeout, retries=config.reward_retries)
         self.fields = (*TEXTS, *config.columns)
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
+        self.passes = False  # whether null leaves a response to the next reward of a cascade
 
     def __call__(self, groups: list[Group]) -> Tensor:
-        """Finite values. Raises EndpointError if the endpoint refuses, or all attempts of a request fail."""
+        """Finite values, and NaN for what it passes on. Raises EndpointError if the endpoint refuses, or all attempts
+        of a request fail.
+        """
         columns = self.fields[len(TEXTS) :]
         texts = [
             (prompt.text, response.text, *(prompt.columns[name] for name in columns))
@@ -40,7 +44,7 @@ class RemoteReward:
         def ask(start: int, stopped: threading.Event) -> None:
             batch = texts[start : start + self.batch_size]
             body = dict(zip(self.fields, zip(*batch, strict=True), strict=True))
-            answer = self.endpoint.post(body, lambda answer: read_rewards(answer, len(batch)), stopped)
+            answer = self.endpoint.post(body, lambda answer: read_rewards(answer, len(batch), self.passes), stopped)
             rewards[start : start + len(batch)] = torch.tensor(answer)
 
         for _ in Answers(ask, range(0, len(texts), self.batch_size), self.requests):
@@ -52,8 +56,10 @@ class RemoteReward:
         self([Group(prompt, [Response([], "", False)])])
 
 
-def read_rewards(answer: bytes, count: int) -> list[float]:
-    """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON."""
+def read_rewards(answer: bytes, count: int, passes: bool = False) -> list[float]:
+    """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON. passes: whether
+    null may stand for a number; it becomes NaN.
+    """
     try:
         content = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -64,6 +70,9 @@ def read_rewards(answer: bytes, count: int) -> list[float]:
     if len(rewards) != count:
         raise AnswerError(f"which has {len(rewards)} rewards, for {count} responses")
     for index, reward in enumerate(rewards):
+        if reward is None and passes:
+            rewards[index] = nan
+            continue
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
             raise AnswerError(f"whose reward {index} is not a finite number of fp32")
     return rewards

@@ -17,6 +17,7 @@ from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
 from fastp3o.named_function import FunctionError, FunctionInterruptedError
+from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
@@ -26,6 +27,9 @@ from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o_kernels.losses import overlong_penalty
 
 Reward = Callable[[list[Group]], Tensor]
+
+# The name of a table [P, K, longest] beside those of rewards: what comes at which of the policy's own tokens.
+TOKEN_REWARDS = "token_rewards"
 
 
 def load_reward(
@@ -111,7 +115,9 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
             values[name] = single(groups)
             if isinstance(single, EnvironmentReward) and len(single.weights) > 1:
                 values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
-            logged = single.logged if isinstance(single, FunctionReward) else []
+            if isinstance(single, Cascade):
+                values |= {f"{name}/{part}_answered": table for part, table in single.answered.items()}
+            logged = [one for function in functions_in(single) for one in function.logged]
             if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
                 raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
@@ -126,12 +132,17 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     return sums | values
 
 
+def functions_in(reward: Reward) -> list[FunctionReward]:
+    rewards = reward.rewards.values() if isinstance(reward, Cascade) else [reward]
+    return [one for one in rewards if isinstance(one, FunctionReward)]
+
+
 def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
     """What functions have logged with `log_metric` since the last call, as `name/NAME`: means over the values of all
     processes, each of which must call it.
     """
     singles = single_rewards(rewards).items()
-    functions = [(name, one) for name, one in singles if isinstance(one, FunctionReward) and one.logs]
+    functions = [(name, one) for name, single in singles for one in functions_in(single) if one.logs]
     mine = [(f"{name.partition('/')[0]}/{metric}", value) for name, one in functions for metric, value in one.logged]
     values: dict[str, list[float]] = {}
     for metric, value in gather_object(mine) if functions else []:
@@ -141,15 +152,24 @@ def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
     return {metric: sum(values[metric]) / len(values[metric]) for metric in sorted(values)}
 
 
-def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
+def penalised_rewards(
+    reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int, *, by_token: bool = False
+) -> dict[str, Tensor]:
     """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
 
-    longest: tokens that a response may have. Raises as `rewarded` does.
+    longest: tokens that a response may have. by_token: adds TOKEN_REWARDS. Raises as `rewarded` does.
     """
     subtracted = penalties(groups, config, longest)
     values = rewarded({"reward": reward}, groups) | subtracted
     for penalty in subtracted.values():
         values["reward"] = values["reward"] - penalty
+    if by_token:
+        values[TOKEN_REWARDS] = torch.zeros(*values["reward"].shape, longest)
+        parts = reward if isinstance(reward, WeightedSum) else WeightedSum({"": reward}, [1.0])
+        for single, weight in zip(parts.rewards.values(), parts.weights, strict=True):
+            if isinstance(single, EnvironmentReward | FunctionReward):
+                for p, k, place, value in single.at_tokens(groups):
+                    values[TOKEN_REWARDS][p, k, place] += weight * value
     return values
 
 

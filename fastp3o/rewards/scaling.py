@@ -40,6 +40,10 @@ class Scaler(ABC):
     def __call__(self, rewards: Tensor) -> Tensor:
         """Adds rewards [P, K] fp32 of all processes to the running statistics, and scales them."""
 
+    @abstractmethod
+    def std(self) -> float:
+        """The deviation that divides."""
+
     def update(self, values: Tensor) -> None:
         """Adds values to the running statistics."""
         values = values.double()

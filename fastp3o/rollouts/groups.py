@@ -53,6 +53,10 @@ class Response(NamedTuple):
         """The parts that are the policy's own."""
         return [(turn.start, turn.end) for turn in self.turns] or [(0, len(self.ids))]
 
+    def own_place(self, token: int) -> int:
+        """The place of a token among the policy's own; of an observed one, that of the own token before it."""
+        return max(0, sum(min(end, token + 1) - start for start, end in self.spans if start <= token) - 1)
+
     @property
     def logprob(self) -> float | None:
         """log π(y|x)."""

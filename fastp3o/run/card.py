@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from fastp3o import __version__
 from fastp3o.config import StageConfig
 from fastp3o.data.sources import FILE_SUFFIXES
-from fastp3o.rewards.config import is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import cascaded, is_endpoint, is_function, reward_names
 from fastp3o.run.log import read
 
 CARD = "README.md"
@@ -71,7 +71,7 @@ class Training:
         paper = PAPER.search(summary)
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
-        rewards = reward_names(getattr(config, "reward", None) or "")
+        rewards = [one for name in reward_names(getattr(config, "reward", None) or "") for one in cascaded(name)]
         named = {
             "base model": [public_name(config.model)],
             "its revision": [config.model_revision] if config.model_revision else [],

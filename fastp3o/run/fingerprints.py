@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 from fastp3o.config import Named
 from fastp3o.models.loading import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import ENVIRONMENT, is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
@@ -51,7 +51,8 @@ def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[st
 def names_in(config: Any, option: str) -> list[str]:
     """The models and functions that an option names."""
     value = getattr(config, option, None)
-    return reward_names(value) if value and option == "reward" else [value] if value else []
+    names = reward_names(value) if value and option == "reward" else [value] if value else []
+    return [single for name in names for single in cascaded(name)]
 
 
 def model_fingerprint(name: str) -> str:

@@ -202,9 +202,13 @@ def records(option: str, content: Any) -> Named:
 
 
 def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
-    """One or several rewards, by their names."""
+    """One or several rewards, by their names. A list within the list is a cascade."""
     parts: list[str] = []
     for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if isinstance(reward, list | tuple):
+            cascade = [named_rewards(option, one, timeout) for one in reward]
+            parts.append(Named(" else ".join(cascade), tuple(cascade)))
+            continue
         if isinstance(reward, str):
             parts.append(reward)
             continue

@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from fastp3o.config import EnvironmentConfig, Named, PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import quantized_layers
@@ -19,7 +20,8 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.named_function import import_function
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.processes import on_every_process, on_main_process
-from fastp3o.rewards.config import ENVIRONMENT, short_names
+from fastp3o.rewards.cascade import Cascade
+from fastp3o.rewards.config import ENVIRONMENT, cascaded, short_names
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -187,13 +189,23 @@ def load_rewards(
 
 
 def load_named_reward(
-    context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
+    context: Context,
+    config: "OnlineConfig | PreferenceConfig | GenerateConfig",
+    name: str,
+    examples: Dataset,
+    *,
+    passes: bool = False,
 ) -> Reward:
     """Loads the reward of this name. An endpoint, and a function unless the run goes on, is tried on the first example
-    before anything is written.
+    before anything is written. passes: whether it may leave responses to the next one of a cascade.
     """
+    parts = cascaded(name)
+    if len(parts) > 1:
+        load = partial(load_named_reward, context, config)
+        rewards = [load(part, examples, passes=part is not parts[-1]) for part in parts]
+        return Cascade(dict(zip(short_names(parts), rewards, strict=True)))
     if name == ENVIRONMENT and isinstance(config, EnvironmentConfig) and config.environment:
-        return EnvironmentReward(load_environments(config).weights)
+        return EnvironmentReward(load_environments(config).weights, passes=passes)
     reward = load_reward(
         name,
         context.tokenizer,
@@ -205,6 +217,10 @@ def load_named_reward(
         trust_remote_code=config.trust_remote_code,
         remote=config,
     )
+    if isinstance(reward, RemoteReward | FunctionReward):
+        reward.passes = passes
+    elif passes:
+        raise UserError(f"the reward {name} answers for every response: `else` after it does nothing")
     if isinstance(reward, RemoteReward) or (isinstance(reward, FunctionReward) and not config.resume):
         on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
     # In another vocabulary, lengths are unknown until there are texts.

@@ -11,6 +11,7 @@ from fastp3o.context import Caller
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import derived_seed, shuffled
 from fastp3o.processes import require_finite
+from fastp3o.rewards.reward import TOKEN_REWARDS
 from fastp3o.rollouts.groups import finished
 from fastp3o.training.logprob_gaps import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 from fastp3o.training.metrics import Update, report_update
@@ -20,6 +21,7 @@ from fastp3o.training.microbatches import (
     make_microbatches,
     pack_minibatches,
     policy_logprobs,
+    with_token_rewards,
 )
 from fastp3o.training.online import set_up
 
@@ -42,6 +44,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
             with run.phase("reward"), accelerator.autocast():
                 rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
                 rollouts, rewards, sampled_again = buffer.resampled(update, rollouts, rewards, score)
+                token_rewards = rewards.pop(TOKEN_REWARDS, None)
                 scaled = objective.scaler(rewards["reward"])
                 require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():
@@ -51,6 +54,8 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 minibatches = make_microbatches(accelerator, old, reference, rows, scaled, loss_mask)
                 if config.sampler_ratio_cap:
                     minibatches = with_sampler_logprobs(rollouts, minibatches)
+                if token_rewards is not None:
+                    minibatches = with_token_rewards(minibatches, token_rewards / objective.scaler.std())
                 minibatches = objective.prepare(policy, minibatches, sum_over_processes)
                 gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
                 buffer.require_same_policy(update, rollouts, gaps)

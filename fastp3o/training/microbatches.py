@@ -4,6 +4,7 @@ P prompts, K responses each, N labelled tokens in a packed row.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
@@ -95,6 +96,17 @@ def make_microbatches(
         for row, (table, mask), old_tokens, ref_tokens in zip(rows, row_tables, old(rows), reference(rows), strict=True)
     )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
+
+
+def with_token_rewards(minibatches: list[list[Microbatch]], rewards: Tensor) -> list[list[Microbatch]]:
+    """Adds the rewards of tokens. rewards: [P, K, L] of all prompts, of each response's first tokens, on the CPU."""
+
+    def added(one: Microbatch) -> Microbatch:
+        table = to_device(rewards[list(one.row.groups)], one.rewards.device).flatten(0, 1)
+        places = torch.arange(table.shape[1], device=table.device)
+        return replace(one, token_rewards=table[places < one.row.cu_seqlens.diff()[:, None]])
+
+    return [[added(one) for one in minibatch] for minibatch in minibatches]
 
 
 def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:

@@ -168,6 +168,6 @@ def make_evaluation(
 
 
 def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
-    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens)
+    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens, by_token=config.rewards_tokens)
     require_finite(context.accelerator, "a reward", rewards["reward"])
     return rewards

@@ -50,7 +50,7 @@ def test_numbers_of_every_kind_are_rewards_and_none_for_a_prompt_is_one_that_doe
         ([1.0, 1.0, "1.5", 1.0], "tests:f must return a number for each response: "),
         ([1.0, None, 1.0, 1.0], "must return a number for each response: must be real number"),
         ([1.0, 10**400, 1.0, 1.0], "must return a number for each response: int too large"),
-        (np.ones((4, 2)), "must return a number for each response: shape"),
+        (np.ones((4, 2)), "must return as many numbers for a response as it has completion_ids"),
         (torch.ones(2, 2), "must return 4 entries, one a response, got 2"),
     ],
 )
