@@ -109,7 +109,7 @@ def sizes(config: MemoryConfig) -> "Model":
         model = PackedModel(AutoModelForCausalLM.from_config(architecture))
         choose_trainable(model, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Model.from_config(
+    return Model(
         model.model.config,
         model.model.num_parameters(),
         trained,

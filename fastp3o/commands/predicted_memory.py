@@ -69,60 +69,33 @@ class Lengths(NamedTuple):
         return cls(groups * group, responses * (prompt + response), responses * response)
 
 
-class Model(NamedTuple):
-    """Sizes of a llama-like model.
+class Model:
+    """Sizes of a llama-like model, from its configuration.
 
-    `queries` and `keys` are heads times head size. `trained_layers` are those from the lowest that trains upwards; only
-    they keep activations. LoRA trains in all.
+    trained: parameters that train. trained_layers: those from the lowest that trains upwards, 0 for all; only they keep
+    activations. LoRA trains in all. queries, keys: heads times head size. embeddings: parameters outside the layers.
+    layer: parameters of one layer.
     """
 
-    parameters: int
-    trained: int
-    layers: int
-    trained_layers: int
-    hidden: int
-    intermediate: int
-    queries: int
-    keys: int
-    vocabulary: int
-    head_trains: bool
-    embeddings: int  # parameters outside the layers
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer."""
-        return (self.parameters - self.embeddings) // self.layers
-
-    @property
-    def tied(self) -> bool:
-        return self.embeddings == self.vocabulary * self.hidden
+    def __init__(
+        self, config: PretrainedConfig, parameters: int, trained: int, trained_layers: int = 0, head_trains: bool = True
+    ):
+        config = config.get_text_config()
+        self.parameters, self.trained, self.head_trains = parameters, trained, head_trains
+        self.layers, self.hidden, self.vocabulary = config.num_hidden_layers, config.hidden_size, config.vocab_size
+        self.trained_layers = trained_layers or self.layers
+        self.intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
+        heads = config.num_attention_heads
+        head = getattr(config, "head_dim", None) or self.hidden // heads
+        self.queries = head * heads
+        self.keys = head * (getattr(config, "num_key_value_heads", None) or heads)
+        self.tied = config.tie_word_embeddings
+        self.embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        self.layer = (parameters - self.embeddings) // self.layers
 
     def head_gradient(self, item: int) -> int:
         """Bytes of the gradient of the head's weight."""
         return item * self.vocabulary * self.hidden if self.head_trains else 0
-
-    @classmethod
-    def from_config(
-        cls, config: PretrainedConfig, parameters: int, trained: int, trained_layers: int = 0, head_trains: bool = True
-    ) -> "Model":
-        """`trained_layers` 0 means all, as in the configuration."""
-        config = config.get_text_config()
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        return cls(
-            parameters,
-            trained,
-            config.num_hidden_layers,
-            trained_layers or config.num_hidden_layers,
-            config.hidden_size,
-            intermediate,
-            head * config.num_attention_heads,
-            head * key_heads,
-            config.vocab_size,
-            head_trains,
-            config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2),
-        )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Chooses what trains (all, the top layers, or LoRA adapters with dropout), and merges adapters for saving."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,9 +14,7 @@ from fastp3o.config import TrainableConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import dequantized, quantized_layers
-from fastp3o.models.sharding import whole
-
-Keep = Callable[[Tensor], Tensor]
+from fastp3o.models.sharding import is_main_process, number_of_processes, whole
 
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
@@ -122,16 +120,13 @@ def dropout_on(model: nn.Module) -> Iterator[None]:
             module.on = False
 
 
-def whole_model(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Keep | None = None
-) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
 
-    A sharded model's weights are gathered one after the other, on all processes. Merged weights are in fp32, in which
-    transformers then loads all. dtype: of the other returned weights; None for their own. keep: moves each weight to
-    where it waits for the others.
+    Several processes gather one weight after the other into the main process's memory; the others get empty ones.
+    Merged weights are in fp32, in which transformers then loads all. dtype: of the other weights; None for their own.
     """
-    weights = whole_weights(model, dtype, keep)
+    weights = whole_weights(model, dtype)
     merged = getattr(model, "_hf_peft_config_loaded", False)
     if dtype in (None, model.dtype) and not merged:
         return model, weights
@@ -147,7 +142,7 @@ def whole_model(
 
 
 @torch.no_grad()
-def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None, keep: Keep | None) -> dict[str, Tensor]:
+def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):
@@ -159,7 +154,9 @@ def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None, keep: Keep 
             delta = lora_delta(model.get_submodule(adapted), model.active_adapters()[0], dtype)
             # Together they would be a second model on the device.
             weight = (weight.float() + delta).cpu()
-        weights |= dict.fromkeys(names, keep(weight) if keep else weight)
+        if number_of_processes() > 1:
+            weight = weight.cpu() if is_main_process() else weight.new_empty(0)
+        weights |= dict.fromkeys(names, weight)
     return weights
 
 

@@ -80,7 +80,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
         update()
     parameters, trains = model.model.num_parameters(), sum(parameter.numel() for parameter in trained)
     parts = {"trained_layers": trained_layers, "head_trains": not trained_layers}
-    sizes = Model.from_config(model.model.config, parameters, trains, **parts)
+    sizes = Model(model.model.config, parameters, trains, **parts)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing, one_by_one=True)
     kept = parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
@@ -90,7 +90,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
 def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth():
     (shape, (P, prompt, response)), precision = LARGE_HEAD, choose_precision("fp32", "fp32")
     model, row = random_model(*shape, precision), random_row(P, prompt, response, True)
-    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
+    sizes = Model(model.model.config, model.model.num_parameters(), 0)
     with torch.no_grad(), PeakMemory() as measured:
         labelled_logprobs(model, row)
     predicted = frozen_memory(sizes, Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)), precision)
@@ -112,7 +112,7 @@ def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
         config = llama(*shape, 8, 128256, False)
         with torch.device("meta"):
             parameters = LlamaForCausalLM(config).num_parameters()
-        sizes = Model.from_config(config, parameters, parameters)
+        sizes = Model(config, parameters, parameters)
         alone = update_memory(sizes, lengths, precision, checkpointing=True)
         for gpus in (8, 64):
             update, frozen = sharded(alone, sizes, precision, gpus), 2 * parameters // gpus

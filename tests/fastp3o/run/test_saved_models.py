@@ -1,7 +1,6 @@
 """What a run leaves in the folders of its models: weights, adapters and a card."""
 
 import os
-import resource
 from pathlib import Path
 
 import torch
@@ -10,13 +9,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fastp3o.models.save import KeptOnDisk
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.run.card import Training
 from fastp3o.training import sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 from fastp3o.training.loop import train
-from tests.fastp3o.run.faults.injection import in_child
 from tests.fastp3o.runs import assert_equal, config, weights
 
 SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}
@@ -61,24 +58,6 @@ def test_each_choice_saves_its_folders(workplace, tiny_model):
     fine_tune(tiny_model, "both", lora_save="adapter", save_every=2, resume=True)
     assert names("both") == names("adapter")
     assert_equal(adapter("both/adapter"), adapter("adapter/adapter"))
-
-
-def test_gathered_weights_that_a_full_disk_has_no_room_for_are_an_error(tmp_path):
-    """Runs in a child process, since the limit stays."""
-
-    def gather() -> None:
-        kept = KeptOnDisk(tmp_path / "gathered", drop=False)
-        weights = [torch.arange(n, dtype=torch.bfloat16).reshape(2, -1) for n in (10, 10_000, 10)]
-        copies = [kept(weight) for weight in weights]
-        assert torch.equal(copies[0], weights[0])
-        assert [copy.numel() for copy in copies[1:]] == [0, 0]
-        kept.require_written()
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-    assert in_child(gather, tmp_path / "log.txt", limit) == 1
-    assert (tmp_path / "log.txt").read_text().endswith("OSError: [Errno 27] File too large\n")
 
 
 def made(settings: RewardModelConfig | P3OConfig, stage: str = "SFT", **kind: bool) -> str:
