@@ -25,8 +25,9 @@ from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.run.fingerprints import run_fingerprints
-from fastp3o.run.folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
+from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
 from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
+from fastp3o.run.names import KEPT, SAMPLES
 from fastp3o.run.report import Phases
 from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_model
 from fastp3o.training.setup import make_accelerator

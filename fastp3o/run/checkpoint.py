@@ -71,14 +71,14 @@ def plain_errors() -> Iterator[None]:
 
 def generator_states() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": as_text(torch.get_rng_state()),
+        "python": [version, numbers, gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
     }
     if torch.cuda.is_available():
-        states["cuda"] = as_text(torch.cuda.get_rng_state())
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
     return states
 
 
@@ -87,17 +87,9 @@ def restore_generators(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(as_bytes(states["torch"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if torch.cuda.is_available() and "cuda" in states:
-        torch.cuda.set_rng_state(as_bytes(states["cuda"]))
-
-
-def as_text(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def as_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
 
 
 KEPT = 2

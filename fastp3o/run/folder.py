@@ -20,37 +20,20 @@ from fastp3o.config import Named, RunConfig
 from fastp3o.errors import UserError
 from fastp3o.files import LEFTOVER, UNFINISHED, clear_leftovers, make_folder, remove, temporary_sibling, write_file
 from fastp3o.processes import on_main_process
+from fastp3o.run import names
 from fastp3o.run.fingerprints import MODELS, names_in
 from fastp3o.run.manifest import MANIFEST
-from fastp3o.run.names import (
-    ADAPTER,
-    BEST_MODEL,
-    CALIBRATION,
-    CONFIG,
-    EVALUATIONS,
-    FINISHED_MODEL,
-    KEPT,
-    LOCK,
-    LOGS,
-    METRICS,
-    PROGRESS,
-    REFERENCE,
-    ROLLOUTS,
-    SAMPLES,
-    STATES,
-    VERDICTS,
-)
 
 OURS = re.compile(
-    rf"{CONFIG}|(?:{'|'.join(LOGS)})(?:\.gz)?|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|{PROGRESS}|"
-    rf"{FINISHED_MODEL}|{ADAPTER}|{BEST_MODEL}|"
+    rf"{names.CONFIG}|(?:{'|'.join(names.LOGS)})(?:\.gz)?|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"
+    rf"{names.CALIBRATION}|{names.PROGRESS}|{names.FINISHED_MODEL}|{names.ADAPTER}|{names.BEST_MODEL}|"
     r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 
 # All that a run writes, and what there is only once it has made a step or a sample.
-WRITTEN = re.compile(rf"{OURS.pattern}|{LOCK}|{STATES}|trackers|{VERDICTS}")
-FILES = {LOCK, CONFIG, PROGRESS, *LOGS}
-MADE = (STATES, METRICS, EVALUATIONS, FINISHED_MODEL, ADAPTER, BEST_MODEL, SAMPLES, f"{ROLLOUTS}.gz", ROLLOUTS)
+WRITTEN = re.compile(rf"{OURS.pattern}|{names.LOCK}|{names.STATES}|trackers|{names.VERDICTS}")
+FILES = {names.LOCK, names.CONFIG, names.PROGRESS, *names.LOGS}
+MADE = {names.STATES, names.FINISHED_MODEL, names.ADAPTER, names.BEST_MODEL, names.SAMPLES, *names.LOGS}
 
 # This process's locks by folder as it is named: a link may lead elsewhere later. They are global because something may
 # still hold the objects of a run that failed.
@@ -68,12 +51,6 @@ def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
 
 def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
-    for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            raise FileExistsError(
-                f"--output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: make that "
-                "folder, or name another --output_dir"
-            )
     for option in MODELS:
         for name in names_in(config, option):
             inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
@@ -86,22 +63,24 @@ def require_usable(config: RunConfig) -> None:
         return
     if not folder.is_dir():
         raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
-    names = sorted(path.name for path in folder.iterdir())
-    is_a_run = LOCK in names or {CONFIG, STATES} <= set(names)  # a lock that somebody has removed is made again
-    if names and not is_a_run:
+    held = sorted(path.name for path in folder.iterdir())
+    is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(held)  # a removed lock is made again
+    if held and not is_a_run:
         raise FileExistsError(
-            f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({names[0]}): name a new or "
+            f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({held[0]}): name a new or "
             "empty folder. Nothing in it was touched"
         )
-    for path in (folder / name for name in names if name in FILES or name.removesuffix(".gz") in FILES):
+    for path in (folder / name for name in held if name.removesuffix(".gz") in FILES):
         if path.is_symlink() or not path.is_file():
             raise FileExistsError(f"{path} is a link, a pipe or a folder, and a run writes a file there: remove it")
     if config.overwrite:
-        if others := [name for name in names if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
+        if others := [name for name in held if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
             raise FileExistsError(
                 f"--overwrite: no run has written {others[0]} in {folder}: move it away, or name another --output_dir"
             )
-    elif not config.resume and any(name in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in names):
+    elif not config.resume and any(
+        name.removesuffix(".gz") in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held
+    ):
         raise FileExistsError(
             f"{folder} holds a run already: continue it with --resume, remove it with --overwrite, or name another "
             "--output_dir"
@@ -123,7 +102,7 @@ def claim(accelerator: Accelerator, config: RunConfig) -> Path:
             require_usable(config)
             if config.overwrite:
                 for path in folder.iterdir():
-                    if path.name != LOCK:
+                    if path.name != names.LOCK:
                         remove(path)
         except BaseException:
             release(folder)
@@ -135,7 +114,7 @@ def claim(accelerator: Accelerator, config: RunConfig) -> Path:
 
 def lock(folder: Path) -> None:
     release(folder)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(folder / names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -159,7 +138,7 @@ def require_claimed(folder: Path) -> None:
     if descriptor is None:
         return
     try:
-        same = os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK))
+        same = os.path.samestat(os.fstat(descriptor), os.stat(folder / names.LOCK))
     except FileNotFoundError:
         same = False
     if not same:
@@ -186,7 +165,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
     again, it would remove the run.
     """
     options = {name: value for name, value in config.plain().items() if value is not None and name != "overwrite"}
-    write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
+    write_file(folder / names.CONFIG, yaml.safe_dump(options, sort_keys=False))
 
 
 def clear_away(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastp3o.config import RunConfig
 from fastp3o.errors import UserError
-from fastp3o.files import write_file
+from fastp3o.files import naming, write_file
 from fastp3o.run.fingerprints import FUNCTION
 
 MANIFEST = "manifest.json"
@@ -75,11 +75,8 @@ def require_files(folder: Path, manifest: Manifest) -> None:
 
 def checksum(path: Path) -> str:
     """A file's SHA-256. Raises OSError with the file's name if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def content_checksum(content: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.packing.pack import Examples, pack, process_share
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.processes import on_main_process
-from fastp3o.run.folder import CALIBRATION
+from fastp3o.run.names import CALIBRATION
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 

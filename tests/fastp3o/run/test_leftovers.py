@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.commands.rollouts import read_logged
 from fastp3o.errors import UserError
 from fastp3o.run import folder as folders
+from fastp3o.run.log import read_updates
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, weights
 
@@ -127,5 +127,5 @@ def test_lines_of_rollouts_that_hold_no_group_are_left_out(tiny_model, workplace
     newer = good | {"turns": 3, "responses": [one | {"turns": 1} for one in good["responses"]]}
     written = [json.dumps(good | change) for change in odd] + [json.dumps(newer), '{"step": 2, "prompt"', "[" * 10**5]
     path.write_bytes(gzip.compress("\n".join([*written, ""]).encode()))
-    (group,) = read_logged(path.with_suffix(""), None, None).shown
+    ((group,),) = read_updates(path.with_suffix(""))
     assert group.responses[0].text == good["responses"][0]["text"]
