@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -21,53 +21,40 @@ from fastp3o.trl_names import hint
 Config = TypeVar("Config", bound=Flags)
 
 
-class Parser(argparse.ArgumentParser):
+def make_parser(config_class: type[Flags]) -> argparse.ArgumentParser:
     """A parser of a configuration's fields, whose help says defaults and bounds.
 
     A field `a_b` is the flag --a_b, which may also be written --a-b. A bool may stand alone (--resume) or take a value
     (--resume no), and one that is True by default also has --no_a_b.
     """
-
-    def __init__(self, config_class: type, **options: Any):
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
-        types = get_type_hints(config_class)
-        for flag in fields(config_class):
-            self.add_flag(flag, types[flag.name])
-
-    def add_flag(self, flag: Field, kind: Any) -> None:
-        """kind: the field's type, or a union of it with None."""
-        kind = field_type(kind)
-        options: dict[str, Any] = {"help": described(flag.metadata), "type": kind}
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [CONFIG.yaml] [--field value ...]",
+        description=config_class.summary,
+        epilog=DEBUG_HELP,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,  # --update would set --updates until another flag begins like that
+    )
+    types = get_type_hints(config_class)
+    for flag in fields(config_class):
+        kind, limits = field_type(types[flag.name]), bounds(flag.metadata)
+        help_text = flag.metadata["help"] + (f" ({limits}; default: %(default)s)" if limits else "")
+        options: dict[str, Any] = {"help": help_text, "type": kind, "default": flag.default}
         if "choices" in flag.metadata:
             options["choices"] = flag.metadata["choices"]
         if kind is bool:
             options |= {"type": truth, "nargs": "?", "const": True}
         if flag.default is MISSING or flag.metadata.get("required"):
             options |= {"required": True, "default": argparse.SUPPRESS}
-        else:
-            options["default"] = flag.default
-        self.add_argument(f"--{flag.name}", **options)
+        parser.add_argument(f"--{flag.name}", **options)
         if flag.default is True:
-            self.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false", help=options["help"])
-
-    def parse_all(self, arguments: list[str]) -> dict[str, Any]:
-        """The value of each field. Exits with a usage message for an argument that no flag takes."""
-        values, others = self.parse_known_args(list(map(with_underscores, arguments)))
-        if others:
-            self.error(unknown(others, [name for action in self._actions for name in action.option_strings]))
-        return vars(values)
+            parser.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false", help=help_text)
+    return parser
 
 
 def with_underscores(argument: str) -> str:
     """`--learning-rate=1` as `--learning_rate=1`."""
     name, equals, value = argument.partition("=")
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else argument
-
-
-def described(rules: Mapping[str, Any]) -> str:
-    """The help of a flag, with its bounds."""
-    limits = bounds(rules)
-    return rules["help"] + (f" ({limits}; default: %(default)s)" if limits else "")
 
 
 def truth(text: str) -> bool:
@@ -94,14 +81,17 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
 
     Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
     """
-    # No abbreviations: --update would set --updates until another flag begins like that.
-    parser = Parser(config_class, description=config_class.summary, epilog=DEBUG_HELP, allow_abbrev=False)
-    parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
+    parser = make_parser(config_class)
     path, arguments = split_off_yaml(arguments)
-    from_file = [] if path is None else yaml_as_flags(parser, config_class, path)
-    values = parser.parse_all(from_file + arguments)
+    from_file = {} if path is None else yaml_values(parser, path)
+    if others := from_file.keys() - {f.name for f in fields(config_class)}:
+        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(others))}")
+    flags = [*(f"--{name}={value}" for name, value in from_file.items()), *map(with_underscores, arguments)]
+    values, left = parser.parse_known_args(flags)
+    if left:
+        parser.error(unknown(left, [name for action in parser._actions for name in action.option_strings]))
     try:
-        config = config_class(**values)
+        config = config_class(**vars(values))
         config.check_complete()
     except ValueError as error:
         parser.error(str(error))
@@ -141,14 +131,6 @@ def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     has_file = bool(arguments) and arguments[0].endswith((".yaml", ".yml"))
     return (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
-
-
-def yaml_as_flags(parser: argparse.ArgumentParser, config_class: type, path: Path) -> list[str]:
-    """The file's values as flags, which are checked like any others."""
-    values = yaml_values(parser, path)
-    if others := values.keys() - {f.name for f in fields(config_class)}:
-        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(others))}")
-    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, str]:

@@ -77,10 +77,8 @@ def import_function(name: str, role: str) -> Callable:
     if not module or not attribute:
         raise UserError(f"the {role} must be given as module:function, got {name!r}")
     if "/" in module or module.startswith(".") or (module.endswith(".py") and os.path.exists(module)):
-        raise UserError(
-            f"the {role} {name!r} names a file: give its module as Python imports it, {Path(module).stem}:{attribute}, "
-            f"and start in the file's folder"
-        )
+        imported = f"{Path(module).stem}:{attribute}, and start in the file's folder"
+        raise UserError(f"the {role} {name!r} names a file: give its module as Python imports it, {imported}")
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:

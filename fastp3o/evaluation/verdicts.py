@@ -56,10 +56,8 @@ class VerdictFile:
                 record = json.loads(line)
                 self.verdicts[record["key"]] = Verdict(record["verdict"])
             except (ValueError, LookupError, TypeError) as error:
-                raise UserError(
-                    f"{path} line {number}: expected a JSON object with 'key' and 'verdict', as a judge writes them "
-                    f"({type(error).__name__}: {error})"
-                ) from error
+                expected = "a JSON object with 'key' and 'verdict', as a judge writes them"
+                raise UserError(f"{path} line {number}: expected {expected} ({error!r})") from error
 
     def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
         """Keeps a verdict. answers: the judge's own words, which the file shows to its readers."""
@@ -145,10 +143,8 @@ def reward_verdicts(firsts: Sequence[float], seconds: Sequence[float]) -> list[V
     for name, rewards in (("first", firsts), ("second", seconds)):
         broken = np.flatnonzero(~np.isfinite(rewards))
         if len(broken):
-            raise UserError(
-                f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint are not finite, the first that of "
-                f"response {broken[0]}: {rewards[broken[0]]}"
-            )
+            what = f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint"
+            raise UserError(f"{what} are not finite, the first that of response {broken[0]}")
     return [
         Verdict.FIRST if first > second else Verdict.SECOND if second > first else Verdict.TIE
         for first, second in zip(firsts, seconds, strict=True)

@@ -48,10 +48,8 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
     texts_of_first = [prompt.text for prompt in prompts[0]]
     for name, others in zip(checkpoints, prompts, strict=True):
         if [prompt.text for prompt in others] != texts_of_first:
-            raise UserError(
-                f"the tokenizers of {checkpoints[0]} and {name} make different texts of {config.prompts}: their "
-                "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
-            )
+            names = f"the tokenizers of {checkpoints[0]} and {name}"
+            raise UserError(f"{names} make different texts of {config.prompts}, by template or --max_prompt_tokens")
     return [respond(*one, config) for one in zip(checkpoints, tokenizers, prompts, strict=True)]
 
 

@@ -20,27 +20,19 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.utils.logging import get_logger
 
 from fastp3o.errors import UserError
-from fastp3o.packing.packed_row import Segments, SharedKeys
+from fastp3o.packing.packed_row import Segments
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # type: ignore[assignment]
 
 logger = get_logger(__name__)
-
-if flash_attn_varlen_func is not None and "softcap" not in inspect.signature(flash_attn_varlen_func).parameters:
-    logger.warning("The installed flash-attn has no soft capping and is not used: flash-attn 2.7 has.")
-    flash_attn_varlen_func = None
-
 # transformers treats names with "flash" specially. For a name without a mask function it makes no mask, and does not
 # wait for the device in every pass to see whether positions begin anew somewhere.
 NAME = "fastp3o_segments"
@@ -114,7 +106,7 @@ def segment_attention(
         cache.store(layer, key, value)
     assert segments is not None
     if segments.shared is not None:
-        key, value = (gather_keys(tensor, segments.shared) for tensor in (key, value))
+        key, value = (GatherKeys.apply(tensor, segments.shared) for tensor in (key, value))
     attend = fastest_backend(query, softcap)
     with torch.autocast(query.device.type, enabled=False):
         return attend(query, key, value, segments, scale, sliding_window, softcap).unsqueeze(0), None
@@ -134,7 +126,7 @@ def fastest_backend(query: Tensor, softcap: float | None):
                 "This model caps its attention's products, and flash-attn is the only fast backend that can: without "
                 "it segments are computed one by one. Install flash-attn (pip install '.[flash]')."
             )
-        elif varlen_attn is not None and query.shape[-1] % 8 == 0:
+        elif query.shape[-1] % 8 == 0:
             return by_varlen_attn
     return sdpa_per_segment
 
@@ -184,7 +176,7 @@ def by_varlen_attn(query, key, value, segments, scale, window, softcap):
 
 
 class GatherKeys(torch.autograd.Function):
-    """Gathers the keys of all segments from those of the tokens. Gradients are added in a fixed order."""
+    """Keys of all segments from those of the tokens, [T, Hkv, D] -> [U, Hkv, D]; adds gradients in a fixed order."""
 
     @staticmethod
     def forward(ctx, tokens, shared):
@@ -197,11 +189,6 @@ class GatherKeys(torch.autograd.Function):
         for tokens, keys in ctx.shared.repeats:
             grad.index_add_(0, tokens, grad_keys[keys])
         return grad, None
-
-
-def gather_keys(tokens: Tensor, shared: SharedKeys) -> Tensor:
-    """[T, Hkv, D] -> [U, Hkv, D]."""
-    return GatherKeys.apply(tokens, shared)
 
 
 # The number of segments differs from row to row, so a compiler would look into it again and again.

@@ -39,10 +39,7 @@ class LoadedModel(NamedTuple):
         )
         self.copy_generation_config(model)
         if own := own_code(self.model, model):
-            raise UserError(
-                f"model has {own}, and the run would use a plain copy without it: take it off, or use the losses of "
-                "fastp3o_kernels in a loop of your own"
-            )
+            raise UserError(f"model has {own}, and the run would use a plain copy without it: take it off")
         return model, loading
 
     def copy_generation_config(self, model: Any) -> None:

@@ -88,10 +88,8 @@ def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_t
         raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens)
     if beyond:
-        raise UserError(
-            f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: "
-            f"{listed([repr(token) for _, token in beyond])}; is it another model's, or was the model not resized?"
-        )
+        names = listed([repr(token) for _, token in beyond])
+        raise UserError(f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: {names}")
     if tokenizer.pad_token_id is None:
         # Padding is masked wherever it is used, so any id serves.
         tokenizer.pad_token = tokenizer.eos_token
@@ -213,11 +211,8 @@ def load_reward_model(
         model = with_adapters(model, name)
         head = model.score
     if not new_head and not head.weight.any():
-        raise UserError(
-            f"{name} is no trained reward model: "
-            + ("it is a language model without a head `score`" if headless else "its head `score` is zero")
-            + "; train one from it with scripts/reward_model.py"
-        )
+        lack = "it has no head `score`" if headless else "its head `score` is zero"
+        raise UserError(f"{name} is no trained reward model: {lack}; train one from it with scripts/reward_model.py")
     if model.config.pad_token_id is None:
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
@@ -419,7 +414,7 @@ def errors_naming(name: str) -> Iterator[None]:
         # A KeyError says no more than the key.
         key = isinstance(error, KeyError)
         reason = f"its JSON files lack {error}, or name it and transformers does not know it" if key else error
-        raise UserError(f"cannot load {name}: {broken_weights(path) or broken_settings(path) or reason}") from error
+        raise UserError(f"cannot load {name}: {broken_file(path) or reason}") from error
 
 
 def no_such_folder(name: str) -> bool:
@@ -427,30 +422,20 @@ def no_such_folder(name: str) -> bool:
     return not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1)
 
 
-def broken_settings(folder: Path) -> str | None:
-    """What is wrong in the JSON files of a model, where transformers' error may not name the file."""
-    for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, "tokenizer_config.json", "tokenizer.json"):
-        file = folder / name
+def broken_file(folder: Path) -> str | None:
+    """What is wrong with a file of a model, where the error of transformers or safetensors may not name it."""
+    settings = (CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")
+    for file in (*sorted(folder.glob("*.safetensors")), *(folder / name for name in settings)):
         try:
+            if file.suffix == ".safetensors":
+                file.open("rb").close()  # safetensors takes a file that it may not read for none
+                with safe_open(file, framework="pt"):
+                    continue
             content = json.loads(file.read_bytes()) if file.exists() else {}
-        except (OSError, ValueError) as error:
+            if not isinstance(content, dict):
+                return f"{file} must hold a JSON object, got a {type(content).__name__}"
+        except (OSError, ValueError, SafetensorError) as error:
             return f"{file} cannot be read: {error}"
-        if not isinstance(content, dict):
-            return f"{file} must hold a JSON object, got a {type(content).__name__}"
-    return None
-
-
-def broken_weights(folder: Path) -> str | None:
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            file.open("rb").close()  # safetensors takes a file that it may not read for none
-        except OSError as error:
-            return f"{file} cannot be read: {error.strerror}"
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{file} is not whole: {error}"
     return None
 
 

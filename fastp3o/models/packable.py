@@ -52,10 +52,8 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     if not isfinite(difference):
         raise UserError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
     if difference > TOLERANCE[inner.dtype]:
-        raise UserError(
-            f"{refused}they get other results than alone (off by {difference:.2g} on average), so something in it "
-            "looks beyond the segments of the attention, or changes logits behind the head"
-        )
+        off = f"they get other results than alone (off by {difference:.2g} on average)"
+        raise UserError(f"{refused}{off}: it looks beyond segments, or changes logits behind the head")
     # The trial's sequences are shorter than any window; one that no sequence leaves hides nothing.
     window = getattr(config, "sliding_window", None)
     slides = SLIDING in layers if layers else window
@@ -70,11 +68,8 @@ def require_trainable(model: PackedModel, name: str) -> PackedModel:
     with on_trial(model) as (run, row):
         noise = (run(model.train(), row) - run(model.eval(), row)).abs().mean().item()
     if not noise <= TOLERANCE[model.model.dtype]:
-        raise UserError(
-            f"{name} ({type(model.model).__name__}) cannot be trained: its training mode gives other results (off by "
-            f"{noise:.2g} on average), as where experts are chosen at random, and ratios would be those of two "
-            "different policies"
-        )
+        off = f"its training mode gives other results (off by {noise:.2g} on average), as of experts chosen at random"
+        raise UserError(f"{name} ({type(model.model).__name__}) cannot be trained: {off}")
     return model
 
 

@@ -74,12 +74,10 @@ class PackedModel(nn.Module):
     def check_reach(self, tokens: int) -> None:
         """Raises ValueError if positions end before this many tokens of prompt and response together."""
         if self.longest_sequence is not None and tokens > self.longest_sequence:
-            name = self.model.name_or_path
-            raise UserError(
-                f"prompt and response take up to {tokens} tokens together, and the positions of "
-                f"{type(self.model).__name__}{f' ({name})' if name else ''} end at {self.longest_sequence}: lower "
-                "--max_prompt_tokens or --max_response_tokens"
-            )
+            name = f"{type(self.model).__name__} ({self.model.name_or_path or 'in memory'})"
+            long, remedy = f"take up to {tokens} tokens together", "lower --max_prompt_tokens or --max_response_tokens"
+            end = f"the positions of {name} end at {self.longest_sequence}"
+            raise UserError(f"prompt and response {long}, and {end}: {remedy}")
 
     def recompute_activations(self) -> None:
         """Gradient checkpointing: the backward pass computes each layer's activations again."""

@@ -22,14 +22,7 @@ def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
     if config.lora_rank:
         if config.lora_save == "adapter" and not model.model.name_or_path:
             raise UserError("--lora_save adapter needs a model that is no adapter itself: no checkpoint holds its base")
-        add_lora(
-            model,
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            targets=config.lora_targets,
-            dropout=config.lora_dropout,
-            rslora=config.use_rslora,
-        )
+        add_lora(model, config)
     elif config.trainable_layers:
         freeze_below(model, config.trainable_layers)
     if scores_responses(model):
@@ -60,11 +53,9 @@ def freeze_below(model: PackedModel, layers: int) -> None:
             module.requires_grad_(True)
 
 
-def add_lora(
-    model: PackedModel, *, rank: int, alpha: float, targets: str, dropout: float = 0.0, rslora: bool = False
-) -> None:
-    """Freezes the model and adds LoRA adapters (peft) to all linear layers except the head, or to those named with
-    commas between. dropout: of their inputs, in passes within `dropout_on`.
+def add_lora(model: PackedModel, config: TrainableConfig) -> None:
+    """Freezes the model and adds LoRA adapters (peft) to all linear layers except the head, or to `lora_targets`. Their
+    inputs have dropout in passes within `dropout_on`.
 
     Raises ValueError if the head is named, whose adapter losses would not see, and if peft is not installed.
     """
@@ -72,14 +63,15 @@ def add_lora(
         from peft import LoraConfig
     except ImportError as error:
         raise UserError("--lora_rank needs peft: pip install '.[lora]'") from error
+    targets, dropout = config.lora_targets, config.lora_dropout
     largest = max(min(weight.shape) for weight in model.model.base_model.parameters() if weight.dim() == 2)
-    if rank > largest:
-        raise UserError(f"--lora_rank is {rank}, and the model's matrices have a rank of {largest} at most")
+    if config.lora_rank > largest:
+        raise UserError(f"--lora_rank is {config.lora_rank}, and the model's matrices have a rank of {largest} at most")
     lora = LoraConfig(
-        r=rank,
-        lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
+        r=config.lora_rank,
+        lora_alpha=cast(int, config.lora_alpha),  # peft divides it by the rank, whatever number it is
         lora_dropout=dropout,
-        use_rslora=rslora,
+        use_rslora=config.use_rslora,
         target_modules=targets if targets == "all-linear" else targets.split(","),
         base_model_name_or_path=model.model.name_or_path,
         task_type="SEQ_CLS" if scores_responses(model) else "CAUSAL_LM",  # "all-linear" leaves its head

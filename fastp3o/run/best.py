@@ -1,8 +1,4 @@
-"""The best evaluation of a run so far, whose model is kept, and how many have come since without a better one.
-
-output_dir/best/                   the model at the best evaluation
-output_dir/best/evaluation.json    that evaluation
-"""
+"""The best evaluation of a run so far, whose model is kept, and how many have come since without a better one."""
 
 import json
 from collections.abc import Mapping

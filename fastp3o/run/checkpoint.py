@@ -220,10 +220,8 @@ class States:
             self.corrupt.append(path)
             problems.append(f"{path} is corrupt: {problem}")
         if problems:
-            reasons = "; ".join(problems)
-            raise CorruptStateError(
-                f"--resume: no state is whole. {reasons}. Remove {self.folder} to begin anew, or restore a copy of it"
-            )
+            problem, remedy = "; ".join(problems), f"Remove {self.folder} to begin anew, or restore a copy of it"
+            raise CorruptStateError(f"--resume: no state is whole. {problem}. {remedy}")
         return None, []
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
@@ -264,10 +262,8 @@ class States:
         newest, others = self.newest, self.other_tensors()
         names = on_every_process(self.accelerator, lambda: saved_names(newest))
         if others.keys() - names:
-            raise UserError(
-                f"--resume: {newest} lacks {min(others.keys() - names)}, which this run has: was its --precision "
-                "another? Give what was before, or a new --output_dir"
-            )
+            lacks = f"{newest} lacks {min(others.keys() - names)}, which this run has"
+            raise UserError(f"--resume: {lacks}: was its --precision another? Give that one, or a new --output_dir")
         leftover = LEFTOVER.fullmatch(newest.name)
         folder = self.folder / leftover["name"] if leftover else newest
         on_main_process(self.accelerator, lambda: self.rename_states(newest, folder))

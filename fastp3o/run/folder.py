@@ -1,10 +1,4 @@
-"""The folder of a run: its lock, its configuration, its logs, and their clean-up before a resumed run goes on.
-
-output_dir/fastp3o.lock                marks the folder as a run's; locked while a process trains in it
-output_dir/config.yaml                 the configuration of the last start that passed its checks
-output_dir/metrics.jsonl, eval.jsonl   logs (fastp3o/run/log.py), a line for each step
-output_dir/rollouts.jsonl              a log, a line for each prompt; rollouts.jsonl.gz once the run has ended
-"""
+"""The folder of a run: its lock, its configuration, and its clean-up before a resumed run goes on."""
 
 import errno
 import fcntl
@@ -55,10 +49,8 @@ def require_usable(config: RunConfig) -> None:
         for name in names_in(config, option):
             inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
             if inside and not isinstance(name, Named):
-                raise UserError(
-                    f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
-                    "another --output_dir"
-                )
+                place = f"--output_dir {folder}, where this run writes its own models"
+                raise UserError(f"--{option} {name} lies in {place}: name another --output_dir")
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -66,25 +58,19 @@ def require_usable(config: RunConfig) -> None:
     held = sorted(path.name for path in folder.iterdir())
     is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(held)  # a removed lock is made again
     if held and not is_a_run:
-        raise FileExistsError(
-            f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({held[0]}): name a new or "
-            "empty folder. Nothing in it was touched"
-        )
+        other = f"is no run of this version of fastp3o, and not empty ({held[0]})"
+        raise FileExistsError(f"--output_dir {folder} {other}: name a new or empty folder")
     for path in (folder / name for name in held if name.removesuffix(".gz") in FILES):
         if path.is_symlink() or not path.is_file():
             raise FileExistsError(f"{path} is a link, a pipe or a folder, and a run writes a file there: remove it")
     if config.overwrite:
         if others := [name for name in held if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
-            raise FileExistsError(
-                f"--overwrite: no run has written {others[0]} in {folder}: move it away, or name another --output_dir"
-            )
+            raise FileExistsError(f"--overwrite: no run has written {others[0]} in {folder}: move it away")
     elif not config.resume and any(
         name.removesuffix(".gz") in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held
     ):
-        raise FileExistsError(
-            f"{folder} holds a run already: continue it with --resume, remove it with --overwrite, or name another "
-            "--output_dir"
-        )
+        remedies = "continue it with --resume, remove it with --overwrite, or name another --output_dir"
+        raise FileExistsError(f"{folder} holds a run already: {remedies}")
 
 
 def claim(accelerator: Accelerator, config: RunConfig) -> Path:
@@ -121,9 +107,7 @@ def lock(folder: Path) -> None:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             holder = os.read(descriptor, 1000).decode(errors="replace").strip()
             os.close(descriptor)
-            raise FileExistsError(
-                f"another process trains in {folder} ({holder}): wait for it, or name another --output_dir"
-            ) from error
+            raise FileExistsError(f"another process trains in {folder} ({holder}): wait for it") from error
         print(f"{folder}: its file system has no locks ({error.strerror}): train there in one process at a time")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,10 +1,4 @@
-"""Saves models in transformers' layout, and LoRA adapters in peft's, each complete or absent.
-
-output_dir/model/, adapter/           the finished model, LoRA adapters merged; the adapter alone
-output_dir/checkpoint-000050/         the model after step 50, with the adapter in its own adapter/
-output_dir/best/                      the model at the best evaluation, with --keep_best, likewise
-output_dir/stopped-in-000061/model/   the model as it was when a value in step 61 was not finite; adapter/ beside it
-"""
+"""Saves models in transformers' layout, and LoRA adapters in peft's, each complete or absent."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -125,10 +125,8 @@ class Run:
             return None
         lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
         if manifest.step > self.steps.last:
-            raise ResumeError(
-                f"--resume: {self.states.newest} is after {self.steps.name} {manifest.step}, and this run would end at "
-                f"{self.steps.last}: ask for at least as many, or begin a new --output_dir"
-            )
+            state = f"{self.states.newest} is after {self.steps.name} {manifest.step}"
+            raise ResumeError(f"--resume: {state}, and this run would end at {self.steps.last}: ask for as many")
         progress = self.states.load(manifest)
         for line in [*lines, f"resuming after {self.steps.name} {manifest.step}, from {self.states.newest}"]:
             self.accelerator.print(line)

@@ -12,6 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.base import Microbatch
@@ -80,7 +81,7 @@ def enlarge(model: nn.Module) -> None:
 def adapted(family: str, targets: str = "all-linear", dropout: float = 0.0) -> PackedModel:
     """A model with LoRA adapters that are far from zero."""
     model = PackedModel(random_model(family))
-    add_lora(model, rank=3, alpha=6.0, targets=targets, dropout=dropout)
+    add_lora(model, TrainableConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets, lora_dropout=dropout))
     enlarge_trained(model)
     return model
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastp3o.models import attention
-from fastp3o.models.attention import fastest_backend, gather_keys, sdpa_per_segment, segment_attention
+from fastp3o.models.attention import GatherKeys, fastest_backend, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import PAIRS, Groups
 
@@ -79,9 +79,9 @@ def test_gathering_shared_keys_is_indexing():
     shared = groups.row().segments.shared
     assert len(shared.repeats) == 2
     tokens = torch.randn(len(shared.own), 1, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(gather_keys(tokens, shared), tokens[shared.tokens])
+    assert torch.equal(GatherKeys.apply(tokens, shared), tokens[shared.tokens])
     weights = torch.randn(len(shared.tokens), 1, 2, dtype=torch.float64)
-    (got,) = torch.autograd.grad(gather_keys(tokens, shared), tokens, weights)
+    (got,) = torch.autograd.grad(GatherKeys.apply(tokens, shared), tokens, weights)
     (expected,) = torch.autograd.grad(tokens[shared.tokens], tokens, weights)
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
@@ -118,15 +118,12 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
     ],
 )
 def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap, with_flash, without):
-    monkeypatch.setattr(attention, "varlen_attn", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     attention.libraries_support.cache_clear()
     query = SimpleNamespace(dtype=dtype, shape=(8, 2, size), is_cuda=True, device=torch.device("cuda", 0))
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
         assert fastest_backend(query, softcap).__name__ == expected
-    monkeypatch.setattr(attention, "varlen_attn", None)
-    assert fastest_backend(query, softcap) is sdpa_per_segment
     # A GPU that is too old for both.
     monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

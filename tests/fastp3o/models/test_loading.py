@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer, require_same_vocabulary
 from fastp3o.models.trainable import add_lora
 from tests.fastp3o.models.model_families import random_model
@@ -50,7 +51,7 @@ def test_weights_that_are_not_the_models_are_named(untied: Path, changes: dict, 
 
 def test_weights_that_can_hold_code_are_refused(tmp_path: Path, untied: Path):
     policy = load_policy(str(untied))
-    add_lora(policy, rank=2, alpha=4.0, targets="q_proj")
+    add_lora(policy, TrainableConfig(lora_rank=2, lora_alpha=4.0, lora_targets="q_proj"))
     policy.model.save_pretrained(tmp_path / "adapters")
     for folder, name in ((tmp_path / "adapters", "adapter_model"), (untied, "model")):
         safe = folder / f"{name}.safetensors"
@@ -66,7 +67,7 @@ def test_a_file_that_was_cut_off_and_a_folder_without_one_are_named(untied: Path
     content = path.read_bytes()
     for length in (0, 5000):
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=f"cannot load {untied}: {path} is not whole"):
+        with pytest.raises(ValueError, match=f"cannot load {untied}: {path} cannot be read"):
             load_policy(str(untied))
     with pytest.raises(ValueError, match=f"cannot load {untied}/nothing: there is no such folder"):
         load_policy(f"{untied}/nothing")

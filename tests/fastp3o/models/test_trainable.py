@@ -49,7 +49,7 @@ def test_the_configuration_chooses_and_what_cannot_train_is_refused():
         freeze_below(PackedModel(random_model("llama")), 3)
     for targets in ("lm_head,down_proj", "no_such_layer"):
         with pytest.raises(ValueError, match=f"--lora_targets {targets}: "):
-            add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets=targets)
+            add_lora(PackedModel(random_model("llama")), TrainableConfig(lora_rank=2, lora_targets=targets))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

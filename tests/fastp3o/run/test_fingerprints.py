@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.trainable import add_lora
 from fastp3o.run.fingerprints import model_fingerprint, run_fingerprints
@@ -40,7 +41,7 @@ def copied(tmp_path: Path, tiny_model: str) -> Path:
 def adapters(tmp_path: Path, copied: Path) -> Path:
     """LoRA adapters over `copied`."""
     policy = load_policy(str(copied))
-    add_lora(policy, rank=2, alpha=4.0, targets="q_proj")
+    add_lora(policy, TrainableConfig(lora_rank=2, lora_alpha=4.0, lora_targets="q_proj"))
     policy.model.save_pretrained(tmp_path / "adapters")
     return tmp_path / "adapters"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastp3o.config import SamplerConfig
+from fastp3o.config import SamplerConfig, TrainableConfig
 from fastp3o.context import Context
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import add_lora
@@ -74,7 +74,7 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
     monkeypatch.setattr(models, "available_memory", lambda _: memory)
     policy = PackedModel(random_model("llama"))
     if lora:
-        add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
+        add_lora(policy, TrainableConfig(lora_rank=2))
     arithmetic = choose_precision(precision, "fp32")
     accelerator = SimpleNamespace(device=torch.device(device), print=print)
     sampled = sampled_model(SamplerConfig(), policy, Context(accelerator, arithmetic, None, None))
