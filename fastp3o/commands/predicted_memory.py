@@ -7,9 +7,9 @@ Per parameter, in bytes:
     bf16-autocast    4 + 2      0               4            8        (+ 2: autocast's copies within a pass)
     bf16, fp16       2          4               4            8
 
-Masters, gradients and AdamW count only for what trains. The first row of a minibatch finds no gradients yet; the rows
-after it, for which the peak is predicted, find all of them. With gradient checkpointing the backward pass makes
-autocast's copies of one layer at a time; the forward pass keeps all until the head is done.
+Masters, gradients and AdamW count only for what trains. The peak is that of a row that finds the gradients of an
+earlier one. With gradient checkpointing the backward pass makes autocast's copies of one layer at a time; the forward
+pass keeps all until the head is done.
 
 A llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size has these activations,
 in elements for each of T tokens in each layer:
@@ -33,7 +33,7 @@ gathered. Autocast then copies one weight at a time.
 
 Each of n processes that share a model holds an n-th of fp32 weights, gradients and AdamW's moments, and of frozen
 weights. Embeddings, head, and the layer that computes are whole, in the weights' dtype; so is that layer's gradient,
-until it is added up over the processes in fp32. (On a GPU the next layer arrives meanwhile, and is whole too.)
+until it is added up over the processes in fp32.
 
 Rollouts, before the update, keep 2 R elements of each cached token in each layer. A row of prompts goes through the
 model; then a step makes logits in fp32, and probabilities where no kernel samples from logits. Autocast and LoRA add a

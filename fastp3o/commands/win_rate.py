@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from fastp3o.cli import parse
 from fastp3o.errors import UserError
@@ -51,7 +51,7 @@ def print_win_rates(config: WinRateConfig) -> None:
         raise EndpointError(f"{error}; with --verdicts FILE the next run goes on from the verdicts so far") from error
     finally:
         if rates:
-            print_tables(config, rates, responses)
+            print_table(config, rates, responses)
             if config.output:
                 write(config, rates, responses)
 
@@ -63,38 +63,30 @@ def require_place(output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
 
 
-def print_tables(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
-    if config.models:
-        print_matrices(config, rates, responses)
-        return
-    table = Table(title=f"{config.first} against {config.second}", caption="ties count half; interval over prompts")
-    for column in ("by", "win rate", "95% interval", "wins", "ties", "losses", "no verdict", "prompts"):
-        table.add_column(column, justify="left" if column == "by" else "right")
+def print_table(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
+    """A row for each pair of checkpoints, by the reward and by the judge."""
+    table = Table(title="win rates of the first", caption="ties count half; interval over prompts")
+    for column in (
+        "first",
+        "second",
+        "by",
+        "win rate",
+        "95% interval",
+        "wins",
+        "ties",
+        "losses",
+        "no verdict",
+        "prompts",
+    ):
+        table.add_column(column, justify="left" if column in ("first", "second", "by") else "right", overflow="fold")
     for name, by_pair in rates.items():
-        rate = by_pair[0, 1]
-        counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
-        table.add_row(name, f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", *map(str, counts))
-    Console(width=110).print(table, markup=False)
-    first, second = (side.mean_tokens for side in responses)
-    print(f"tokens per response: {first:.1f} of the first, {second:.1f} of the second")
-
-
-def print_matrices(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
-    """A table for the reward and one for the judge: a row's win rates against the checkpoints of the columns."""
-    numbers = range(len(responses))
-    names = [f"{number + 1} {name}" for number, name in enumerate(config.checkpoints)]
-    longest = max(map(len, names))
-    for by, known in rates.items():
-        by_pair = known | {(second, first): rate.swapped for (first, second), rate in known.items()}
-        headers = ("tokens", *(f"against {number + 1}" for number in numbers))
-        caption = "of the row against the column; ties count half; 95% interval over prompts"
-        columns = (Column(header, justify="right") for header in headers)
-        table = Table("", *columns, title=f"win rates by {by}", caption=caption)
-        for row in numbers:
-            rates_of_row = (by_pair.get((row, column)) for column in numbers)
-            cells = (f"{rate.win_rate:.3f}\n{rate.low:.3f} to {rate.high:.3f}" if rate else "" for rate in rates_of_row)
-            table.add_row(names[row], f"{responses[row].mean_tokens:.1f}", *cells)
-        Console(width=longest + 20 + 19 * len(responses)).print(table, markup=False)
+        for pair, rate in by_pair.items():
+            counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
+            shares = (f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}")
+            table.add_row(*(config.checkpoints[number] for number in pair), name, *shares, *map(str, counts))
+    Console(width=140).print(table, markup=False)
+    for name, side in zip(config.checkpoints, responses, strict=True):
+        print(f"tokens per response: {side.mean_tokens:.1f} of {name}")
 
 
 def write(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:

@@ -181,10 +181,6 @@ def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def decode_json(text: bytes) -> object:
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique_fields)
-    except UnicodeDecodeError as error:
-        return RecordError(None, "text in UTF-8", Found(f"bytes that are not ({error.reason} at byte {error.start})"))
-    except RecursionError:
-        return RecordError(None, "a JSON object", Found("values nested too deeply"))
-    except ValueError as error:
-        return RecordError(None, "valid JSON", Found(f"text that is not ({error})"))
+        return json.loads(text.decode(), object_pairs_hook=unique_fields)
+    except (ValueError, RecursionError) as error:
+        return RecordError(None, "valid JSON in UTF-8", Found(f"text that is not ({error})"))

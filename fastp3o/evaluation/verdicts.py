@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -88,12 +88,6 @@ class WinRate:
     losses: int
     missing: int
     prompts: int
-
-    @property
-    def swapped(self) -> "WinRate":
-        """Of the second checkpoint against the first."""
-        rate, low, high = 1 - self.win_rate, 1 - self.high, 1 - self.low
-        return replace(self, win_rate=rate, low=low, high=high, wins=self.losses, losses=self.wins)
 
 
 def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:

@@ -19,9 +19,21 @@ class Best:
     best: its metrics, with `step`; None before the first. since: evaluations after it, none of which was better.
     """
 
-    def __init__(self, metric: str, *, lowest: bool, best: dict[str, Any] | None, since: int):
-        """lowest: whether lower values are better."""
-        self.metric, self.lowest, self.best, self.since = metric, lowest, best, since
+    def __init__(self, metric: str, *, lowest: bool, folder: Path):
+        """lowest: whether lower values are better. folder: of the run, which may go on from a state before its best
+        evaluation: that one's model stays until a better one.
+        """
+        self.metric, self.lowest, self.since = metric, lowest, 0
+        self.best: dict[str, Any] | None = None
+        path = folder / BEST_MODEL / BEST_EVALUATION
+        if not path.exists():
+            return
+        try:
+            best = json.loads(path.read_text())
+            float(best[metric])
+            self.best, self.since = best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look anew") from error
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN.
@@ -51,19 +63,3 @@ class Best:
         if self.best is None:
             return f"{self.metric}: no evaluation"
         return f"{self.metric} {self.best[self.metric]:.4g} after step {self.best['step']}"
-
-
-def read_best(folder: Path, metric: str) -> tuple[dict[str, Any] | None, int]:
-    """The best evaluation of a run that goes on, and the number of those after it.
-
-    A run that goes on from a state before its best evaluation has that one's model still: it stays until a better one.
-    """
-    path = folder / BEST_MODEL / BEST_EVALUATION
-    if not path.exists():
-        return None, 0
-    try:
-        best = json.loads(path.read_text())
-        float(best[metric])
-        return best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look for the best anew") from error

@@ -53,11 +53,6 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         checkpoint.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
-def saved_names(folder: Path) -> set[str]:
-    """The names of the tensors in a folder."""
-    return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-
-
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Drops the warning that there is one process, and raises the error that torch wraps with its traceback."""
@@ -260,7 +255,8 @@ class States:
         """
         assert self.newest is not None
         newest, others = self.newest, self.other_tensors()
-        names = on_every_process(self.accelerator, lambda: saved_names(newest))
+        reader = HuggingFaceStorageReader(str(newest))
+        names = on_every_process(self.accelerator, lambda: set(reader.read_metadata().state_dict_metadata))
         if others.keys() - names:
             lacks = f"{newest} lacks {min(others.keys() - names)}, which this run has"
             raise UserError(f"--resume: {lacks}: was its --precision another? Give that one, or a new --output_dir")

@@ -29,7 +29,7 @@ from fastp3o.processes import (
     require_all_finite,
     result_or_error,
 )
-from fastp3o.run.best import Best, read_best
+from fastp3o.run.best import Best
 from fastp3o.run.card import Training
 from fastp3o.run.checkpoint import Progress, RunState, States
 from fastp3o.run.fingerprints import run_fingerprints
@@ -90,7 +90,10 @@ class Run:
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
-            self.best = self.find_best()
+            metric, lowest = config.keep_best, config.lowest_is_best
+            self.best: Best | None = None
+            if metric is not None:
+                self.best = on_main_process(self.accelerator, lambda: Best(metric, lowest=lowest, folder=self.folder))
         except BaseException:
             release(self.folder)
             raise
@@ -137,8 +140,6 @@ class Run:
         clear_away(self.folder)
         self.states.clear_leftovers()
         done, evaluated = self.progress.step, self.progress.evaluated
-        if done and not (self.folder / METRICS).exists():
-            self.accelerator.print(f"{self.folder / METRICS} is gone, and with it the metrics up to step {done}")
         for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
             for line in cut_after(self.folder / name, last):
                 self.accelerator.print(line)
@@ -331,13 +332,6 @@ class Run:
             self.reporter.print(f"--early_stopping: no evaluation since was better than {self.best}")
             self.last = step
 
-    def find_best(self) -> Best | None:
-        """The best evaluation so far, None if none is to be kept."""
-        if (metric := self.config.keep_best) is None:
-            return None
-        best, since = on_main_process(self.accelerator, lambda: read_best(self.folder, metric))
-        return Best(metric, lowest=self.config.lowest_is_best, best=best, since=since)
-
     def call_back(self, step: int) -> None:
         """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
         reported, self.reported = self.reported, []
@@ -346,8 +340,23 @@ class Run:
             self.end_if_asked(self.on_update, step, metrics)
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
-        """Saves the state if the callback raises, so that the run can go on."""
-        ends, error = on_main_process(self.accelerator, lambda: asks_to_end(callback, metrics))
+        """The run ends after `step` if the callback returns True. Saves the state if it raises anything at all, such as
+        sys.exit's, or returns neither True, False nor None, so that the run can go on.
+
+        Torch's defaults and the working directory are as before it. A process that it forks ends where it leaves it.
+        """
+
+        def asked() -> tuple[bool, BaseException | None]:
+            try:
+                with restored(), ends_forks("the callback"):
+                    answer = callback(metrics)
+                if not isinstance(answer, bool | np.bool_ | None):
+                    raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
+                return bool(answer), None
+            except BaseException as error:
+                return False, error
+
+        ends, error = on_main_process(self.accelerator, asked)
         if error is not None:
             self.read_late_step()
             self.save_state()
@@ -425,19 +434,3 @@ class Run:
         step = self.progress.step
         training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
         save_trained(self.optimizer, self.tokenizer, folder, training, files)
-
-
-def asks_to_end(callback: Callback, metrics: dict[str, Any]) -> tuple[bool, BaseException | None]:
-    """Whether the callback asks for the run's end, and the error that it has raised: any at all, such as sys.exit's, or
-    a UserError for an answer that is neither True, False nor None.
-
-    Torch's defaults and the working directory are as before it. A process that it forks ends where it leaves it.
-    """
-    try:
-        with restored(), ends_forks("the callback"):
-            answer = callback(metrics)
-        if not isinstance(answer, bool | np.bool_ | None):
-            raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
-        return bool(answer), None
-    except BaseException as error:
-        return False, error

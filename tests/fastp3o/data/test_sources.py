@@ -75,7 +75,7 @@ def test_json_lines_are_numbered_by_line_and_their_strings_stay_as_they_are(tmp_
         (b'{"prompt": ', "valid JSON"),
         (b'{"prompt": "\xff"}', "UTF-8"),
         (b'{"prompt": "a", "prompt": "b"}', "twice"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "valid JSON in UTF-8"),
         (b'{"prompt": ' + b"9" * 5000 + b"}", "valid JSON"),
     ],
 )

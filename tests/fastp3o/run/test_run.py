@@ -273,8 +273,8 @@ def test_the_lowest_is_best_where_it_is_asked_for_and_a_metric_must_be_there(wor
 
 
 @pytest.mark.parametrize("lowest", [True, False])
-def test_any_number_is_better_than_none_and_none_is_never_better(lowest):
-    best = Best("reward/a", lowest=lowest, best=None, since=0)
+def test_any_number_is_better_than_none_and_none_is_never_better(lowest, tmp_path):
+    best = Best("reward/a", lowest=lowest, folder=tmp_path)
     assert best.improves(1, {"reward/a": float("nan")})
     assert not best.improves(2, {"reward/a": float("nan")})
     assert best.since == 1
