@@ -66,19 +66,10 @@ def require_place(output: Path) -> None:
 def print_table(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
     """A row for each pair of checkpoints, by the reward and by the judge."""
     table = Table(title="win rates of the first", caption="ties count half; interval over prompts")
-    for column in (
-        "first",
-        "second",
-        "by",
-        "win rate",
-        "95% interval",
-        "wins",
-        "ties",
-        "losses",
-        "no verdict",
-        "prompts",
-    ):
-        table.add_column(column, justify="left" if column in ("first", "second", "by") else "right", overflow="fold")
+    for column in ("first", "second", "by"):
+        table.add_column(column, overflow="fold")
+    for column in ("win rate", "95% interval", "wins", "ties", "losses", "no verdict", "prompts"):
+        table.add_column(column, justify="right")
     for name, by_pair in rates.items():
         for pair, rate in by_pair.items():
             counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)

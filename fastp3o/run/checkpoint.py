@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.errors import UserError
-from fastp3o.files import LEFTOVER, clear_leftovers, remove, sync, temporary_sibling, write_file
+from fastp3o.files import clear_leftovers, remove, sync, temporary_sibling, write_file
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
 from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, read_manifest, require_files
@@ -220,24 +220,18 @@ class States:
         return None, []
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
-        """States, newest first, with their manifests or the problem; also whole ones that were not renamed yet."""
-        states: list[tuple[int, Path, Manifest | None, str | None]] = []
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            leftover = LEFTOVER.fullmatch(path.name)
-            named = NAME.fullmatch(leftover["name"] if leftover else path.name)
-            if named is None or not path.is_dir():
-                continue
+        """States, newest first, with their manifests or the problem."""
+        states: list[tuple[Path, Manifest | None, str | None]] = []
+        folders = self.folder.iterdir() if self.folder.is_dir() else ()
+        named = [path for path in folders if NAME.fullmatch(path.name) and path.is_dir()]
+        for path in sorted(named, key=lambda path: int(path.name[len("step-") :]), reverse=True):
             try:
                 manifest = read_manifest(path)
                 require_files(path, manifest)
+                states.append((path, manifest, None))
             except CorruptStateError as error:
-                if leftover is None:
-                    states.append((int(named[1]), path, None, str(error)))
-            else:
-                states.append((manifest.step, path, manifest, None))
-        # Of two with the same step the one in its place comes first.
-        states.sort(key=lambda candidate: (-candidate[0], len(candidate[1].name)))
-        return [candidate[1:] for candidate in states]
+                states.append((path, None, str(error)))
+        return states
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""
@@ -260,24 +254,18 @@ class States:
         if others.keys() - names:
             lacks = f"{newest} lacks {min(others.keys() - names)}, which this run has"
             raise UserError(f"--resume: {lacks}: was its --precision another? Give that one, or a new --output_dir")
-        leftover = LEFTOVER.fullmatch(newest.name)
-        folder = self.folder / leftover["name"] if leftover else newest
-        on_main_process(self.accelerator, lambda: self.rename_states(newest, folder))
-        self.newest = folder
-        self.optimizer.fill(names - others.keys(), partial(load_tensors, folder))
+        on_main_process(self.accelerator, self.rename_corrupt)
+        self.optimizer.fill(names - others.keys(), partial(load_tensors, newest))
         if others:
-            load_tensors(folder, others)
-        on_every_process(self.accelerator, lambda: self.read_numbers(folder))
-        if self.pending is not None and (folder / PENDING).exists():
-            self.pending.restore(json.loads((folder / PENDING).read_text()))
+            load_tensors(newest, others)
+        on_every_process(self.accelerator, lambda: self.read_numbers(newest))
+        if self.pending is not None and (newest / PENDING).exists():
+            self.pending.restore(json.loads((newest / PENDING).read_text()))
         return self.progress(manifest.step, evaluated=manifest.evaluated)
 
-    def rename_states(self, newest: Path, folder: Path) -> None:
-        """Gives the state that was found its place, and corrupt ones another name."""
+    def rename_corrupt(self) -> None:
         for path in self.corrupt:
             path.rename(temporary_sibling(path, "corrupt"))
-        if newest != folder:
-            newest.rename(folder)
         sync(self.folder)
 
     def read_numbers(self, folder: Path) -> None:

@@ -68,10 +68,9 @@ def content(path: Path) -> Path | bytes:
     if path.name != ADAPTER_CONFIG_NAME:
         return path
     config = json.loads(path.read_text())
-    base = Path(config["base_model_name_or_path"])
-    return json.dumps(
-        config | {"base_model_name_or_path": base.name if base.is_absolute() else str(base)}, indent=2
-    ).encode()
+    if (base := Path(config["base_model_name_or_path"])).is_absolute():
+        config["base_model_name_or_path"] = base.name
+    return json.dumps(config, indent=2).encode()
 
 
 @contextmanager

@@ -166,7 +166,7 @@ BAD_RECORDS = [
     ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
     ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
     ({**PAIR, "chosen": "o" * 2000}, "record 2 field 'chosen': expected at most 1000 characters, got 2000 of them"),
-    (Line("{"), "record 2: expected valid JSON, got text that is not"),
+    (Line("{"), "record 2: expected valid JSON in UTF-8, got text that is not"),
     ([PAIR], "record 2: expected an object, got a list of 1"),
 ]
 

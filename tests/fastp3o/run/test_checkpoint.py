@@ -141,18 +141,6 @@ def test_what_file_systems_and_tools_leave_in_a_state_is_no_damage(tmp_path):
     assert Trainer(tmp_path).resume()[0] == 2
 
 
-def test_a_whole_state_is_taken_before_it_was_renamed(tmp_path):
-    expected = Trainer(tmp_path).train(1, 3).all()
-    (tmp_path / "step-000003").rename(tmp_path / "step-000003.unfinished-0123456789ab")
-    resumed = Trainer(tmp_path)
-    assert resumed.resume() == (3, [])
-    assert resumed.all() == expected
-    resumed.states.clear_leftovers()
-    resumed.train(4, 5)
-    assert Trainer(tmp_path).resume() == (5, [])
-    assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"]
-
-
 def test_the_folders_of_the_first_state_are_on_the_disk_too(tmp_path, monkeypatch):
     synced = set()
     sync = os.fsync
