@@ -36,8 +36,8 @@ weights. Embeddings, head, and the layer that computes are whole, in the weights
 until it is added up over the processes in fp32.
 
 Rollouts, before the update, keep 2 R elements of each cached token in each layer. A row of prompts goes through the
-model; then a step makes logits in fp32, and probabilities where no kernel samples from logits. Autocast and LoRA add a
-copy of the weights, in the precision of the passes, which is sampled.
+model; then a step makes logits in fp32. Autocast and LoRA add a copy of the weights, in the precision of the passes,
+which is sampled.
 """
 
 from dataclasses import dataclass, replace
@@ -198,18 +198,12 @@ def frozen_memory(model: Model, lengths: Lengths, precision: Precision) -> Memor
 
 
 def rollout_memory(
-    model: Model,
-    room: Room,
-    precision: Precision,
-    *,
-    shards: int = 1,
-    adapters: bool = False,
-    probabilities: bool = False,
+    model: Model, room: Room, precision: Precision, *, shards: int = 1, adapters: bool = False
 ) -> Memory:
     """The memory of sampling on one device, next to masters and optimizer. It is given back before the update.
 
     shards: processes that share the model, each of which samples from a whole copy. adapters: whether they are merged
-    into one. probabilities: whether a step makes them too, as on CPUs and with settings such as temperature.
+    into one.
     """
     sampled = precision if precision.autocast is None else choose_precision("bf16", "bf16")
     item = sampled.weights.itemsize
@@ -219,7 +213,7 @@ def rollout_memory(
     own = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
     return Memory(
         weights=own + (model.parameters * item if copied else 0),
-        head=(8 if probabilities else 4) * room.slots * model.vocabulary,
+        head=4 * room.slots * model.vocabulary,
         layer=layer_pass(model, row, sampled),
         cache=room.tokens * model.layers * 2 * model.keys * item,
     )

@@ -252,15 +252,14 @@ def comparison_responses(record: Fields) -> tuple[Part, ...]:
     summaries, choice = record.get("summaries", MISSING), record.get("choice", MISSING)
     if not isinstance(summaries, list) or len(summaries) != 2:
         raise RecordError("summaries", "a list of two summaries", summaries)
-    if isinstance(choice, bool) or choice not in (0, 1) or not isinstance(choice, int):
+    if type(choice) is not int or choice not in (0, 1):
         raise RecordError("choice", "0 or 1, the index of the better summary", choice)
-    return tuple(summary(summaries[index], f"summaries[{index}]") for index in (choice, 1 - choice))
-
-
-def summary(value: object, name: str) -> Part:
-    if not isinstance(value, Mapping):
-        raise RecordError(name, "an object with text", value)
-    return Part(f"{name}.text", " " + text(value, "text", f"{name}.text").strip())
+    responses = []
+    for name, value in ((f"summaries[{index}]", summaries[index]) for index in (choice, 1 - choice)):
+        if not isinstance(value, Mapping):
+            raise RecordError(name, "an object with text", value)
+        responses.append(Part(f"{name}.text", " " + text(value, "text", f"{name}.text").strip()))
+    return tuple(responses)
 
 
 # The first one that a record fits counts: many preference sets repeat their dialogues in `messages`.

@@ -5,7 +5,6 @@ better one, and the observation is whether it is.
 """
 
 from collections.abc import Sequence
-from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,14 +40,12 @@ class Bin(NamedTuple):
     """Pairs with similar predictions, from `start` to the start of the next bin.
 
     predicted: their mean. observed: the share in which the better response has the higher score, equal scores counting
-    a half. low, high: its 95% interval, which takes pairs as independent; those of one ranking are not.
+    a half.
     """
 
     start: float
     predicted: float
     observed: float
-    low: float
-    high: float
     pairs: int
 
 
@@ -61,8 +58,8 @@ def calibration(differences: Sequence[float]) -> list[Bin]:
     bins = []
     for number in np.unique(bin_numbers):
         inside = bin_numbers == number
-        mean, observed, pairs = float(predicted[inside].mean()), float(right[inside].mean()), int(inside.sum())
-        bins.append(Bin(0.5 + WIDTH * int(number), mean, observed, *wilson_interval(observed, pairs), pairs))
+        mean, observed = float(predicted[inside].mean()), float(right[inside].mean())
+        bins.append(Bin(0.5 + WIDTH * int(number), mean, observed, int(inside.sum())))
     return bins
 
 
@@ -71,25 +68,15 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     return sum(b.pairs * abs(b.predicted - b.observed) for b in bins) / sum(b.pairs for b in bins)
 
 
-def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share of `count` independent observations; z: 95% by default."""
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return centre - half, centre + half
-
-
 def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
     """Writes a PNG, complete or not at all: observed over predicted shares, and below them the pairs of each bin."""
     from matplotlib.figure import Figure  # not above: a stage without evaluations does without it
 
     figure = Figure(figsize=(5.5, 6), layout="constrained")
     axes, counts = figure.subplots(2, sharex=True, height_ratios=[4, 1])
-    predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
-    # An interval can end at the share itself, and by rounding just before it.
-    below, above = [max(b.observed - b.low, 0) for b in bins], [max(b.high - b.observed, 0) for b in bins]
     axes.plot([0.5, 1], [0.5, 1], "--", color="grey", linewidth=1, label="as sure as right")
-    axes.errorbar(predicted, observed, yerr=[below, above], fmt="o", markersize=5, elinewidth=1, capsize=3)
-    axes.set_ylabel("observed share (bars: 95%)")
+    axes.plot([b.predicted for b in bins], [b.observed for b in bins], "o", markersize=5)
+    axes.set_ylabel("observed share")
     axes.set_ylim(-0.02, 1.02)
     axes.set_title(title, fontsize=10)
     axes.legend(loc="lower right")

@@ -125,8 +125,8 @@ def run_single(model: PreTrainedModel, prompt: list[int], response: list[int]) -
 
 def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Prompts, and responses to each."""
-    responses = [[within_vocabulary(model, ids) for ids in group] for group in RESPONSES]
-    return [within_vocabulary(model, ids) for ids in PROMPTS], responses
+    prompts, *responses = [[within_vocabulary(model, ids) for ids in group] for group in (PROMPTS, *RESPONSES)]
+    return prompts, responses
 
 
 def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,9 +58,7 @@ class Stops:
             noting.add(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         noting.discard(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -113,7 +111,7 @@ def after_fork() -> None:
 
 def after_fork_in_child() -> None:
     for stops in list(noting):
-        stops.__exit__(None, None, None)
+        stops.__exit__()
     after_fork()
 
 

@@ -100,9 +100,10 @@ def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth
         engine = Engine(model, cached, room, {0})
         engine.tokens_per_row = 256
         engine.run([[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2))
-    predicted = rollout_memory(sizes, room, precision, probabilities=True)
+    predicted = rollout_memory(sizes, room, precision)
     assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in cached.values())
-    assert predicted.cache + predicted.head == pytest.approx(measured.peak, rel=0.1)
+    # A CPU has no kernel that samples from logits, and makes probabilities too.
+    assert predicted.cache + 2 * predicted.head == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.evaluation.calibration import calibration, calibration_error, judged, wilson_interval
+from fastp3o.evaluation.calibration import calibration, calibration_error, judged
 
 
 def logit(probability: float) -> float:
@@ -23,12 +23,6 @@ def test_pairs_count_from_the_side_of_the_higher_score_and_equal_scores_as_half_
     for differences, probability in (([0.0, 0.0], 0.5), ([1e3, 800.0], 1.0)):
         (only,) = calibration(differences)
         assert (only.predicted, only.observed) == (probability, probability)
-
-
-def test_wilsons_interval_is_that_of_the_literature():
-    # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
-    for count, total, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
-        assert wilson_interval(count / total, total) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_prompts_count_alike_and_are_resampled_whole(tmp_path: Path):
