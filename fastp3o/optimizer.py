@@ -233,17 +233,16 @@ class StepGuard:
         return int(lost), not_finite_error(what, int(failure)) if failure else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale as the host last read it, in the layout of torch's GradScaler; empty without one."""
+        """The loss scale as the host last read it; empty without one."""
         if self.scale is None:
             return {}
         scale, finite_steps = self.scale_read
-        rule = {"growth_factor": GROWTH, "backoff_factor": BACKOFF, "growth_interval": INTERVAL}
-        return {"scale": scale, **rule, "_growth_tracker": int(finite_steps)}
+        return {"scale": scale, "finite_steps": int(finite_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the loss scale. Precisions without one ignore it."""
         if self.scale is not None and state:
-            self.set_scale(state["scale"], finite_steps=state["_growth_tracker"])
+            self.set_scale(state["scale"], finite_steps=state["finite_steps"])
 
     def set_scale(self, scale: float, *, finite_steps: int) -> None:
         """finite_steps: since the scale last changed."""

@@ -264,9 +264,6 @@ class Loader:
         self.report.reasons[problem.reason] += 1
 
 
-# --- further fields, kept exactly as JSON text ----------------------------------------------------------------------
-
-
 def fields_json(record: Fields, asked: Asked) -> dict[str, str]:
     """The fields as JSON text. Raises RecordError for a field that is missing, null, or no JSON value."""
     texts = {}

@@ -77,9 +77,6 @@ def read_records(source: str, split: str) -> Iterator[Record]:
                 raise DataError(f"{file}: cannot be read: {error}") from error
 
 
-# --- which files ----------------------------------------------------------------------------------------------------
-
-
 def local_files(source: str, split: str) -> list[Path] | None:
     """The files that `source` means, or None if it can only be a hub name."""
     path = Path(source).expanduser()
@@ -127,9 +124,6 @@ def split_files(folder: Path, split: str) -> list[Path]:
         names = ", ".join(str(file.relative_to(place)) for file in sorted(files))
         raise DataError(f"{folder}: no file is named after the split '{split}'; found {names}")
     return [folder / file.relative_to(place) for file in sorted(splits[split])]
-
-
-# --- their records --------------------------------------------------------------------------------------------------
 
 
 def file_records(file: Path) -> Iterator[tuple[int, object]]:

@@ -84,10 +84,8 @@ class SiblingsBuffer(NaiveReplayBuffer):
 
     def __init__(self, sample_batch_size: int, *arguments: Any, responses_per_prompt: int):
         if sample_batch_size % responses_per_prompt:
-            raise ValueError(
-                f"the micro batch size ({sample_batch_size}) must be a multiple of n_samples_per_prompt "
-                f"({responses_per_prompt})"
-            )
+            size, K = sample_batch_size, responses_per_prompt
+            raise ValueError(f"the micro batch size ({size}) must be a multiple of n_samples_per_prompt ({K})")
         super().__init__(sample_batch_size // responses_per_prompt, *arguments)
         self.responses_per_prompt = responses_per_prompt
 
@@ -106,10 +104,8 @@ class SiblingsBuffer(NaiveReplayBuffer):
         K = self.responses_per_prompt
         group = self.items[K * number : K * (number + 1)]
         if len({item.prompts[0] for item in group}) != 1 or len(self.items) % K:
-            raise ValueError(
-                f"this process does not have all {K} responses to each of its prompts: make the number of prompts of a "
-                "rollout a multiple of the number of actors, without dynamic filtering and train.balance"
-            )
+            remedy = "make a rollout's prompts a multiple of the actors, without dynamic filtering and train.balance"
+            raise ValueError(f"this process does not have all {K} responses to each of its prompts: {remedy}")
         return group
 
     def collate_fn(self, batch: list[list]) -> Any:

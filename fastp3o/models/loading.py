@@ -52,8 +52,6 @@ NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise"
 # transformers' table of missing and unexpected weights, which `require_whole` reports as an error.
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
-# --- tokenizers -----------------------------------------------------------------------------------------------------
-
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a model. chat_template: a file that has another one than its own.
@@ -107,17 +105,13 @@ def require_same_vocabulary(
     with errors_naming(reference):
         configs = (load_config(name, trust_remote_code) for name in (reference, policy))
         there, here = (config.get_text_config().vocab_size for config in configs)
-        others = None
+        ids = others = tokenizer.get_vocab()
         if has_tokenizer(reference):
             others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
     if there != here:
         raise UserError(f"{expected}{there} tokens instead of {here}")
-    if others is not None and others != (ids := tokenizer.get_vocab()):
-        differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+    if differing := sorted({token for token, _ in ids.items() ^ others.items()}):
         raise UserError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
-
-
-# --- models ---------------------------------------------------------------------------------------------------------
 
 
 def load_policy(
@@ -290,9 +284,6 @@ def at(name: str) -> dict[str, Any]:
     return {"revision": name.revision} if isinstance(name, Revised) else {}
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def base_model_name(name: str) -> str:
     """The model that LoRA adapters belong to; a model without adapters is its own base."""
     if isinstance(name, Named):
@@ -389,9 +380,6 @@ def has_tokenizer(name: str) -> bool:
 
 def has_file(name: str, file: str) -> bool:
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name)) is not None
-
-
-# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -53,9 +53,6 @@ def write_model(
     on_main_process(accelerator, write)
 
 
-SCORE = "model.score."  # a reward model's head, in a PackedModel
-
-
 def base_name(model: PreTrainedModel) -> str | None:
     """The model that its adapters belong to: a hub name or an absolute path. None without adapters, and where no
     checkpoint holds the base, as when training began with adapters that were merged.
@@ -86,7 +83,7 @@ def adapter_weights(trained: Mapping[str, Tensor], adapter: str) -> dict[str, Te
     return {
         f"base_model.{name}".replace(f".{adapter}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()
         for name, weight in trained.items()
-        if ".lora_" in name or name.startswith(SCORE)
+        if ".lora_" in name or name.startswith("model.score.")
     }
 
 

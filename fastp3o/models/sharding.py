@@ -29,8 +29,6 @@ from fastp3o.packing.packed_row import PackedRow
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 
-# --- processes ------------------------------------------------------------------------------------------------------
-
 
 def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None:
     """The processes as [replicas, shards], or as one group of shards; None for a single process.
@@ -83,9 +81,6 @@ def padded(rows: Sequence[Row], spare: Row, length: int) -> list[tuple[Row, bool
 def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) -> list[Result]:
     """Computes each row, at least one, in equally many passes on every process."""
     return [compute(row) for row, _ in pad_to_longest_rank(rows, rows[0])][: len(rows)]
-
-
-# --- models ---------------------------------------------------------------------------------------------------------
 
 
 def loading_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:

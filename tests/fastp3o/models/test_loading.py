@@ -80,7 +80,7 @@ def test_a_file_that_was_cut_off_and_a_folder_without_one_are_named(untied: Path
 
 def test_a_language_model_is_no_reward_model_unless_a_head_is_asked_for(tmp_path: Path, untied: Path, tiny_model: str):
     for name in (tiny_model, str(untied)):
-        with pytest.raises(ValueError, match="it is a language model without a head `score`"):
+        with pytest.raises(ValueError, match="it has no head `score`"):
             load_reward_model(name)
         model = load_reward_model(name, new_head=True).model
         assert not model.score.weight.any()
