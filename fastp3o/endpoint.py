@@ -8,7 +8,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed, wait
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -114,7 +114,10 @@ class Endpoint:
         try:
             loop, client = background(os.getpid(), self.proxy)
             answered = asyncio.run_coroutine_threadsafe(self.request(client, content), loop)
-            status, retry_after, answer = cancel_when(stopped, answered) if self.abandons else answered.result()
+            while self.abandons and not wait([answered], timeout=0.2).done:
+                if stopped.is_set():
+                    answered.cancel()
+            status, retry_after, answer = answered.result()
         except TimeoutError as error:
             late = f"timed out, no end of the answer within {self.timeout:g} s"
             raise AttemptError(f"does not answer: TimeoutError: {late}") from error
@@ -173,14 +176,6 @@ def background(process: int, proxy: str | None) -> tuple[asyncio.AbstractEventLo
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
     )
-
-
-def cancel_when(stopped: threading.Event, answered: Future[Answer]) -> Answer:
-    """The answer. Cancels the request and raises CancelledError soon after `stopped` is set."""
-    while not wait([answered], timeout=0.2).done:
-        if stopped.is_set():
-            answered.cancel()
-    return answered.result()
 
 
 class Answers(Generic[Answer]):

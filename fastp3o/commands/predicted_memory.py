@@ -133,6 +133,12 @@ def update_memory(
     one_by_one: whether attention computes segments one by one in half precision too, as on CPUs and older GPUs.
     """
     norms, item = element_bytes(precision)
+    dlogits = lengths.labelled * model.vocabulary * item
+    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
+    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * MEMORY_BUDGET
+    rounded = model.head_gradient(2) if precision.half and not single else 0
+    kept = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
+    head = kept + model.head_gradient(2 if single else 4) + max(logits, rounded)
     attends = 3 if one_by_one or item == 4 else 2
     products = 4 * model.intermediate + attends * model.queries
     layer_activations = lengths.tokens * (norms * model.hidden + item * products)
@@ -148,22 +154,11 @@ def update_memory(
         optimizer=8 * model.trained,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
         embeddings=2 * tied_gradient,
-        head=head_update(model, lengths, precision) + copies - kept_copies,
+        head=head + copies - kept_copies,
         layer=lengths.tokens * item * 2 * (model.intermediate + model.hidden)
         + tied_gradient
         + (layer_activations if checkpointing else 0),
     )
-
-
-def head_update(model: Model, lengths: Lengths, precision: Precision) -> int:
-    norms, item = element_bytes(precision)
-    dlogits = lengths.labelled * model.vocabulary * item
-    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
-    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * MEMORY_BUDGET
-    gradient = model.head_gradient(2 if single else 4)
-    rounded = model.head_gradient(2) if precision.half and not single else 0
-    kept = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
-    return kept + gradient + max(logits, rounded)
 
 
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:

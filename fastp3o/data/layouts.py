@@ -62,19 +62,16 @@ def message(value: object, name: str) -> Message:
         raise RecordError(name, "a message with role and content", value)
     role, content = text(value, "role", f"{name}.role"), value.get("content")
     if isinstance(content, list):
-        content = "".join(text_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+        parts = {f"{name}.content[{index}]": part for index, part in enumerate(content)}
+        for place, part in parts.items():
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                raise RecordError(place, "a part of type text, with its text", part)
+        content = "".join(text(part, "text", f"{place}.text") for place, part in parts.items())
     if not content and (value.get("tool_calls") or role == "tool" or (role == "system" and content == "")):
         content = ""
     else:
         content = text({**value, "content": content} if content is not None else value, "content", f"{name}.content")
     return {field: item for field, item in value.items() if item is not None} | {"content": content}
-
-
-def text_part(value: object, name: str) -> str:
-    """A part of a message's content, such as {"type": "text", "text": "Hi"}."""
-    if not isinstance(value, Mapping) or value.get("type") != "text":
-        raise RecordError(name, "a part of type text, with its text", value)
-    return text(value, "text", f"{name}.text")
 
 
 def messages(record: Fields, field: str) -> list[Message]:

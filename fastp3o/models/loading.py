@@ -329,17 +329,13 @@ def with_adapters(model: Any, name: str) -> Any:
             raise UserError(f"{file} lacks {listed(lacking)}")
         if others:
             raise UserError(f"{file} has {listed(others)}, which the base {config.base_model_name_or_path} lacks")
-        part_adapted_head(adapted.base_model.model)
+        inner: Any = adapted.base_model.model
+        head, embeddings = inner.get_output_embeddings(), inner.get_input_embeddings()
+        adapts = any(hasattr(module, "base_layer") for module in (head, embeddings))
+        if head is not None and adapts and head.weight is embeddings.weight:  # an adapter of one is not the other's
+            plain = getattr(head, "base_layer", head)
+            plain.weight = nn.Parameter(plain.weight.detach().clone())
         return adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
-
-
-def part_adapted_head(model: Any) -> None:
-    """Unties the head from the embeddings if one of them has an adapter, which is not the other's."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    adapted = any(hasattr(module, "base_layer") for module in (head, embeddings))
-    if head is not None and adapted and head.weight is embeddings.weight:
-        plain = getattr(head, "base_layer", head)
-        plain.weight = nn.Parameter(plain.weight.detach().clone())
 
 
 def weight_files(name: str) -> list[Path]:

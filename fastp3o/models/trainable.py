@@ -112,29 +112,13 @@ def dropout_on(model: nn.Module) -> Iterator[None]:
             module.on = False
 
 
+@torch.no_grad()
 def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
 
     Several processes gather one weight after the other into the main process's memory; the others get empty ones.
     Merged weights are in fp32, in which transformers then loads all. dtype: of the other weights; None for their own.
     """
-    weights = whole_weights(model, dtype)
-    merged = getattr(model, "_hf_peft_config_loaded", False)
-    if dtype in (None, model.dtype) and not merged:
-        return model, weights
-    # Saving writes the dtype into the configuration, and the given model goes on with its own.
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are no longer
-    with torch.device("meta"):
-        plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
-    if model.can_generate():
-        plain.generation_config = model.generation_config
-    return plain, weights
-
-
-@torch.no_grad()
-def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):
@@ -149,7 +133,18 @@ def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
         if number_of_processes() > 1:
             weight = weight.cpu() if is_main_process() else weight.new_empty(0)
         weights |= dict.fromkeys(names, weight)
-    return weights
+    merged = getattr(model, "_hf_peft_config_loaded", False)
+    if dtype in (None, model.dtype) and not merged:
+        return model, weights
+    # Saving writes the dtype into the configuration, and the given model goes on with its own.
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are no longer
+    with torch.device("meta"):
+        plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    return plain, weights
 
 
 def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]:

@@ -42,16 +42,14 @@ class Best:
         """
         if self.metric not in metrics:
             raise UserError(f"--keep_best {self.metric}: evaluations have {', '.join(metrics)}")
-        if self.best is not None and not self.is_better(metrics[self.metric], self.best[self.metric]):
-            self.since += step > self.best["step"]
-            return False
+        if self.best is not None:
+            value, best = metrics[self.metric], self.best[self.metric]
+            better = (value < best if self.lowest else value > best) or (isnan(best) and not isnan(value))
+            if not better:
+                self.since += step > self.best["step"]
+                return False
         self.best, self.since = {"step": step, **metrics}, 0
         return True
-
-    def is_better(self, value: float, best: float) -> bool:
-        if isnan(best):
-            return not isnan(value)
-        return value < best if self.lowest else value > best
 
     @property
     def file(self) -> dict[str, str]:

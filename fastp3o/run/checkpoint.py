@@ -192,6 +192,10 @@ class States:
         sums = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
         return dict(gather_object(sums))
 
+    def clear_leftovers(self) -> None:
+        """Removes unfinished saves of earlier processes."""
+        clear_leftovers(self.folder, NAME)
+
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""
         names = sorted(path.name for path in self.folder.iterdir())
@@ -276,7 +280,3 @@ class States:
         generators = folder / self.generators_file
         if generators.exists():
             restore_generators(json.loads(generators.read_text()))
-
-    def clear_leftovers(self) -> None:
-        """Removes unfinished saves of earlier processes."""
-        clear_leftovers(self.folder, NAME)

@@ -421,7 +421,7 @@ class Run:
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, self.config.plain(), self.fingerprints)
         self.saved_at = time.monotonic()
-        self.stops.forget()
+        self.stops.exchange = None  # a stop that is handled now is not handled again
 
     def checkpoint_after(self, step: int) -> Path | None:
         """The folder of the checkpoint that is due after a step; None without one."""

@@ -89,10 +89,6 @@ class Stops:
         number, any_due = (0, False) if before is None else before.read()
         return int(number), bool(any_due)
 
-    def forget(self) -> None:
-        """Forgets the last exchange, so that a stop that was handled is not handled again."""
-        self.exchange = None
-
 
 # The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
 # is one for all of them.
