@@ -39,9 +39,6 @@ class Layout:
         return "/".join(self.fields)
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
 def text(record: Fields, field: str, name: str | None = None) -> str:
     """The string in a field. name: the field's name in errors, if it is nested."""
     value, name = record.get(field, MISSING), name or field
@@ -89,9 +86,6 @@ def ends_with(conversation: list[Message], roles: tuple[str, ...], field: str) -
     return conversation
 
 
-# --- prompts and responses in fields of their own -------------------------------------------------------------------
-
-
 def prompt_field(record: Fields) -> Part:
     if isinstance(record.get("prompt"), list):
         return Part("prompt", ends_with(messages(record, "prompt"), ("user", "tool"), "prompt"))
@@ -126,9 +120,6 @@ def desirable(record: Fields) -> bool:
     return label
 
 
-# --- conversations --------------------------------------------------------------------------------------------------
-
-
 def messages_prompt(record: Fields) -> Part:
     conversation = ends_with(messages(record, "messages"), ("assistant", "user", "tool"), "messages")
     if conversation[-1]["role"] == "assistant":
@@ -145,9 +136,6 @@ def before_reply(conversation: list[Message], field: str) -> list[Message]:
     if len(conversation) < 2:
         raise RecordError(field, "messages before the assistant's", Found("a single message"))
     return ends_with(conversation[:-1], ("user", "tool"), field)
-
-
-# --- chosen and rejected --------------------------------------------------------------------------------------------
 
 
 def pair_prompt(record: Fields) -> Part:
@@ -205,9 +193,6 @@ def implicit_pair(record: Fields) -> tuple[Part, Part, Part]:
     return dialogues(record) if isinstance(record.get("chosen"), list) else hh_dialogues(record)
 
 
-# --- rankings -------------------------------------------------------------------------------------------------------
-
-
 def ranked_responses(record: Fields) -> tuple[Part, ...]:
     """The responses from best to worst, each in the form that `response_field` reads."""
     ranked, field = record.get("ranked_responses", MISSING), "ranked_responses"
@@ -227,9 +212,6 @@ def margin(record: Fields) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FP32:
         raise RecordError("margin", "a finite number, 0 or more", value)
     return float(value)
-
-
-# --- TL;DR comparisons ----------------------------------------------------------------------------------------------
 
 
 def comparison_prompt(record: Fields) -> Part:

@@ -79,11 +79,10 @@ def load_prompts(
 ) -> Loaded:
     """The prompts of any layout (README.md lists them), for the online stage, and the report.
 
-    source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a glob,
-    or a folder, of whose files those of `split` are read. Or records. columns: further fields to keep, as JSON text,
-    which `column_values` reads. Every record must have them. as_given: also keep the column `given`: the record's
-    fields that say its prompt, not truncated, as JSON text: `prompt` (a string or a list of messages), `tools` and
-    `chat_template_kwargs`. options: see `Loader`.
+    source: any that README.md lists, or records. columns: further fields, which every record must have, kept as JSON
+    text; `column_values` reads it. as_given: also keep the column `given`: the record's fields that say its prompt, not
+    truncated, as JSON text: `prompt` (a string or a list of messages), `tools` and `chat_template_kwargs`. options: see
+    `Loader`.
 
     The other columns are `prompt` (str, the text as the model sees it: after the chat template, without a truncated
     beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32).

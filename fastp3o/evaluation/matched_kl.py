@@ -55,11 +55,9 @@ def passed_at_once(evaluations: Evaluations, kl: float) -> bool:
 def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimate:
     """Mean of all values, with a 95% interval that resamples within each stratum (here a task with its seeds).
 
-    `comparisons` is the number of intervals that hold simultaneously (Bonferroni). Raises ValueError without values.
+    `comparisons` is the number of intervals that hold simultaneously (Bonferroni).
     """
     samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
-    if not samples:
-        raise UserError("an interval needs values")
     count = sum(map(len, samples))
     resampled = sum(_resampling(len(sample), number) @ sample for number, sample in enumerate(samples)) / count
     mean = float(np.concatenate(samples).mean())

@@ -35,9 +35,7 @@ class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
         advantage = args.algo.advantage
         corrected = advantage.is_correction_enable if VERSION == "0.11.1" else advantage.is_correction_level != "off"
         if args.train.dynamic_batch_enable or args.algo.kl.use_loss or corrected:
-            raise ValueError(
-                "P3O needs train.dynamic_batch_enable, algo.kl.use_loss and algo.advantage.is_correction off"
-            )
+            raise ValueError("switch off train.dynamic_batch_enable, algo.kl.use_loss and algo.advantage.is_correction")
         if advantage.estimator != "dr_grpo":
             raise ValueError('P3O needs algo.advantage.estimator "dr_grpo": rewards less the mean of their prompt\'s')
         super().__init__(strategy, *arguments, **options)

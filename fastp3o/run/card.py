@@ -81,11 +81,7 @@ class Training:
             "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
             "made by": [f"fastp3o {__version__}"],
         }
-        kind = (
-            "A LoRA adapter, which peft loads over its base model."
-            if adapter
-            else "A whole model, trained from its base."
-        )
+        kind = "A LoRA adapter, which peft loads over its base." if adapter else "A whole model, trained from its base."
         return "\n".join([kind, "", *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values)])
 
     def tables(self) -> list[str]:
