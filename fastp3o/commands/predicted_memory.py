@@ -137,8 +137,8 @@ def update_memory(
     logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
     single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * MEMORY_BUDGET
     rounded = model.head_gradient(2) if precision.half and not single else 0
-    kept = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
-    head = kept + model.head_gradient(2 if single else 4) + max(logits, rounded)
+    states = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
+    head = states + model.head_gradient(2 if single else 4) + max(logits, rounded)
     attends = 3 if one_by_one or item == 4 else 2
     products = 4 * model.intermediate + attends * model.queries
     layer_activations = lengths.tokens * (norms * model.hidden + item * products)
