@@ -1,7 +1,7 @@
 """Writes a game of several turns, and is its environment: find a hexadecimal digit of a range in four guesses, told
 "higher" or "lower".
 
-plays.jsonl has demonstrations of players who guess at random, half of the time among what is left; starts.jsonl and
+plays.jsonl has demonstrations of players who guess at random, mostly among what is left; starts.jsonl and
 new_starts.jsonl have ranges with digits to find, a fifth of the ranges in the second alone. `make_game:Guess` is the
 environment.
 """
@@ -62,7 +62,7 @@ def play(draw: random.Random, start: dict[str, str]) -> str:
     game.reset(start["low"], start["high"], start["secret"])
     whole = DIGITS[game.low : game.high + 1]
     for _ in range(TURNS):
-        guess = draw.choice(DIGITS[game.low : game.high + 1] if draw.random() < 0.5 else whole)
+        guess = draw.choice(DIGITS[game.low : game.high + 1] if draw.random() < 0.8 else whole)
         answer, _, done = game.step(guess)
         text += f"{guess}\n{answer or ''}"
         if done:

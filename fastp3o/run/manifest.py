@@ -15,7 +15,7 @@ from fastp3o.files import naming, write_file
 from fastp3o.run.fingerprints import FUNCTION
 
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2
 
 
 class CorruptStateError(UserError):
