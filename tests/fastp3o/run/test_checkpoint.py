@@ -96,7 +96,7 @@ def test_there_is_no_pickle_and_large_states_have_several_files(tmp_path, monkey
 
 
 def edit(folder: Path, recomputed: bool, **changes) -> None:
-    content = {"version": 1, **asdict(read_manifest(folder)), **changes}
+    content = {"version": 2, **asdict(read_manifest(folder)), **changes}
     sha256 = content_checksum(content) if recomputed else json.loads((folder / "manifest.json").read_text())["sha256"]
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": sha256}))
 
@@ -111,7 +111,7 @@ def put_a_folder_there(path: Path) -> None:
     [
         (lambda folder: edit(folder, False, step=99), "manifest.json is damaged: its checksum is another"),
         (lambda folder: edit(folder, False, evaluated=False), "manifest.json is damaged: its checksum is another"),
-        (lambda folder: edit(folder, True, version=2), "is of version 2, and this fastp3o reads version 1"),
+        (lambda folder: edit(folder, True, version=1), "is of version 1, and this fastp3o reads version 2"),
         (lambda folder: flip(folder / "counters.json"), "counters.json has another checksum"),
         (lambda folder: flip(folder / "manifest.json"), "manifest.json is damaged"),
         (lambda folder: (folder / "counters.json").unlink(), "counters.json is missing"),
