@@ -7,13 +7,13 @@ import random
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from itertools import count
+from itertools import chain, count
 from typing import Generic, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -178,7 +178,7 @@ def background(process: int, proxy: str | None) -> tuple[asyncio.AbstractEventLo
     )
 
 
-class Answers(Generic[Answer]):
+class Answers(Generic[Question, Answer]):
     """Answers to questions that are asked in the background, some `at_once`. `ask` gets an event that is set once
     no more answers are wanted.
 
@@ -186,13 +186,23 @@ class Answers(Generic[Answer]):
     """
 
     def __init__(self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], at_once: int):
-        self.stopped, self.pool = threading.Event(), ThreadPoolExecutor(at_once)
-        self.futures = [self.pool.submit(ask, question, self.stopped) for question in questions]
+        self.ask, self.stopped, self.pool = ask, threading.Event(), ThreadPoolExecutor(at_once)
+        self.futures: list[Future[Answer]] = []
+        self.add(questions)
+
+    def add(self, questions: Iterable[Question]) -> None:
+        self.futures += [self.pool.submit(self.ask, question, self.stopped) for question in questions]
 
     def __iter__(self) -> Iterator[Answer]:
+        return chain.from_iterable(self.lists())
+
+    def lists(self) -> Generator[list[Answer], None, None]:
+        """Lists of the answers that have come meanwhile, also to questions that were added."""
         try:
-            for answered in as_completed(self.futures):
-                yield answered.result()
+            while self.futures:
+                done = wait(self.futures, return_when=FIRST_COMPLETED).done
+                self.futures = [future for future in self.futures if future not in done]
+                yield [future.result() for future in done]
         finally:
             self.stop()
             self.pool.shutdown()

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -37,15 +37,15 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
 )
 
-# One for all calls: a client that a module keeps belongs to the loop in which it was first used.
-EVENT_LOOP = asyncio.Runner()
+# One for all calls: a client that a module keeps belongs to the loop in which it was first used. Threads take turns.
+EVENT_LOOP, LOOP_IS_FREE = asyncio.Runner(), threading.Lock()
 LEFT: list[asyncio.Runner] = []  # loops that are stuck or a parent's: closing one that a fork shares would stop it
 
 
 def leave_loop() -> None:
-    global EVENT_LOOP
+    global EVENT_LOOP, LOOP_IS_FREE
     LEFT.append(EVENT_LOOP)
-    EVENT_LOOP = asyncio.Runner()
+    EVENT_LOOP, LOOP_IS_FREE = asyncio.Runner(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=leave_loop)
@@ -61,6 +61,24 @@ class FunctionInterruptedError(KeyboardInterrupt):
 
 class TookTooLongError(BaseException):
     """Code reached its time limit, the argument, in seconds. No Exception, so that the code does not catch it."""
+
+
+class Background(threading.Thread):
+    """A call in a thread of its own, for which the end of a program does not wait. No alarm rings in it: once a user's
+    function there is late, `result` has its error, and the thread is left behind.
+    """
+
+    def __init__(self, call: Callable[[], Any]):
+        super().__init__(daemon=True)
+        self.call, self.result = call, Future[Any]()
+        self.start()
+
+    def run(self) -> None:
+        with suppress(InvalidStateError):  # it was late
+            try:
+                self.result.set_result(self.call())
+            except BaseException as error:
+                self.result.set_exception(error)
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -191,6 +209,8 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
     if timeout and timeout > LONG:
         lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} (--reward_timeout)"
     timers = [threading.Timer(seconds, print, [line], {"file": sys.stderr}) for seconds, line in lines.items()]
+    if timeout and isinstance(thread := threading.current_thread(), Background):
+        timers.append(threading.Timer(timeout + GRACE, thread.result.set_exception, [FunctionError(late)]))
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -221,21 +241,18 @@ async def within(coroutine: Coroutine, timeout: float | None) -> tuple[Any, Base
     return task.result()
 
 
+def run_in_loop(coroutine: Coroutine[object, None, Result]) -> Result:
+    with LOOP_IS_FREE:
+        return EVENT_LOOP.run(coroutine)
+
+
 def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return EVENT_LOOP.run(coroutine)
+        return run_in_loop(coroutine)
     # A thread runs one loop, and this one runs a notebook's.
-    result: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(EVENT_LOOP.run(coroutine))
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    result: Future[Result] = Background(lambda: run_in_loop(coroutine)).result
     try:
         return result.result()
     finally:

@@ -136,8 +136,6 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
         self.check_penalties(self.max_response_tokens)
         if (ENVIRONMENT in self.scorers) > bool(self.environment):
             raise UserError("--reward environment needs an --environment that gives it")
-        if self.environment and self.sampler == "vllm":
-            raise UserError("--environment and --sampler vllm exclude each other: servers answer one turn a round")
         if self.environment and self.from_mixture:
             raise UserError("--environment and --mixture exclude each other: a mixture samples responses of one turn")
         if self.reference_every and self.reference_decay:

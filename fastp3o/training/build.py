@@ -1,6 +1,7 @@
 """Loads what a stage's configuration names: the policy and its sampler, the reference, the rewards."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,7 @@ from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, make_prompts, 
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
+from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
@@ -146,20 +148,23 @@ def policy_sampler(
     """
     longest, tokenizer, settings = config.max_response_tokens, context.tokenizer, sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
-    if policy.publisher is not None:
-        return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
     build = partial(named_sampler, config, policy.sampled, tokenizer, settings)
     if not isinstance(config, EnvironmentConfig) or not config.environment:
+        if policy.publisher is not None:
+            return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
         return policy.gathered(build(max_response_tokens=longest, batch_size=batch_size))
-    contexts = batch_size * getattr(config, "responses_per_prompt", 1)
-    first, further = (build(max_response_tokens=config.max_turn_tokens, batch_size=n) for n in (batch_size, contexts))
+    if policy.publisher is not None:
+        tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
     ends = Ends(policy.sampled.model, tokenizer, settings.stops).ids
     role = config.observation_role
     observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends)
-    environments = load_environments(config)
-    sampler = TrajectorySampler(
-        first, further, tokenizer, environments, observe, max_turns=config.max_turns, longest=longest
-    )
+    environments, limits = load_environments(config), {"max_turns": config.max_turns, "longest": longest}
+    if policy.publisher is not None:
+        turns = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=config.max_turn_tokens, settings=settings)
+        return ServedTrajectories(turns, tokenizer, environments, observe, **limits)
+    contexts = batch_size * getattr(config, "responses_per_prompt", 1)
+    first, further = (build(max_response_tokens=config.max_turn_tokens, batch_size=n) for n in (batch_size, contexts))
+    sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **limits)
     # Processes need different numbers of turns: they meet at the end of a call alone, also after an error.
     return policy.gathered(lambda *call: on_every_process(context.accelerator, lambda: sampler(*call)))
 

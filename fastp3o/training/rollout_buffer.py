@@ -12,14 +12,18 @@ from torch import Tensor
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
 from fastp3o.rewards.scaling import tied
 from fastp3o.rollouts.groups import Ends, Group, Prompt, Response, Sampler, Turn, lengths, make_prompts
+from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
 from fastp3o.training.microbatches import Rewards, gather_groups
 
+# Samplers whose responses come from servers.
+SERVED = VLLMSampler | ServedTrajectories
 # Tokens are rounded independently, so a response's log-prob differs by about the square root of its length times what a
 # token's does. The margin is for tokens that differ by more than the mean.
 MARGIN = 5.0
@@ -36,16 +40,16 @@ class BufferedRollouts:
     def __init__(self, sampled_at: int, finish: Callable[[], list[Group]]):
         self.sampled_at, self.finish = sampled_at, finish
         self.groups: list[Group] | None = None
-        self.error: EndpointError | None = None
+        self.error: EndpointError | FunctionError | None = None
 
     def wait(self) -> list[Group]:
-        """Raises EndpointError if servers have failed, each time that it is asked."""
+        """Raises EndpointError or FunctionError if servers or environments have failed, each time that it is asked."""
         if self.error is not None:
             raise self.error
         if self.groups is None:
             try:
                 self.groups = self.finish()
-            except EndpointError as error:
+            except (EndpointError, FunctionError) as error:
                 self.error = error
                 raise
         return self.groups
@@ -117,7 +121,7 @@ class RolloutBuffer:
 
     def begin(self, number: int) -> Callable[[], list[Group]]:
         prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)
-        if isinstance(self.sampler, VLLMSampler):
+        if isinstance(self.sampler, SERVED) and self.config.rounds_ahead:
             return self.sampler.begin(prompts, self.config.responses_per_prompt, seed)
         groups = self.sampler(prompts, self.config.responses_per_prompt, seed)
         return lambda: groups
@@ -134,7 +138,7 @@ class RolloutBuffer:
             return {}
         metrics: dict[str, float] = {"staleness": self.staleness(update)}
         # A resumed run whose last rounds were sampled before asks its servers nothing.
-        if isinstance(self.sampler, VLLMSampler) and self.sampler.publish.gap is not None:
+        if isinstance(self.sampler, SERVED) and self.sampler.publish.gap is not None:
             metrics["probe_gap"] = self.sampler.publish.gap
         return metrics
 
@@ -142,7 +146,7 @@ class RolloutBuffer:
         """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
         policy's. `sampler_gap` cannot tell with stale or truncated rollouts; then the publisher has compared the two.
         """
-        if not isinstance(self.sampler, VLLMSampler) or self.staleness(update) or self.config.truncates:
+        if not isinstance(self.sampler, SERVED) or self.staleness(update) or self.config.truncates:
             return
         gap = self.context.accelerator.reduce(gaps["sampler_gap"], reduction="mean").item()
         # A temperature below 1 multiplies what logits are off.
@@ -156,13 +160,13 @@ class RolloutBuffer:
 
     def close(self) -> None:
         """Gives up what servers still sample."""
-        if isinstance(self.sampler, VLLMSampler):
+        if isinstance(self.sampler, SERVED):
             self.sampler.stop()
 
     def saved(self, step: int) -> dict[str, Any]:
         """All processes' rollouts of updates after `step` from a policy that is gone by then, as JSON. Waits for them.
 
-        Those that servers have failed to answer are left out: a resumed run samples them anew.
+        Those that servers or environments have failed to answer are left out: a resumed run samples them anew.
         """
         saved = {}
         for number, sampled in sorted(self.buffered.items()):
@@ -170,7 +174,7 @@ class RolloutBuffer:
                 continue
             try:
                 groups = sampled.wait()
-            except EndpointError:
+            except (EndpointError, FunctionError):
                 continue
             answers = {
                 str(prompt.number): [[r.ids, list(r.logprobs or []), r.finished, r.turns] for r in responses]

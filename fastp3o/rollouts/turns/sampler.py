@@ -81,20 +81,14 @@ class TrajectorySampler:
                         f"{self.environments.name}.reset must begin all trajectories of a prompt alike, since they are "
                         f"compared; it has returned {texts[p * K]!r:.60} and others for one record"
                     )
-            contexts = [prompt._replace(ids=prompt.ids + begun[p * K]) for p, prompt in enumerate(prompts)]
-            responses = [r for group in self.first(contexts, K, seed) for r in group.responses]
-            live = trajectories = [
+                if len(begun[p * K]) >= self.longest:
+                    limit = f"tokens, and --max_response_tokens is {self.longest}"
+                    raise FunctionError(f"{self.environments.name}.reset has returned {len(begun[p * K])} {limit}")
+            trajectories = [
                 Trajectory(prompts[n // K], prompts[n // K].number * K + n % K, environments[n], begun[n])
                 for n in range(len(prompts) * K)
             ]
-            for turn in range(1, self.max_turns + 1):
-                self.take(live, responses, last=turn == self.max_turns)
-                live = [trajectory for trajectory in live if not trajectory.over]
-                if not live:
-                    break
-                contexts = [Prompt("", one.prompt.ids + one.ids, one.number) for one in live]
-                groups = self.further(contexts, 1, derived_seed(seed, TURNS, turn))
-                responses = [group.responses[0] for group in groups]
+            self.finish(trajectories, K, seed)
         finally:
             self.environments.close(environments)
         whole = self.tokenizer.batch_decode([one.ids for one in trajectories], skip_special_tokens=True)
@@ -104,8 +98,21 @@ class TrajectorySampler:
         ]
         return [Group(prompt, finished[p * K : (p + 1) * K]) for p, prompt in enumerate(prompts)]
 
-    def take(self, live: list[Trajectory], responses: list[Response], *, last: bool) -> None:
-        """Adds a turn to each, and what its environment answers. last: there are no further turns."""
+    def finish(self, live: list[Trajectory], K: int, seed: int) -> None:
+        """Samples all turns, K trajectories of one prompt after the other."""
+        contexts = [one.prompt._replace(ids=one.prompt.ids + one.ids) for one in live[::K]]
+        responses = [r for group in self.first(contexts, K, seed) for r in group.responses]
+        for turn in range(1, self.max_turns + 1):
+            self.take(live, responses)
+            live = [trajectory for trajectory in live if not trajectory.over]
+            if not live:
+                break
+            contexts = [Prompt("", one.prompt.ids + one.ids, one.number) for one in live]
+            groups = self.further(contexts, 1, derived_seed(seed, TURNS, turn))
+            responses = [group.responses[0] for group in groups]
+
+    def take(self, live: list[Trajectory], responses: list[Response]) -> None:
+        """Adds a turn to each, and what its environment answers."""
         for trajectory, response in zip(live, responses, strict=True):
             trajectory.add_turn(response, self.longest - len(trajectory.ids))
         answered = [(one, response.text) for one, response in zip(live, responses, strict=True) if not one.over]
@@ -115,6 +122,7 @@ class TrajectorySampler:
             trajectory.done = step.done and not step.failure
             observed = [] if step.done else self.observe(step.observation, trajectory.ids[-1])
             # An observation that nothing answers is left out: a trajectory ends with a token of the policy.
-            trajectory.over = step.done or last or len(trajectory.ids) + len(observed) >= self.longest
+            is_last = len(trajectory.turns) == self.max_turns
+            trajectory.over = step.done or is_last or len(trajectory.ids) + len(observed) >= self.longest
             if not trajectory.over:
                 trajectory.ids = trajectory.ids + observed

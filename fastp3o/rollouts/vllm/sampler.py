@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.packing.pack import derived_seed
 from fastp3o.processes import on_every_process
-from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, SamplingSettings
+from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Response, SamplingSettings
 from fastp3o.rollouts.vllm.publisher import Publisher
-from fastp3o.rollouts.vllm.servers import completion_settings
+from fastp3o.rollouts.vllm.servers import Completion, completion_settings
 
 
 class VLLMSampler:
@@ -50,13 +50,13 @@ class VLLMSampler:
 
         def finish() -> list[Group]:
             completions = on_every_process(self.publish.accelerator, lambda: dict(answers))
-            groups = []
-            for place, prompt in enumerate(prompts):
-                ids, logprobs = map(list, zip(*completions[place], strict=True))
-                groups.append(Group(prompt, list(self.ends.responses(ids, logprobs))))
-            return groups
+            return [Group(prompt, self.responses(completions[place])) for place, prompt in enumerate(prompts)]
 
         return finish
+
+    def responses(self, completions: list[Completion]) -> list[Response]:
+        ids, logprobs = map(list, zip(*completions, strict=True))
+        return list(self.ends.responses(ids, logprobs))
 
     def stop(self) -> None:
         """Gives up what was begun and not finished."""

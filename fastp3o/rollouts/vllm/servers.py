@@ -4,7 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from itertools import cycle
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -43,12 +43,15 @@ class Completion(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A prompt that a server is asked to complete. place: of its answer among those of a call."""
+    """A prompt that a server is asked to complete. place: what its answer comes with, such as its place in a call.
+    settings: that differ from those of the call.
+    """
 
-    place: int
+    place: Any
     prompt_ids: Ids
     seed: int
     server: str
+    settings: Mapping[str, Any] = {}
 
 
 class Servers:
@@ -66,6 +69,7 @@ class Servers:
         self.urls = [url.rstrip("/") for url in urls]
         self.requests, self.time_limit = requests, time_limit
         self.under_way: list[Answers] = []
+        self.calls: list[Future] = []  # in the background, which ask for more as they go on
 
     def endpoint(self, url: str, path: str, **options: Any) -> Endpoint:
         return Endpoint(url + path, KEY, **{"timeout": self.time_limit, "retries": RETRIES} | options)
@@ -94,17 +98,19 @@ class Servers:
         settings: vLLM's, with the numbers of completions, `n`, and of tokens at most, `max_tokens`. end_ids: the
         tokens that end a response.
         """
-        self.under_way = [one for one in self.under_way if not all(future.done() for future in one.futures)]
+        self.under_way = [one for one in self.under_way if not one.stopped.is_set()]
         longest = TOKEN_BYTES * settings["n"] * (settings["max_tokens"] + 1) + 2**16
         endpoints = {
             url: self.endpoint(url, "/v1/completions", longest_body=longest, abandons=True) for url in self.urls
         }
 
-        def ask(question: Question, stopped: threading.Event) -> tuple[int, list[Completion]]:
-            def read(answer: bytes) -> list[Completion]:
-                return read_completions(answer, question.prompt_ids, settings, end_ids, self.vocabulary)
+        def ask(question: Question, stopped: threading.Event) -> tuple[Any, list[Completion]]:
+            own = {**settings, **question.settings}
 
-            body = {**settings, "prompt": question.prompt_ids, "seed": question.seed}
+            def read(answer: bytes) -> list[Completion]:
+                return read_completions(answer, question.prompt_ids, own, end_ids, self.vocabulary)
+
+            body = {**own, "prompt": question.prompt_ids, "seed": question.seed}
             return question.place, endpoints[question.server].post(body, read, stopped)
 
         places = range(len(prompts))
@@ -146,7 +152,7 @@ class Servers:
 
     def wait(self) -> None:
         """Waits until nothing is under way from this process."""
-        wait([future for answers in self.under_way for future in answers.futures])
+        wait([*self.calls, *(future for answers in self.under_way for future in answers.futures)])
 
     def stop(self) -> None:
         """Gives up what is under way."""

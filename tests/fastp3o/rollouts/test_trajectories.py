@@ -286,7 +286,5 @@ def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_
 def test_what_does_not_fit_an_environment_is_refused(tiny_model, workplace):
     with pytest.raises(UserError, match="--reward environment needs an --environment that gives it"):
         config(tiny_model, "run", P3OConfig, reward="environment")
-    with pytest.raises(UserError, match="--environment and --sampler vllm exclude each other"):
-        games(tiny_model, "run", environment="games:Echo", sampler="vllm", vllm_url="http://localhost:8000")
     with pytest.raises(UserError, match="must be a class with the methods reset and step"):
         train(games(tiny_model, "run"), environment=dict, reward="environment")
