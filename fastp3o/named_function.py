@@ -130,7 +130,10 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
             with limited(timeout):
                 result = function(*arguments)
             if inspect.iscoroutine(result):
-                with limited(timeout and timeout + GRACE):  # it may block the loop, in which nothing else is timed
+                with (
+                    limited(timeout and timeout + GRACE),
+                    LOOP_IS_FREE,
+                ):  # it may block the loop, in which nothing else is timed
                     result, leaving = awaited(within(result, timeout))
                 if leaving is not None:
                     raise leaving
@@ -241,18 +244,13 @@ async def within(coroutine: Coroutine, timeout: float | None) -> tuple[Any, Base
     return task.result()
 
 
-def run_in_loop(coroutine: Coroutine[object, None, Result]) -> Result:
-    with LOOP_IS_FREE:
-        return EVENT_LOOP.run(coroutine)
-
-
 def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_in_loop(coroutine)
+        return EVENT_LOOP.run(coroutine)
     # A thread runs one loop, and this one runs a notebook's.
-    result: Future[Result] = Background(lambda: run_in_loop(coroutine)).result
+    result: Future[Result] = Background(lambda: EVENT_LOOP.run(coroutine)).result
     try:
         return result.result()
     finally:
