@@ -101,9 +101,8 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     # Importance weights add the same few instructions to each, and the flags of valid responses take the most beside.
     for clipping, K in product(get_args(Clipping), RESPONSES):
         yield pair_configuration(clipping, "current", K, valid=True, sampler=True)
-    for sampler in (False, True):
-        constants = {"HAS_SAMPLER": sampler, "BLOCK_R": pair_kernel.BLOCK_R}
-        yield configuration("results_kernel", "weights" * sampler, {}, constants, warps=pair_kernel.RESULTS_WARPS)
+    blocks = {"BLOCK_R": pair_kernel.BLOCK_R}
+    yield configuration("results_kernel", "", {}, blocks, warps=pair_kernel.RESULTS_WARPS)
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
     yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
@@ -119,7 +118,8 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
 
 def pair_configuration(clipping: str, kl_reward: str, K: int, *, valid: bool, sampler: bool = False) -> Configuration:
     """valid: some responses take part in no pair. sampler: pairs have importance weights."""
-    constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "HAS_VALID": valid, "HAS_SAMPLER": sampler, "K": K}
+    constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K}
+    constants |= ({} if valid else {"valid_ptr": None}) | ({} if sampler else {"sampler_logprobs_ptr": None})
     constants |= {
         "MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)),
         **pair_kernel.block_sizes(K),

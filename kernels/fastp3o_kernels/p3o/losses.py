@@ -17,7 +17,7 @@ from fastp3o_kernels.rows.logprobs import token_logprobs as label_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
 
 if HAS_TRITON:
-    from fastp3o_kernels.p3o.pair_kernel import RESULTS, launch_pairs
+    from fastp3o_kernels.p3o.pair_kernel import RESULTS, empty_terms, launch_coefficients, launch_results
 
 
 class TokenP3OLoss(torch.autograd.Function):
@@ -25,8 +25,9 @@ class TokenP3OLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token_logprobs, pairs, settings):
-        results, coefficients = launch_pairs(token_logprobs, pairs, settings)
-        ctx.save_for_backward(coefficients)
+        terms = empty_terms(pairs)
+        ctx.save_for_backward(launch_coefficients(token_logprobs, pairs, settings, terms))
+        results = launch_results(terms, pairs, settings)
         ctx.mark_non_differentiable(results)
         return results[0].clone(), results
 
