@@ -145,12 +145,13 @@ def logits_configuration(
     kernel: str, V: int, dtype: str, out: str | None, bias: bool, cap: bool, *, entropy: bool = False
 ) -> Configuration:
     """out: dtype of the gradient, None for a kernel without."""
-    constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": logits_kernel.block_size(V)}
-    pointers = {"logits_ptr": dtype, "bias_ptr": "bf16" if bias else "fp32"}
+    constants = {"V": V, "BLOCK_V": logits_kernel.block_size(V)}
+    constants |= ({} if bias else {"bias_ptr": None}) | ({} if cap else {"softcap": None})
+    pointers = {"logits_ptr": dtype, "bias_ptr": "bf16"}
     if out is None:
         constants["GROUP"] = logits_kernel.LOAD_BYTES // ELEMENT_BYTES[dtype]
-    if out is not None:
-        constants["HAS_ENTROPY"] = entropy
+    else:
+        constants |= {} if entropy else {"entropy_ptr": None, "entropy_coefficients_ptr": None}
         pointers["dlogits_ptr"] = out
     parts = [dtype + (f" to {out}" if out else ""), "bias" * bias, "softcap" * cap, "entropy" * entropy, f"V {V}"]
     return configuration(kernel, ", ".join(filter(None, parts)), pointers, constants)

@@ -80,10 +80,9 @@ class ChunkedHead:
         self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
     ) -> None:
         """out [n, V] = the gradients of rows within the span `resident`, given dL/d(log-prob) and dL/d(entropy)."""
-        arguments = rows, self.row_max[tokens], self.log_sum[tokens], coefficients, out
-        if not self.triton:
-            oracle.dlogits(rows, coefficients, entropy_coefficients, out)
-        elif entropy_coefficients is None:
-            launch_dlogits(*arguments)
+        if self.triton:
+            entropy = self.statistics[0][tokens] if self.statistics else None
+            known = self.row_max[tokens], self.log_sum[tokens]
+            launch_dlogits(rows, *known, coefficients, out, entropy, entropy_coefficients)
         else:
-            launch_dlogits(*arguments, entropy=self.statistics[0][tokens], entropy_coefficients=entropy_coefficients)
+            oracle.dlogits(rows, coefficients, entropy_coefficients, out)

@@ -64,13 +64,13 @@ def tanh_and_slope(z):
 
 
 @triton.jit
-def load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def load_logits(logits_ptr, bias_ptr, columns, inside, softcap):
     """Logits before the temperature, -inf outside the vocabulary, and their slope under the soft cap."""
     x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     slope = 1.0
-    if HAS_SOFTCAP:
+    if softcap is not None:
         tanh, slope = tanh_and_slope(x * (1.0 / softcap))
         x = tl.where(inside, softcap * tanh, -float("inf"))
     return x, slope
@@ -83,47 +83,17 @@ def grouped_columns(BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def row_logsumexp(
-    logits_ptr,
-    bias_ptr,
-    inverse_temperature,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Largest logit of a row, and the log of the sum of exp((logit - largest) / temperature)."""
-    columns = grouped_columns(BLOCK_V, GROUP)
-    to_base_2 = inverse_temperature * LOG2E
-    running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
-    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + columns < V
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-        new_max = tl.maximum(running_max, tl.max(x, axis=1))
-        decay = exp2((running_max - new_max) * to_base_2)
-        sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
-        running_max = new_max
-    row_max = tl.max(running_max, axis=0)
-    return row_max, tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
-
-
-@triton.jit
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
-    bias_ptr,  # [V] where HAS_BIAS
+    bias_ptr,  # [V], or None
     logprobs_ptr,  # [N] fp32, out
     max_ptr,  # [N] fp32, out: largest logit of the row, before the temperature
     log_sum_ptr,  # [N] fp32, out: log of the sum of exp((logit - max) / temperature)
     row_stride,
     inverse_temperature,
-    softcap,
+    softcap,  # None: logits are not capped
     ignore_index,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     GROUP: tl.constexpr,
@@ -131,13 +101,22 @@ def logprobs_kernel(
     # N programs in the grid's first dimension: only that one may exceed 65535. Offsets pass 2^31.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    row_max, log_sum = row_logsumexp(
-        logits_ptr, bias_ptr, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, V, BLOCK_V, GROUP
-    )
+    columns = grouped_columns(BLOCK_V, GROUP)
+    to_base_2 = inverse_temperature * LOG2E
+    running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, start + columns < V, softcap)
+        new_max = tl.maximum(running_max, tl.max(x, axis=1))
+        decay = exp2((running_max - new_max) * to_base_2)
+        sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
+        running_max = new_max
+    row_max = tl.max(running_max, axis=0)
+    log_sum = tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
     label = tl.load(labels_ptr + row)
     # A label outside the vocabulary gives NaN, not a value from somewhere else in memory.
     within_vocabulary = (label >= 0) & (label < V)
-    label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+    label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap)
     # Largest first: both terms are at most 0 in any rounding, so the log-probability never exceeds 0.
     logprob = (label_logit - row_max) * inverse_temperature - log_sum
     logprob = tl.where(within_vocabulary, logprob, float("nan"))
@@ -160,7 +139,7 @@ def at_least(x, lowest):
 def statistics_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
-    bias_ptr,  # [V] where HAS_BIAS
+    bias_ptr,  # [V], or None
     max_ptr,  # [N] fp32
     log_sum_ptr,  # [N] fp32
     entropy_ptr,  # [N] fp32, out
@@ -168,10 +147,8 @@ def statistics_kernel(
     is_top_ptr,  # [N] bool, out
     row_stride,
     inverse_temperature,
-    softcap,
+    softcap,  # None: logits are not capped
     ignore_index,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     GROUP: tl.constexpr,
@@ -187,12 +164,12 @@ def statistics_kernel(
     totals = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         inside = start + columns < V
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
         log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
         entropies += tl.sum(exp2(log2) * log2, axis=1)
         totals += tl.sum(tl.where(inside, x, 0.0), axis=1)
     within_vocabulary = (label >= 0) & (label < V)
-    label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+    label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap)
     counts = label != ignore_index
     tl.store(entropy_ptr + row, tl.where(counts, -LN2 * tl.sum(entropies, axis=0), 0.0))
     tl.store(mean_ptr + row, tl.where(counts, tl.sum(totals, axis=0) * inverse_temperature / V, 0.0))
@@ -200,23 +177,15 @@ def statistics_kernel(
 
 
 @triton.jit
-def logit_gradient(
-    x,
-    slope,
-    row_max,
-    log_sum,
-    inverse_temperature,
-    gradient,  # dL/d(log-prob of the row) / temperature
-    entropy,
-    entropy_gradient,  # dL/d(entropy of the row) / temperature
-    HAS_ENTROPY: tl.constexpr,
-    IS_LABEL: tl.constexpr,
-):
-    """dL/d(logit): of the label's alone, or as if no logit of x were the label's."""
+def logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, IS_LABEL: tl.constexpr):
+    """dL/d(logit): of the label's alone, or as if no logit of x were the label's. Gradients of the row's log-prob and
+    entropy are divided by the temperature.
+    """
+    row_max, log_sum, inverse_temperature, gradient = row_numbers
     log2 = log2_probability(x, row_max, log_sum, inverse_temperature)
     p = exp2(log2)
     dlogits = gradient * (1.0 - p) if IS_LABEL else gradient * -p
-    if HAS_ENTROPY:
+    if entropy_gradient is not None:
         dlogits -= entropy_gradient * p * (at_least(log2, LEAST_LOG2) * LN2 + entropy)
     return dlogits * slope
 
@@ -225,21 +194,18 @@ def logit_gradient(
 def dlogits_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
-    bias_ptr,  # [V] where HAS_BIAS
+    bias_ptr,  # [V], or None
     max_ptr,  # [N] fp32
     log_sum_ptr,  # [N] fp32
     coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row)
-    entropy_ptr,  # [N] fp32 where HAS_ENTROPY
-    entropy_coefficients_ptr,  # [N] fp32 where HAS_ENTROPY, dL/d(entropy of the row)
+    entropy_ptr,  # [N] fp32, or None
+    entropy_coefficients_ptr,  # [N] fp32, dL/d(entropy of the row); None: it has no gradient
     dlogits_ptr,  # [N, V], out; may be logits_ptr
     row_stride,
     dlogits_row_stride,
     inverse_temperature,
-    softcap,
+    softcap,  # None: logits are not capped
     ignore_index,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -249,8 +215,8 @@ def dlogits_kernel(
     label = tl.load(labels_ptr + row)
     gradient = tl.load(coefficients_ptr + row) * inverse_temperature
     nothing = gradient == 0.0
-    entropy_gradient = 0.0
-    if HAS_ENTROPY:
+    entropy_gradient = None
+    if entropy_coefficients_ptr is not None:
         entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
         nothing = nothing & (entropy_gradient == 0.0)
     if nothing | (label == ignore_index):
@@ -262,36 +228,22 @@ def dlogits_kernel(
     else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
-        entropy = 0.0
-        if HAS_ENTROPY:
+        entropy = None
+        if entropy_coefficients_ptr is not None:
             entropy = tl.load(entropy_ptr + row)
         within_vocabulary = (label >= 0) & (label < V)
         # The label's entry is stored last, by itself: a comparison of every column with the label would cost a sixth of
         # all instructions. It is rounded once, from fp32: adding to a stored value loses it where p is near 1.
-        label_logit, label_slope = load_logits(
-            logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
-        label_entry = logit_gradient(
-            label_logit,
-            label_slope,
-            row_max,
-            log_sum,
-            inverse_temperature,
-            gradient,
-            entropy,
-            entropy_gradient,
-            HAS_ENTROPY,
-            True,
-        )
+        row_numbers = row_max, log_sum, inverse_temperature, gradient
+        label_logit, label_slope = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap)
+        label_entry = logit_gradient(label_logit, label_slope, row_numbers, entropy, entropy_gradient, True)
         # Some thread may overwrite the label's logit, or store its entry, before another one has come here.
         tl.debug_barrier()
         for start in range(0, V, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             inside = columns < V
-            x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-            dlogits = logit_gradient(
-                x, slope, row_max, log_sum, inverse_temperature, gradient, entropy, entropy_gradient, HAS_ENTROPY, False
-            )
+            x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap)
+            dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
             tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
         tl.debug_barrier()
         tl.store(dlogits_ptr + label, label_entry.to(dlogits_ptr.dtype.element_ty), mask=within_vocabulary)
@@ -302,8 +254,8 @@ def block_size(V: int) -> int:
     return min(BLOCK_V, max(triton.next_power_of_2(V), LOAD_BYTES))
 
 
-def row_arguments(rows: Rows, unused: Tensor) -> dict[str, Tensor | float | bool]:
-    """Rows as the kernels take them; `unused` stands where there is no bias to point at."""
+def row_arguments(rows: Rows) -> dict[str, Tensor | float | None]:
+    """Rows as the kernels take them."""
     transform, V = rows.transform, rows.logits.shape[1]
     return {
         "logits_ptr": rows.logits,
@@ -311,11 +263,9 @@ def row_arguments(rows: Rows, unused: Tensor) -> dict[str, Tensor | float | bool
         "row_stride": rows.logits.stride(0),
         "ignore_index": rows.ignore_index,
         # The kernels step by one element, whatever the caller's strides.
-        "bias_ptr": unused if transform.bias is None else transform.bias.contiguous(),
-        "softcap": 1.0 if transform.softcap is None else float(transform.softcap),
+        "bias_ptr": None if transform.bias is None else transform.bias.contiguous(),
+        "softcap": None if transform.softcap is None else float(transform.softcap),
         "inverse_temperature": 1 / transform.temperature,
-        "HAS_BIAS": transform.bias is not None,
-        "HAS_SOFTCAP": transform.softcap is not None,
         "V": V,
         "BLOCK_V": block_size(V),
         "num_warps": WARPS,
@@ -329,7 +279,7 @@ def launch_logprobs(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     logprobs, row_max, log_sum = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3))
     with torch.cuda.device_of(logits):
         logprobs_kernel[(len(logits),)](
-            **row_arguments(rows, unused=logprobs),
+            **row_arguments(rows),
             logprobs_ptr=logprobs,
             max_ptr=row_max,
             log_sum_ptr=log_sum,
@@ -344,7 +294,7 @@ def launch_statistics(rows: Rows, row_max: Tensor, log_sum: Tensor) -> tuple[Ten
     is_top = torch.empty_like(row_max, dtype=torch.bool)
     with torch.cuda.device_of(row_max):
         statistics_kernel[(len(row_max),)](
-            **row_arguments(rows, unused=entropy),
+            **row_arguments(rows),
             max_ptr=row_max,
             log_sum_ptr=log_sum,
             entropy_ptr=entropy,
@@ -361,23 +311,21 @@ def launch_dlogits(
     log_sum: Tensor,
     coefficients: Tensor,
     out: Tensor,
-    *,
-    entropy: Tensor | None = None,
-    entropy_coefficients: Tensor | None = None,
+    entropy: Tensor | None,
+    entropy_coefficients: Tensor | None,
 ) -> None:
     """out [N, V] = the gradient of the logits; it may be the logits. One launch.
 
-    coefficients: [N] fp32, dL/d(log-prob). entropy_coefficients: dL/d(entropy), with the entropies, if they count.
+    coefficients: [N] fp32, dL/d(log-prob). entropy_coefficients: dL/d(entropy), which needs the entropies; None: 0.
     """
     with torch.cuda.device_of(out):
         dlogits_kernel[(len(out),)](
-            **row_arguments(rows, unused=coefficients),
+            **row_arguments(rows),
             max_ptr=row_max,
             log_sum_ptr=log_sum,
             coefficients_ptr=coefficients,
-            entropy_ptr=coefficients if entropy is None else entropy,
-            entropy_coefficients_ptr=coefficients if entropy_coefficients is None else entropy_coefficients,
+            entropy_ptr=None if entropy_coefficients is None else entropy,
+            entropy_coefficients_ptr=entropy_coefficients,
             dlogits_ptr=out,
             dlogits_row_stride=out.stride(0),
-            HAS_ENTROPY=entropy_coefficients is not None,
         )

@@ -76,11 +76,8 @@ class TokenLogprobs(torch.autograd.Function):
         dlogits = logits if ctx.inplace else torch.empty_like(logits)
         rows = Rows(logits, labels, ctx.transform, ctx.ignore_index)
         coefficients = torch.zeros_like(row_max) if grad_logprobs is None else grad_logprobs.contiguous()
-        if grad_entropy is None:
-            launch_dlogits(rows, row_max, log_sum, coefficients, dlogits)
-        else:
-            counted = {"entropy": entropy[0], "entropy_coefficients": grad_entropy.contiguous()}
-            launch_dlogits(rows, row_max, log_sum, coefficients, dlogits, **counted)
+        entropy_coefficients = None if grad_entropy is None else grad_entropy.contiguous()
+        launch_dlogits(rows, row_max, log_sum, coefficients, dlogits, *(entropy or [None]), entropy_coefficients)
         return dlogits, *[None] * 5
 
 
