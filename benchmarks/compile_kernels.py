@@ -108,10 +108,8 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     for dtype in ELEMENT_BYTES:
         tensors = dict.fromkeys(("first_ptr", "second_ptr", "third_ptr", "fourth_ptr"), dtype)
         yield configuration("scale_kernel", dtype, tensors, {"BLOCK": scale_kernel.BLOCK})
-    for entropy in (False, True):
-        constants = {"LARGEST": backward.LARGEST_SCALED, "HIGHEST": backward.HIGHEST_SCALE, "HAS_ENTROPY": entropy}
-        constants |= {"BLOCK": scale_kernel.BLOCK}
-        yield configuration("lowered_scale_kernel", "entropy" * entropy, {}, constants)
+    constants = {"LARGEST": backward.LARGEST_SCALED, "HIGHEST": backward.HIGHEST_SCALE, "BLOCK": scale_kernel.BLOCK}
+    yield configuration("lowered_scale_kernel", "", {}, constants)
     for D in HEAD_SIZES:
         yield from decoding_configurations(D)
 

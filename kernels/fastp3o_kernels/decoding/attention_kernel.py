@@ -76,25 +76,6 @@ def store_token(new, own, d, inside):
     return token
 
 
-@triton.jit
-def attend_block(q, keys_ptr, values_ptr, n, last, least, d, inside, state, scale, softcap, D: tl.constexpr):
-    """Adds keys n, those below `last` and not below a row's `least`, to the state of an online softmax."""
-    running_max, total, result = state
-    stored = (n < last)[:, None] & inside[None, :]
-    k = tl.load(keys_ptr + n[:, None] * D + d[None, :], mask=stored, other=0.0)
-    logits = scaled_logits(product(q, tl.trans(k)), scale, softcap)
-    visible = (n < last)[None, :]
-    if least is not None:
-        visible = visible & (n[None, :] >= least[:, None])
-    logits = tl.where(visible, logits, -float("inf"))
-    running_max, base, decay = raised_max(running_max, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - base[:, None])
-    total = total * decay + tl.sum(weights, axis=1)
-    v = tl.load(values_ptr + n[:, None] * D + d[None, :], mask=stored, other=0.0)
-    result = result * decay[:, None] + product(weights.to(v.dtype), v)
-    return running_max, total, result
-
-
 @triton.jit(do_not_specialize=["prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"])
 def partial_attention_kernel(
     query_ptr,  # [R, H, D], slots and heads at any stride
@@ -203,10 +184,18 @@ def partial_attention_kernel(
     # In triton 3.6 the interpreter takes no loop bounds that are known only at run time.
     for block in range(0, CHUNK // BLOCK_N if INTERPRETED else tl.cdiv(last - start, BLOCK_N)):
         n = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        state = running_max, total, result
-        running_max, total, result = attend_block(
-            q, keys_ptr, values_ptr, n, last, least, d, inside, state, scale, softcap, D
-        )
+        stored = (n < last)[:, None] & inside[None, :]
+        k = tl.load(keys_ptr + n[:, None] * D + d[None, :], mask=stored, other=0.0)
+        logits = scaled_logits(product(q, tl.trans(k)), scale, softcap)
+        visible = (n < last)[None, :]
+        if least is not None:
+            visible = visible & (n[None, :] >= least[:, None])
+        logits = tl.where(visible, logits, -float("inf"))
+        running_max, base, decay = raised_max(running_max, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - base[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        v = tl.load(values_ptr + n[:, None] * D + d[None, :], mask=stored, other=0.0)
+        result = result * decay[:, None] + product(weights.to(v.dtype), v)
 
     some = total > 0
     total = tl.where(some, total, 1.0)

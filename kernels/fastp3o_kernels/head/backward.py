@@ -119,13 +119,15 @@ class HeadGradients:
         """Further coefficients times the scale, which their size may lower: all gradients so far are brought to it."""
         if self.scale is None:
             return coefficients, entropy_coefficients
-        scaled = [values for values in (coefficients, entropy_coefficients) if values is not None]
+        given = coefficients[None]
+        if entropy_coefficients is not None:
+            given = torch.stack([coefficients, entropy_coefficients])
         if self.triton:
-            self.scale, ratio, scaled = launch_lowered_scale(self.scale, scaled, LARGEST_SCALED, HIGHEST_SCALE)
+            self.scale, ratio, scaled = launch_lowered_scale(self.scale, given, LARGEST_SCALED, HIGHEST_SCALE)
         else:
-            largest = torch.stack([values.abs().max() for values in scaled]).max() * self.chunked.steepest
+            largest = given.abs().max() * self.chunked.steepest
             lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST_SCALED / largest))), self.scale)
-            self.scale, ratio, scaled = lowered, lowered / self.scale, [values * lowered for values in scaled]
+            self.scale, ratio, scaled = lowered, lowered / self.scale, given * lowered
         waiting = self.dlogits_buffer[: self.waiting.number]
         scale_in_place([waiting, self.dhidden, self.dweight, self.dbias], ratio, triton=self.triton)
         return scaled[0], None if entropy_coefficients is None else scaled[1]
