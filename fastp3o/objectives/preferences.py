@@ -30,6 +30,7 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     offload: models that only evaluations need wait on the CPU.
     """
 
+    anchor: ClassVar[str] = "ref"
     offload: ClassVar[bool] = True
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
         ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"), "eval_prompts"
@@ -67,7 +68,7 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss takes log-probs of a reference."""
-        return True
+        return bool(self.anchor)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         """The loss of P groups, summed, and its metrics. `groups` has `ref`, log π_ref [P, K], if that is needed."""
@@ -132,10 +133,6 @@ def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) ->
 @options
 class PairConfig(PairLoss, PreferenceConfig):
     """Learning from fixed pairs, whose chosen response has a reward of 1 and whose rejected one has 0."""
-
-    @property
-    def needs_reference(self) -> bool:
-        return bool(self.anchor)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         return pair_sums(self, groups)

@@ -19,7 +19,6 @@ from torch import Tensor
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, multiply
 from fastp3o_kernels.operation import HAS_TRITON, on_device
-from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
     from fastp3o_kernels.head.scale_kernel import launch_lowered_scale, launch_scale
@@ -34,48 +33,10 @@ LARGEST_SCALED = 1024.0
 # The scale while no coefficient is above 0.
 HIGHEST_SCALE = 2.0**64
 
-Moves = list[tuple[Tensor, Tensor]]
-
 
 def leaves_out(device: torch.device) -> bool:
     """Whether tokens without a coefficient take no part in the products: where the host sees them without waiting."""
     return device.type == "cpu"
-
-
-class WaitingTokens:
-    """The tokens that wait, each with a row of the buffer, and flags: whether a token takes part in the products."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.number = 0
-        self.tokens: list[Tensor] = []
-        self.flags: list[Tensor] = []
-
-    def add(self, tokens: slice, flags: Tensor | None) -> None:
-        """These tokens have the next rows of the buffer. flags: [n] bool on the CPU; None: all take part."""
-        n = tokens.stop - tokens.start
-        self.number += n
-        self.tokens.append(torch.arange(tokens.start, tokens.stop))
-        self.flags.append(torch.ones(n, dtype=torch.bool) if flags is None else flags)
-
-    def release(self) -> tuple[Tensor, Moves]:
-        """The k tokens that take part, in the order of their rows after moves (from rows, to rows).
-
-        Rows from the buffer's end move to where a token takes no part, so that the first k rows hold the rest. No token
-        waits afterwards.
-        """
-        if self.number == 0:
-            return torch.empty(0, dtype=torch.long), []
-        tokens, kept = torch.cat(self.tokens), torch.cat(self.flags)
-        self.clear()
-        k = int(kept.sum())
-        target = (~kept[:k]).nonzero().squeeze(1)
-        source = k + kept[k:].nonzero().squeeze(1)
-        tokens[target] = tokens[source]
-        moves = zip(source.split(ROWS_MOVED), target.split(ROWS_MOVED), strict=True) if len(source) else []
-        return tokens[:k], list(moves)
 
 
 class HeadGradients:
@@ -89,7 +50,9 @@ class HeadGradients:
         self.chunked, self.finished = chunked, False
         plan = chunked.plan
         self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
-        self.waiting, self.leaves_out = WaitingTokens(), leaves_out(hidden.device)
+        # Of the tokens that wait, each with a row of the buffer: numbers, and whether they take part in the products.
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.filled = 0  # rows of the buffer
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
         self.dlogits_buffer = hidden.new_empty(plan.dlogits_rows, plan.row_elements, dtype=plan.dtypes.multiplied)
@@ -128,75 +91,63 @@ class HeadGradients:
             largest = given.abs().max() * self.chunked.steepest
             lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST_SCALED / largest))), self.scale)
             self.scale, ratio, scaled = lowered, lowered / self.scale, given * lowered
-        waiting = self.dlogits_buffer[: self.waiting.number]
-        scale_in_place([waiting, self.dhidden, self.dweight, self.dbias], ratio, triton=self.triton)
+        gradients = [self.dlogits_buffer[: self.filled], self.dhidden, self.dweight, self.dbias]
+        scale_in_place(gradients, ratio, triton=self.triton)
         return scaled[0], None if entropy_coefficients is None else scaled[1]
 
     def add(self, span: slice, coefficients: Tensor, entropy_coefficients: Tensor | None) -> None:
         """A span's gradients of logits come to the buffer, and its products are computed whenever it is full."""
         rows, begin = self.chunked.rows(span), span.start
         while begin < span.stop:
-            if self.waiting.number == len(self.dlogits_buffer):
+            if self.filled == len(self.dlogits_buffer):
                 self.multiply_waiting(last=False)
-            end = min(span.stop, begin + len(self.dlogits_buffer) - self.waiting.number)
+            end = min(span.stop, begin + len(self.dlogits_buffer) - self.filled)
             part = slice(begin - span.start, end - span.start)
-            self.write_dlogits(
-                rows.part(part),
-                slice(begin, end),
-                coefficients[part],
-                None if entropy_coefficients is None else entropy_coefficients[part],
-            )
+            given, entropies = coefficients[part], None if entropy_coefficients is None else entropy_coefficients[part]
+            out = self.dlogits_buffer[self.filled : self.filled + end - begin, : self.chunked.plan.V]
+            self.chunked.write_dlogits(rows.part(part), slice(begin, end), given, entropies, out)
+            takes_part = torch.ones(end - begin, dtype=torch.bool)
+            if leaves_out(given.device):
+                takes_part = given != 0 if entropies is None else (given != 0) | (entropies != 0)
+            self.waiting.append((torch.arange(begin, end), takes_part))
+            self.filled += end - begin
             begin = end
 
-    def write_dlogits(
-        self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None
-    ) -> None:
-        """The next rows of the buffer are the gradients of these rows of logits."""
-        chunked, first = self.chunked, self.waiting.number
-        flags = None
-        if self.leaves_out:
-            flags = coefficients != 0
-            if entropy_coefficients is not None:
-                flags = flags | (entropy_coefficients != 0)
-        self.waiting.add(tokens, flags)
-        out = self.dlogits_buffer[first : self.waiting.number, : chunked.plan.V]
-        chunked.write_dlogits(rows, tokens, coefficients, entropy_coefficients, out)
-
     def multiply_waiting(self, *, last: bool) -> None:
-        """The gradients' products over all tokens that wait and take part."""
-        tokens, moves = self.waiting.release()
-        if len(tokens) == 0:
+        """The gradients' products over all tokens that wait and take part. No token waits afterwards."""
+        if not self.waiting:
             return
-        buffer = self.dlogits_buffer
-        for source, target in moves:
-            buffer[target] = buffer[source]
-        dlogits = buffer[: len(tokens), : self.chunked.plan.V]
+        tokens, kept = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
+        self.waiting, self.filled = [], 0
+        # Rows from the end move to where a token takes no part, so that the first k rows of the buffer hold the rest.
+        buffer, k = self.dlogits_buffer, int(kept.sum())
+        target, source = (~kept[:k]).nonzero().squeeze(1), k + kept[k:].nonzero().squeeze(1)
+        tokens[target] = tokens[source]
+        tokens = tokens[:k]
+        if k == 0:
+            return
+        for rows, places in zip(source.split(ROWS_MOVED), target.split(ROWS_MOVED), strict=True):
+            buffer[places] = buffer[rows]
+        dlogits = buffer[:k, : self.chunked.plan.V]
         # Neighbours are read and written in place.
         adjacent = bool((tokens.diff() == 1).all())
         index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else on_device(tokens, buffer.device)
-        if self.dhidden is not None:
-            self.write_dhidden(self.dhidden, dlogits, index)
+        if self.dhidden is not None and adjacent:
+            multiply(dlogits, self.chunked.weight, out=self.dhidden[index])
+        elif self.dhidden is not None:
+            product = self.dhidden.new_empty(k, self.dhidden.shape[1])
+            multiply(dlogits, self.chunked.weight, out=product)
+            self.dhidden[index] = product
         if self.needs_weight:
-            self.add_to_dweight(dlogits, self.chunked.hidden[index], last=last)
+            accumulate = self.dweight is not None
+            if self.dweight is None:
+                # fp32 where several fillings of the buffer are summed; a single product's own sum is fp32 inside.
+                bf16 = self.dtypes[1] == self.chunked.plan.dtypes.multiplied == torch.bfloat16
+                dtype = torch.bfloat16 if last and bf16 else self.logits_dtype
+                self.dweight = torch.empty_like(self.chunked.weight, dtype=dtype, memory_format=torch.contiguous_format)
+            multiply(dlogits.T, self.chunked.hidden[index], out=self.dweight, accumulate=accumulate)
         if self.dbias is not None:
             self.dbias += dlogits.sum(dim=0, dtype=self.dbias.dtype)
-
-    def write_dhidden(self, dhidden: Tensor, dlogits: Tensor, index: slice | Tensor) -> None:
-        if isinstance(index, slice):
-            multiply(dlogits, self.chunked.weight, out=dhidden[index])
-        else:
-            product = dhidden.new_empty(len(dlogits), dhidden.shape[1])
-            multiply(dlogits, self.chunked.weight, out=product)
-            dhidden[index] = product
-
-    def add_to_dweight(self, dlogits: Tensor, hidden: Tensor, *, last: bool) -> None:
-        first = self.dweight is None
-        if self.dweight is None:
-            # fp32 where several fillings of the buffer are summed; a single product's own sum is fp32 inside already.
-            bf16 = self.dtypes[1] == self.chunked.plan.dtypes.multiplied == torch.bfloat16
-            dtype = torch.bfloat16 if last and bf16 else self.logits_dtype
-            self.dweight = torch.empty_like(self.chunked.weight, dtype=dtype, memory_format=torch.contiguous_format)
-        multiply(dlogits.T, hidden, out=self.dweight, accumulate=not first)
 
     def finish(self) -> None:
         """The last products. Buffers are freed."""

@@ -4,6 +4,7 @@ N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is res
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,16 +47,6 @@ def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
     return P3OLossOutput(loss, {name: values[name] for name in averaged}, counts)
 
 
-def loss_of_tokens(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, impl: str | None) -> P3OLossOutput:
-    if token_logprobs.dim() != 1:
-        raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
-    check_floating("token_logprobs", token_logprobs)
-    pairs = pairs.checked("token_logprobs", token_logprobs, settings)
-    if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
-        return oracle.token_loss(token_logprobs, pairs, settings)
-    return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
-
-
 @graph_break
 def token_p3o_loss(
     token_logprobs: Tensor,
@@ -90,11 +81,16 @@ def token_p3o_loss(
     Raises:
         ValueError: as in `p3o_loss` and `sequence_logprobs`.
     """
-    cu_seqlens = torch.as_tensor(cu_seqlens)
+    if token_logprobs.dim() != 1:
+        raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
+    check_floating("token_logprobs", token_logprobs)
+    offsets = torch.as_tensor(cu_seqlens)
     pairs = Pairs(
-        cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
-    )
-    return loss_of_tokens(token_logprobs, pairs, settings, impl)
+        offsets, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
+    ).checked("token_logprobs", token_logprobs, settings)
+    if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
+        return oracle.token_loss(token_logprobs, pairs, settings)
+    return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
 
 
 @graph_break
@@ -135,11 +131,9 @@ def logits_p3o_loss(
     logprobs = label_logprobs(
         logits, labels, temperature=temperature, ignore_index=NO_LABEL, inplace_backward=inplace_backward, impl=impl
     )
-    cu_seqlens = torch.as_tensor(cu_seqlens)
-    pairs = Pairs(
-        cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
-    )
-    return loss_of_tokens(logprobs, pairs, settings, impl)
+    given: dict[str, Any] = {"old_token_logprobs": old_token_logprobs, "valid_responses": valid_responses}
+    given |= {"sampler_logprobs": sampler_logprobs, "divisor": divisor, "impl": impl}
+    return token_p3o_loss(logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, settings, **given)
 
 
 @graph_break
@@ -204,5 +198,6 @@ def p3o_loss(
     check_shape("rewards", rewards, tuple(logprobs.shape), "as logprobs")
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
-    pairs = Pairs(one_token_each, old_logprobs, ref_logprobs, rewards, None, valid_responses, sampler_logprobs, divisor)
-    return loss_of_tokens(logprobs.flatten(), pairs, settings, impl)
+    given: dict[str, Any] = {"valid_responses": valid_responses, "sampler_logprobs": sampler_logprobs}
+    given |= {"divisor": divisor, "impl": impl}
+    return token_p3o_loss(logprobs.flatten(), one_token_each, old_logprobs, ref_logprobs, rewards, settings, **given)

@@ -58,7 +58,7 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs, row_max, log_sum = launch_logprobs(rows)
         values = launch_statistics(rows, row_max, log_sum) if statistics else ()
         # The entropy that is given back may be changed in place.
-        ctx.save_for_backward(logits, labels, row_max, log_sum, *(entropy.clone() for entropy in values[:1]))
+        ctx.save_for_backward(logits, labels, row_max, log_sum, values[0].clone() if values else None)
         ctx.mark_non_differentiable(*values[1:])
         ctx.transform, ctx.ignore_index = transform, ignore_index
         ctx.inplace, ctx.overwritten = inplace_backward, False
@@ -70,14 +70,14 @@ class TokenLogprobs(torch.autograd.Function):
         if ctx.overwritten:
             raise RuntimeError("the logits were overwritten by the first backward pass (inplace_backward=True)")
         ctx.overwritten = ctx.inplace
-        logits, labels, row_max, log_sum, *entropy = ctx.saved_tensors
+        logits, labels, row_max, log_sum, entropy = ctx.saved_tensors
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         dlogits = logits if ctx.inplace else torch.empty_like(logits)
         rows = Rows(logits, labels, ctx.transform, ctx.ignore_index)
         coefficients = torch.zeros_like(row_max) if grad_logprobs is None else grad_logprobs.contiguous()
         entropy_coefficients = None if grad_entropy is None else grad_entropy.contiguous()
-        launch_dlogits(rows, row_max, log_sum, coefficients, dlogits, *(entropy or [None]), entropy_coefficients)
+        launch_dlogits(rows, row_max, log_sum, coefficients, dlogits, entropy, entropy_coefficients)
         return dlogits, *[None] * 5
 
 
