@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, Spans, plain_layout, shared_layout, to_device
+from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, Spans, to_device
 from fastp3o.packing.settings import Packing
 
 
@@ -39,11 +39,10 @@ def pack(
             raise UserError(f"group {number} has {tokens}; each needs one")
         if label_prompts and len(group) != 1:
             raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
-    layout = shared_layout if packing.share_prompts else plain_layout
     numbers = range(len(prompts)) if groups is None else groups
     rows = []
     for members in first_fit_decreasing(group_sizes(prompts, responses, packing), packing.tokens_per_row):
-        row = RowBuilder(layout, label_prompts=label_prompts)
+        row = RowBuilder(share_prompts=packing.share_prompts, label_prompts=label_prompts)
         for member in members:
             spans = None if labelled is None else labelled[member]
             row.add_group(numbers[member], prompts[member], responses[member], spans)

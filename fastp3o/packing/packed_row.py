@@ -10,7 +10,7 @@ piece. Positions of every response begin at len(x), and the last token of x pred
 T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered keys.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
@@ -65,7 +65,6 @@ def view_like(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
 
 Ids = list[int]
 Spans = Sequence[tuple[int, int]]  # parts of a response, each from a token to before another
-NO_TOKENS = range(0)
 
 
 @dataclass(frozen=True)
@@ -132,44 +131,11 @@ def offsets(lengths: Sequence[int]) -> Tensor:
 # --- one row from its groups -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tokens that attend as one sequence: `context`, earlier tokens of the row, then their own."""
-
-    ids: Ids
-    first_position: int
-    labelled_from: int  # the first of `ids` that is labelled
-    context: range  # tokens of the row, the shared prompt
-    predicted_by: int | None  # the token of the row that predicts the first of `ids`, if that is labelled
-
-
-# A prompt, its responses, the token of the row where the group starts, whether prompts are labelled -> segments.
-Layout = Callable[[Ids, Sequence[Ids], int, bool], Iterator[Segment]]
-
-
-def shared_layout(prompt: Ids, responses: Sequence[Ids], start: int, label_prompt: bool) -> Iterator[Segment]:
-    """The prompt once, before the first response; further responses see it there."""
-    yield prompt_and_response(prompt, responses[0], label_prompt)
-    last_of_prompt = start + len(prompt) - 1
-    for response in responses[1:]:
-        yield Segment(response, len(prompt), 0, range(start, last_of_prompt + 1), last_of_prompt)
-
-
-def plain_layout(prompt: Ids, responses: Sequence[Ids], start: int, label_prompt: bool) -> Iterator[Segment]:
-    """The prompt once for each response."""
-    for response in responses:
-        yield prompt_and_response(prompt, response, label_prompt)
-
-
-def prompt_and_response(prompt: Ids, response: Ids, label_prompt: bool) -> Segment:
-    return Segment([*prompt, *response], 0, 1 if label_prompt else len(prompt), NO_TOKENS, None)
-
-
 class RowBuilder:
     """A packed row that grows by one group at a time."""
 
-    def __init__(self, layout: Layout, *, label_prompts: bool):
-        self.layout, self.label_prompts = layout, label_prompts
+    def __init__(self, *, share_prompts: bool, label_prompts: bool):
+        self.share_prompts, self.label_prompts = share_prompts, label_prompts
         self.groups: list[int] = []
         self.group_sizes: set[int] = set()
         self.input_ids: Ids = []
@@ -188,36 +154,33 @@ class RowBuilder:
         """labelled: the parts of each response that are; None for whole responses."""
         self.groups.append(number)
         self.group_sizes.add(len(responses))
-        for k, segment in enumerate(self.layout(prompt, responses, len(self.input_ids), self.label_prompts)):
+        prompt_at = range(len(self.input_ids), len(self.input_ids) + len(prompt))
+        for k, response in enumerate(responses):
+            # Further responses see a shared prompt where it is, before the first one, and are predicted from there.
+            again = self.share_prompts and k > 0
             start = len(self.input_ids)
-            self.input_ids += segment.ids
-            self.positions += range(segment.first_position, segment.first_position + len(segment.ids))
-            self.add_labelled_tokens(segment, start, None if labelled is None else labelled[k])
-            self.add_keys(segment, start, repeat=k - 1)
-
-    def add_labelled_tokens(self, segment: Segment, start: int, spans: Spans | None) -> None:
-        first = start + segment.labelled_from
-        ids = segment.ids[segment.labelled_from :]
-        places = range(len(ids)) if spans is None else [place for span in spans for place in range(*span)]
-        before_first = first - 1 if segment.predicted_by is None else segment.predicted_by
-        self.labelled_at += [first + place - 1 if place else before_first for place in places]
-        self.labels += [ids[place] for place in places]
-        self.labelled_lengths.append(len(places))
-        self.ends_at.append(start + len(segment.ids) - 1)
-
-    def add_keys(self, segment: Segment, start: int, *, repeat: int) -> None:
-        """`repeat` counts the segments of a group that see its prompt again."""
-        length, context = len(segment.ids), segment.context
-        self.query_lengths.append(length)
-        self.key_lengths.append(len(context) + length)
-        if context:
-            self.repeats += [([], []) for _ in range(repeat + 1 - len(self.repeats))]
-            tokens, keys = self.repeats[repeat]
-            tokens += context
-            keys += range(len(self.keys), len(self.keys) + len(context))
-            self.keys += context
-        self.own_keys += range(len(self.keys), len(self.keys) + length)
-        self.keys += range(start, start + length)
+            ids = response if again else [*prompt, *response]
+            first = 0 if again else 1 if self.label_prompts else len(prompt)
+            before_first = prompt_at[-1] if again else start + first - 1
+            spans = [(0, len(ids) - first)] if labelled is None else labelled[k]
+            places = [place for span in spans for place in range(*span)]
+            self.labelled_at += [start + first + place - 1 if place else before_first for place in places]
+            self.labels += [ids[first + place] for place in places]
+            self.labelled_lengths.append(len(places))
+            position = len(prompt) if again else 0
+            self.positions += range(position, position + len(ids))
+            self.input_ids += ids
+            self.ends_at.append(len(self.input_ids) - 1)
+            self.query_lengths.append(len(ids))
+            self.key_lengths.append(position + len(ids))
+            if again:
+                self.repeats += [([], []) for _ in range(k - len(self.repeats))]
+                tokens, keys = self.repeats[k - 1]
+                tokens += prompt_at
+                keys += range(len(self.keys), len(self.keys) + len(prompt))
+                self.keys += prompt_at
+            self.own_keys += range(len(self.keys), len(self.keys) + len(ids))
+            self.keys += range(start, start + len(ids))
 
     def build(self) -> PackedRow:
         repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)

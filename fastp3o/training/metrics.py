@@ -58,11 +58,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.log_rollouts and update.number % config.log_rollouts == 0:
-        places = chosen_prompts([group.prompt.text for group in update.groups], config.log_rollouts_prompts)
-        row_places = [place for microbatch in update.microbatches for place in microbatch.row.groups]
-        table = gather_table(run.accelerator, len(update.groups), row_places, log_ratios)
-        groups = logged_groups(update.number, places, update.groups, update.rewards, table, from_policy)
-        run.reporter.rollouts(update.number, groups)
+        run.reporter.rollouts(update.number, logged_groups(run, config, update, log_ratios))
     if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
         shown = update.groups[:SAMPLED_PROMPTS]
         prompts = [group.prompt.text for group in shown]
@@ -139,44 +135,29 @@ def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> fl
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
 
 
-# --- the groups that are logged ---------------------------------------------------------------------------------------
+def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:
+    """The groups of an update that are logged, in order. log_ratios: of this process's responses, [p, K].
 
-
-def chosen_prompts(texts: Sequence[str], count: int) -> list[int]:
-    """Places of the prompts of an update that are logged, in order. count: of them; 0: all.
-
-    Those with the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
+    Those whose prompts have the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in
+    the next.
     """
-    places = range(len(texts))
-    if not count:
-        return list(places)
-    return sorted(sorted(places, key=lambda place: hashlib.sha256(texts[place].encode()).digest())[:count])
-
-
-def gather_table(accelerator: Accelerator, prompts: int, places: Sequence[int], values: Tensor) -> Tensor:
-    """A table of all prompts, [P, K], from this process's rows of it. All are on the CPU.
-
-    places: of this process's prompts; each prompt is one process's. values: theirs, [p, K] fp32.
-    """
-    table = torch.zeros(prompts, values.shape[1])
-    table[list(places)] = values
-    if accelerator.num_processes == 1:
-        return table
-    # Each sum has one term that is not 0, and is exact.
-    return accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu()
-
-
-def logged_groups(
-    step: int, places: Sequence[int], groups: Sequence[Group], rewards: Rewards, log_ratios: Tensor, from_policy: int
-) -> list[LoggedGroup]:
-    """Groups at these places. log_ratios: [P, K]. from_policy: how many responses to a prompt are; 0: none,
-    and the KL is over all.
-    """
-    tables = {name: table.tolist() for name, table in rewards.items()}
-    ratios, kls = log_ratios.tolist(), log_ratios[:, : from_policy or None].mean(dim=1).tolist()
+    groups, accelerator = update.groups, run.accelerator
+    places: Sequence[int] = range(len(groups))
+    if config.log_rollouts_prompts:
+        hashed = sorted(places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest())
+        places = sorted(hashed[: config.log_rollouts_prompts])
+    # Those of all processes, [P, K]: each sum has one term that is not 0, and is exact.
+    table = torch.zeros(len(groups), log_ratios.shape[1])
+    table[[place for microbatch in update.microbatches for place in microbatch.row.groups]] = log_ratios
+    if accelerator.num_processes > 1:
+        table = accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu()
+    # Over the policy's responses, or over all if none is the policy's.
+    from_policy = config.responses_per_prompt - config.from_mixture
+    ratios, kls = table.tolist(), table[:, : from_policy or None].mean(dim=1).tolist()
+    tables = {name: rewards.tolist() for name, rewards in update.rewards.items()}
     return [
         LoggedGroup(
-            step,
+            update.number,
             groups[place].prompt.text,
             finite_or_none(kls[place]),
             [

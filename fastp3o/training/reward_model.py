@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,22 @@ class RewardModelling(SupervisedTask[RankedRow]):
     load_model = staticmethod(partial(load_reward_model, new_head=True))
 
     def pack(self, examples: Examples) -> list[RankedRow]:
-        rows = pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing)
-        return [with_pairs(row, examples) for row in rows]
+        """Rows with all pairs of their groups. A response is scored once, however many pairs it is in."""
+        ranked_rows = []
+        for row in pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing):
+            pairs: list[tuple[int, int, float, float, int]] = []
+            first = 0
+            for group in row.groups:
+                K = len(examples["ranked_ids"][group])
+                in_group = list(combinations(range(first, first + K), 2))
+                margin, weight = float(examples["margin"][group]), 1 / len(in_group)
+                pairs += [(better, worse, margin, weight, group) for better, worse in in_group]
+                first += K
+            names = "better", "worse", "margins", "weights", "group_of_pair"
+            columns = map(torch.tensor, zip(*pairs, strict=True))
+            tensors: dict[str, Any] = dict(zip(names, columns, strict=True))
+            ranked_rows.append(RankedRow(**vars(row), **tensors))
+        return ranked_rows
 
     def loss(self, model: nn.Module, row: RankedRow, divisor: float | Tensor) -> LossAndMetrics:
         return self.scored_loss(scores(model, row), row, divisor)
@@ -81,39 +96,13 @@ class RewardModelling(SupervisedTask[RankedRow]):
             row_scores = map_rows_in_lockstep(rows, lambda row: scores(model, row))
             losses = [self.scored_loss(values, row, 1.0) for values, row in zip(row_scores, rows, strict=True)]
         means = self.means(rows, losses)
-        differences = [
-            (numbers[group], difference)
-            for values, row in zip(row_scores, rows, strict=True)
-            for group, difference in zip(
-                row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist(), strict=True
-            )
-        ]
+        differences = []
+        for values, row in zip(row_scores, rows, strict=True):
+            groups, margins = row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist()
+            differences += [(numbers[group], margin) for group, margin in zip(groups, margins, strict=True)]
         all_differences = list(chain.from_iterable(gather_object([differences])))
         path = Path(self.config.output_dir) / CALIBRATION
         return means | on_main_process(accelerator, lambda: judged(all_differences, path, self.config.seed))
-
-
-def with_pairs(row: PackedRow, examples: Examples) -> RankedRow:
-    """The row with all pairs of its groups. A response is scored once, however many pairs it is in."""
-    better, worse, margins, weights, group_of_pair = [], [], [], [], []
-    first = 0
-    for group in row.groups:
-        K = len(examples["ranked_ids"][group])
-        pairs = list(combinations(range(first, first + K), 2))
-        better += [i for i, _ in pairs]
-        worse += [j for _, j in pairs]
-        margins += [examples["margin"][group]] * len(pairs)
-        weights += [1 / len(pairs)] * len(pairs)
-        group_of_pair += [group] * len(pairs)
-        first += K
-    return RankedRow(
-        **vars(row),
-        better=torch.tensor(better),
-        worse=torch.tensor(worse),
-        margins=torch.tensor(margins, dtype=torch.float32),
-        weights=torch.tensor(weights, dtype=torch.float32),
-        group_of_pair=torch.tensor(group_of_pair),
-    )
 
 
 def bradley_terry(
