@@ -129,10 +129,8 @@ def rebel(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, eta: float
 
     ((log ρ(y1) − log ρ(y2)) / η − (r1 − r2))².
     """
-    log_ratios = logprobs - old_logprobs.detach()
     rewards = rewards.detach()
-    difference = log_ratios[:, 0] - log_ratios[:, 1]
-    return (difference / eta - (rewards[:, 0] - rewards[:, 1])).square()
+    return (log_ratio_difference(logprobs, old_logprobs) / eta - (rewards[:, 0] - rewards[:, 1])).square()
 
 
 def nash_md(logprobs: Tensor, ref_logprobs: Tensor, preferred: Tensor, *, tau: float = 0.1) -> Tensor:
@@ -142,8 +140,7 @@ def nash_md(logprobs: Tensor, ref_logprobs: Tensor, preferred: Tensor, *, tau: f
     is preferred to y′, which is sampled from the geometric mixture π^(1 − β) π_ref^β of policy and reference. ½ is the
     baseline.
     """
-    advantages = preferred - 0.5 - tau * (logprobs - ref_logprobs)
-    return -advantages.detach() * logprobs
+    return reinforce(logprobs, preferred - 0.5 - tau * (logprobs - ref_logprobs))
 
 
 # --- Preferences: losses of pairs, and of single responses (KTO) ------------------------------------------------------

@@ -74,15 +74,28 @@ class Pairs:
             )
         if divisor is None:
             divisor = max(tokens if settings.clipping == "token" else P, 1)
+        check_divisor(divisor)
+        dtype = at_least_fp32(rewards[:0]).dtype
+        divisor = (
+            divisor.detach() if isinstance(divisor, Tensor) else torch.full((), divisor, dtype=dtype, device=device)
+        )
         pairs = replace(
             self,
             cu_seqlens=on_device(cu_seqlens, device),
-            divisor=number_on_device(divisor, at_least_fp32(rewards[:0]).dtype, device),
+            divisor=on_device(divisor, device, dtype),
             **{name: tensor.detach() for name, tensor in self.floating.items()},
         )
         check_same_device(**{policy_name: policy}, **pairs.floating, valid_responses=self.valid_responses)
-        if may_look_at_values(policy):
-            pairs.check_finite()
+        for name, tensor in pairs.floating.items() if may_look_at_values(policy) else ():
+            # A reference that rules a response out makes the loss infinite, which a trainer sees and survives.
+            wrong = tensor.isnan() if name == "ref_logprobs" else ~tensor.isfinite()
+            if tensor.dim() == 2 and (bad := wrong & pairs.in_pairs).any():
+                prompt, response = first_index(bad)
+                value = float(tensor[prompt, response])
+                raise ValueError(
+                    f"{name}[{prompt}, {response}] is {'NaN' if isnan(value) else value}: response {response + 1} of "
+                    f"prompt {prompt}"
+                )
         return pairs
 
     @property
@@ -110,23 +123,3 @@ class Pairs:
         names = ("old_logprobs", "ref_logprobs", "rewards", "valid_responses", "sampler_logprobs")
         rows = {name: tensor[prompts] for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, cu_seqlens=self.cu_seqlens[K * prompts.start : K * prompts.stop + 1], **rows)
-
-    def check_finite(self) -> None:
-        for name, tensor in self.floating.items():
-            # A reference that rules a response out makes the loss infinite, which a trainer sees and survives.
-            wrong = tensor.isnan() if name == "ref_logprobs" else ~tensor.isfinite()
-            if tensor.dim() == 2 and (bad := wrong & self.in_pairs).any():
-                prompt, response = first_index(bad)
-                value = float(tensor[prompt, response])
-                raise ValueError(
-                    f"{name}[{prompt}, {response}] is {'NaN' if isnan(value) else value}: response {response + 1} of "
-                    f"prompt {prompt}"
-                )
-
-
-def number_on_device(number: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0-d, without waiting for the device."""
-    check_divisor(number)
-    if isinstance(number, Tensor):
-        return on_device(number.detach(), device, dtype)
-    return torch.full((), number, dtype=dtype, device=device)
