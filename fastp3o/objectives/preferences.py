@@ -94,48 +94,44 @@ class PairLoss(Flags):
         raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
 
     def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Further metrics of pairs, [P, M]. scores: [P, K]. labels: as in `pair_sums`."""
+        """Further metrics of pairs, [P, M]. scores: [P, K]. labels: as in `sums`."""
         return {}
 
+    def sums(self, groups: Groups, sampler_ratio_cap: float = 0.0) -> LossAndMetrics:
+        """The mean of the loss over all M pairs of each prompt's responses, summed over P prompts, and its metrics.
 
-def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) -> LossAndMetrics:
-    """The mean of a loss over all M pairs of each prompt's responses, summed over P prompts, and its metrics.
+        The response with the higher reward is chosen; pairs with equal rewards have no label, and count as zero. A
+        response's score is the difference of log-probs to the anchor, or log π without one; in nats per response, or
+        per token.
 
-    The response with the higher reward is chosen; pairs with equal rewards have no label, and count as zero. The
-    objective ranks responses by a score: the difference of log-probs to its anchor, or log π if it has none; in nats
-    per response, or per token.
-
-    accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. margin: the
-    difference of scores, chosen less rejected.
-    """
-    logprobs = groups.means(groups.token_logprobs) if loss.per_token else groups.logprobs
-    anchor = groups[loss.anchor] if loss.anchor else torch.zeros_like(logprobs)
-    if loss.per_token:
-        anchor = anchor / groups.lengths.clamp(min=1)
-    labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
-    # The chosen response comes first: a label is −1 if it is the second one.
-    compared, second = [pairs(values) for values in (logprobs, anchor)], labels.unsqueeze(-1) < 0
-    values = loss.losses(*(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared))
-    values = values.view_as(labels)
-    scores = logprobs.detach() - anchor
-    margins = labels * differences(scores)
-    metrics = {"accuracy": (1 + margins.sign()) / 2, "margin": margins, **loss.pair_metrics(groups, scores, labels)}
-    if sampler_ratio_cap:
-        log_ratios = pairs(groups.sums(groups["sampler_log_ratios"])).sum(-1)
-        ratios = losses.truncated_ratios(log_ratios, sampler_ratio_cap)
-        values = values * ratios
-        metrics |= sampler_ratio_metrics(ratios, sampler_ratio_cap)
-    total = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
-    sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
-    return total, with_count(sums, loss_mask.sum())
+        accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. margin: the
+        difference of scores, chosen less rejected.
+        """
+        logprobs = groups.means(groups.token_logprobs) if self.per_token else groups.logprobs
+        anchor = groups[self.anchor] if self.anchor else torch.zeros_like(logprobs)
+        if self.per_token:
+            anchor = anchor / groups.lengths.clamp(min=1)
+        labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
+        # The chosen response comes first: a label is −1 if it is the second one.
+        compared, second = [pairs(values) for values in (logprobs, anchor)], labels.unsqueeze(-1) < 0
+        values = self.losses(*(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared))
+        values = values.view_as(labels)
+        scores = logprobs.detach() - anchor
+        margins = labels * differences(scores)
+        metrics = {"accuracy": (1 + margins.sign()) / 2, "margin": margins, **self.pair_metrics(groups, scores, labels)}
+        if sampler_ratio_cap:
+            log_ratios = pairs(groups.sums(groups["sampler_log_ratios"])).sum(-1)
+            ratios = losses.truncated_ratios(log_ratios, sampler_ratio_cap)
+            values = values * ratios
+            metrics |= sampler_ratio_metrics(ratios, sampler_ratio_cap)
+        total = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
+        sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
+        return total, with_count(sums, loss_mask.sum())
 
 
 @options
 class PairConfig(PairLoss, PreferenceConfig):
     """Learning from fixed pairs, whose chosen response has a reward of 1 and whose rejected one has 0."""
-
-    def sums(self, groups: Groups) -> LossAndMetrics:
-        return pair_sums(self, groups)
 
     def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2: see `square_kl`."""
@@ -152,9 +148,9 @@ class PairWithSFTConfig(PairConfig):
         0.0, "Weight of the chosen response's NLL per token (RPO, arXiv 2404.19733: 1).", at_least=0, changeable=True
     )
 
-    def sums(self, groups: Groups) -> LossAndMetrics:
+    def sums(self, groups: Groups, sampler_ratio_cap: float = 0.0) -> LossAndMetrics:
         """sft_loss: the mean negative log-likelihood of the chosen response's tokens, if it has a weight."""
-        total, metrics = super().sums(groups)
+        total, metrics = super().sums(groups, sampler_ratio_cap)
         if not self.sft_coef:
             return total, metrics
         sft_loss = -groups.means(groups.token_logprobs)[:, 0].sum()
@@ -185,7 +181,7 @@ class FreshPairs(GroupwiseObjective):
         self.scaler = AbsoluteScaler(0.0, scale=False)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
-        return pair_sums(self.config, groups, self.sampler_ratio_cap)
+        return self.config.sums(groups, self.sampler_ratio_cap)
 
 
 def square_kl(groups: Groups) -> Tensor:
