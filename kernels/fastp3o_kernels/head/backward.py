@@ -126,8 +126,9 @@ class HeadGradients:
         tokens = tokens[:k]
         if k == 0:
             return
-        for rows, places in zip(source.split(ROWS_MOVED), target.split(ROWS_MOVED), strict=True):
-            buffer[places] = buffer[rows]
+        if len(source):  # on a CPU alone: a GPU would wait for the indices
+            for rows, places in zip(source.split(ROWS_MOVED), target.split(ROWS_MOVED), strict=True):
+                buffer[places] = buffer[rows]
         dlogits = buffer[:k, : self.chunked.plan.V]
         # Neighbours are read and written in place.
         adjacent = bool((tokens.diff() == 1).all())
