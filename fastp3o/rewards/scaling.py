@@ -78,7 +78,10 @@ class DifferenceScaler(Scaler):
         # Differences come first: they are exact, a shift is not.
         first_minus_rewards = rewards[:, :1] - rewards
         centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
-        return (centred / self.deviation_around(0.0)).clamp(-self.clip / 2, self.clip / 2)
+        return (centred / self.std()).clamp(-self.clip / 2, self.clip / 2)
+
+    def std(self) -> float:
+        return self.deviation_around(0.0)
 
 
 class AbsoluteScaler(Scaler):
@@ -88,4 +91,7 @@ class AbsoluteScaler(Scaler):
 
     def __call__(self, rewards: Tensor) -> Tensor:
         self.update(rewards)
-        return (rewards / self.deviation_around(self.sum / self.count)).clamp(-self.clip, self.clip)
+        return (rewards / self.std()).clamp(-self.clip, self.clip)
+
+    def std(self) -> float:
+        return self.deviation_around(self.sum / self.count)
