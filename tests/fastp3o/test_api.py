@@ -57,9 +57,6 @@ def without_data(tiny_model: str, output_dir: str, **changes) -> P3OConfig:
     return config(tiny_model, output_dir, **{"prompts": "", "reward": "", "updates": 2} | changes)
 
 
-# --- the same runs --------------------------------------------------------------------------------------------------
-
-
 def test_objects_train_to_the_bits_of_the_command(tiny_model, workplace):
     online.train(config(tiny_model, "command", updates=2))
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -157,9 +154,6 @@ def test_an_adapter_names_the_place_that_a_loaded_model_came_from(tiny_model, wo
     train(replace(settings, output_dir="nameless"), model=model, tokenizer=tokenizer, train_data="sft.jsonl")
     assert Path("nameless/model").exists()
     assert not Path("nameless/adapter").exists()
-
-
-# --- callbacks, stopping, going on ----------------------------------------------------------------------------------
 
 
 def test_a_callback_sees_every_step_and_ends_the_run(tiny_model, workplace):
@@ -305,9 +299,6 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
         torch.testing.assert_close(weight, weights("two")[name])
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
@@ -370,9 +361,6 @@ def test_an_error_of_a_users_function_has_its_own_frames_alone(tiny_model, workp
     cause = refused.value.__cause__
     assert isinstance(cause, KeyError)
     assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["mistaken"]
-
-
-# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_stub_has_the_names_of_the_package():

@@ -131,9 +131,6 @@ def test_limits_and_tokenizers_that_cannot_work():
     assert encode(Encoder(endless, 9, None), texts("a")).prompt_ids == [0]
 
 
-# --- chat templates -------------------------------------------------------------------------------------------------
-
-
 def chat(template: str, *responses: dict, adds: str = "$A", longest: int = 100) -> tuple[Encoded, Texts]:
     encoder = Encoder(byte_tokenizer(adds, template), longest, 100)
     rendered = encoder.render(Part("prompt", [USER]), tuple(Part("chosen", [response]) for response in responses))

@@ -55,9 +55,6 @@ def preferences(folder: Path, records: list[Any], **options: Any):
     return load_preferences(jsonl(folder, records), PLAIN, **LENGTHS | options)
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
-
-
 def ids(text: str) -> list[int]:
     return PLAIN(text).input_ids
 
@@ -160,8 +157,6 @@ def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path):
     assert same != fingerprint([PAIR] * 3, max_response_tokens=3)
 
 
-# --- bad records and limits -----------------------------------------------------------------------------------------
-
 BAD_RECORDS = [
     ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
     ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
@@ -231,8 +226,6 @@ def test_limit_takes_usable_records_and_reads_no_further(tmp_path: Path):
     assert prompts(tmp_path, records[1:], limit=2)[1].examples == 2
     assert prompts(tmp_path, records, limit=99, skip_bad_records=True)[1].skipped == 2
 
-
-# --- any JSON -------------------------------------------------------------------------------------------------------
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 NAMES = st.text(max_size=5) | st.sampled_from(["prompt", "label", "chosen", "margin", "role"])

@@ -71,9 +71,6 @@ COMPARISONS = (["p", "q", "r", "s"], ["long", "a", "ab", "same"], ["b", "longer"
 RIGHT = [FIRST, SECOND, TIE, TIE]
 
 
-# What is asked, and what becomes of answers
-
-
 def test_both_orders_are_asked_and_a_judge_of_positions_gives_ties(server):
     assert judge_at(base(server))(*COMPARISONS) == RIGHT
     assert len(server.requests) == 6  # equal responses are not worth asking
@@ -112,9 +109,6 @@ def test_an_answer_without_a_mark_or_an_end_has_no_verdict_and_what_is_no_answer
         with pytest.raises(ValueError, match="which is not a chat completion") as refused:
             endpoint.read_answer(body)
         assert type(refused.value) is ValueError
-
-
-# The file of verdicts
 
 
 def test_an_unfinished_last_line_is_asked_again_and_another_file_is_left_as_it_is(tmp_path):

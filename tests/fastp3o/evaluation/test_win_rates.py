@@ -18,9 +18,6 @@ from tests.fastp3o.evaluation.test_judge import JUDGES
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
 
 
-# Arithmetic
-
-
 def test_ties_count_half_and_missing_verdicts_nowhere():
     rate = win_rate([FIRST, FIRST, TIE, SECOND, NONE, FIRST, NONE])
     assert (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts) == (3, 1, 1, 2, 5)
@@ -47,9 +44,6 @@ def test_rounding_does_not_part_equal_responses():
     first = responses([True, True, True], [1.0, 1.0, 1.0])
     second = responses([True, False, True], [1.0, 0.5, 1.0000001])
     assert by_reward(first, second) == [TIE, FIRST, TIE]
-
-
-# The script
 
 
 def save(tiny_model: str, folder: str, noise: float = 0.0, template: str | None = None) -> None:

@@ -103,9 +103,6 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
         segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), **packed)
 
 
-# --- libraries on GPUs ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "size", "softcap", "with_flash", "without"),
     [

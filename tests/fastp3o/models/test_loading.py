@@ -75,9 +75,6 @@ def test_a_file_that_was_cut_off_and_a_folder_without_one_are_named(untied: Path
         load_policy(str(untied.parent))
 
 
-# --- reward models --------------------------------------------------------------------------------------------------
-
-
 def test_a_language_model_is_no_reward_model_unless_a_head_is_asked_for(tmp_path: Path, untied: Path, tiny_model: str):
     for name in (tiny_model, str(untied)):
         with pytest.raises(ValueError, match="it has no head `score`"):
@@ -97,9 +94,6 @@ def test_a_reward_model_has_one_output_and_is_whole(tmp_path: Path, tiny_model: 
         for new_head in (False, True):
             with pytest.raises(ValueError, match=said):
                 load_reward_model(str(tmp_path), new_head=new_head)
-
-
-# --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_fits_the_model_and_has_an_end(untied: Path):

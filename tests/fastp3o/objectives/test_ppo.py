@@ -29,9 +29,6 @@ def settings(**changes) -> PPOConfig:
     return PPOConfig(model="", output_dir="", prompts="", reward="", **changes)
 
 
-# --- the loss -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("capped", [False, True])
 def test_the_first_step_is_the_policy_gradient(capped):
     """Importance weights are of the policy's loss alone."""
@@ -89,9 +86,6 @@ def test_a_value_that_has_moved_far_towards_its_return_stays(value, moves):
     assert bool(values.grad.ne(0)) == moves
 
 
-# --- advantages -----------------------------------------------------------------------------------------------------
-
-
 def by_definition(rewards: Tensor, values: Tensor, gae_lambda: float) -> Tensor:
     """The sum of equation 16 written out, for one response."""
     T = len(rewards)
@@ -131,9 +125,6 @@ def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
     assert together.mean().item() == pytest.approx(0, abs=1e-6)
     assert together.std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
     assert torch.equal(torch.cat(whiten([torch.full((4,), 2.5)], lambda sums: sums)), torch.zeros(4))
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_adapted_penalty_is_measured_after_the_update_and_resumed_with_the_critic(workplace, tiny_model):

@@ -51,9 +51,6 @@ def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model
     assert_equal(weights("plain"), weights("shifted"))
 
 
-# --- weights of KLs -------------------------------------------------------------------------------------------------
-
-
 def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
     zeros = torch.zeros(2, 2)
     rows = [Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros) for kl in (1.0, 2.0, 6.0)]
@@ -122,9 +119,6 @@ def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, nam
         coefficient.adapt(step["kl"])
         assert step["kl_coef"] == pytest.approx(coefficient.value)
     assert len({step["kl_coef"] for step in steps}) > 1
-
-
-# --- settings -------------------------------------------------------------------------------------------------------
 
 
 def test_groups_of_equal_rewards_are_sampled_again_until_attempts_end(workplace, tiny_model):

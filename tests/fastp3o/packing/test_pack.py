@@ -164,9 +164,6 @@ def test_what_cannot_be_packed_is_refused():
         by_group(rows, [torch.zeros(3)])
 
 
-# --- examples and groups of steps -----------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
 def test_every_pass_takes_every_example_once_in_another_order(batch_size, total, seed):
     steps = -(-2 * total // batch_size)
@@ -197,9 +194,6 @@ def test_every_group_is_dealt_once_and_evenly(steps, processes):
                 b for b, part in zip(before, parts, strict=True) if not part
             )
         before = [b + t for b, t in zip(before, tokens, strict=True)]
-
-
-# --- devices --------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_of_every_kind_arrive_in_one_aligned_copy(monkeypatch):

@@ -30,9 +30,6 @@ def returning(result: object) -> FunctionReward:
     return reward_of(lambda prompts, responses: result)
 
 
-# What a function may return
-
-
 @pytest.mark.parametrize(
     "result",
     [(1, True, 0.5, 2), np.array([1, 1, 0.5, 2]), [np.float32(1), np.int64(1), torch.tensor(0.5), 2.0]],
@@ -59,8 +56,7 @@ def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
         returning(result)(rollouts)
 
 
-# What a function is given, each with the columns that it asks for, and with its rewards
-
+# Functions by what they are given, each with the columns that it asks for, and with its rewards.
 ONCE, TWICE, NAMES = [[3, 3], [4, 4]], [[6, 6], [8, 8]], ["name", "function", "timeout"]
 TAKING = {
     "by keyword": (lambda texts, said, *, answer, scale=2.0: [scale * a for a in answer], ["answer"], TWICE),
@@ -123,9 +119,6 @@ def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path):
     assert torch.is_grad_enabled()
     assert torch.empty(0).device.type == "cpu"
     assert torch.empty(0).dtype == torch.float32
-
-
-# How a function may end
 
 
 def test_an_async_function_is_awaited_in_one_event_loop(rollouts):
@@ -245,9 +238,6 @@ def test_a_forked_process_does_not_go_on_with_the_run(rollouts, capfd, leave, st
     assert reward_of(score)(rollouts).tolist() == [[1, 1], [1, 1]]
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == status
     assert ("tests:f has forked a process that left the function" in capfd.readouterr().err) == bool(status)
-
-
-# Reward models
 
 
 def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, rollouts):

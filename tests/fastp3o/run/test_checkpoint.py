@@ -158,9 +158,6 @@ def test_weights_that_are_not_finite_replace_no_state(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002"]
 
 
-# Which runs may go on from a state
-
-
 BEFORE = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r:f"}
 HASHES = {"model": "1", "prompts": "2", "reward function": "3"}
 

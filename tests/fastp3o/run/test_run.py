@@ -224,9 +224,6 @@ def test_divergence_leaves_the_good_state_and_says_which(workplace, tiny_model, 
     assert finish(start(tiny_model, tokenizer, resume=True))[-1] == 4
 
 
-# The best evaluation, whose model is kept
-
-
 SCORES = [0.0, 2.0, 5.0, 5.0, 3.0, 4.0, 9.0]
 
 
@@ -281,9 +278,6 @@ def test_any_number_is_better_than_none_and_none_is_never_better(lowest, tmp_pat
     assert best.improves(3, {"reward/a": 0.0})
     assert (best.best["step"], best.since) == (3, 0)
     assert not best.improves(4, {"reward/a": float("nan")})
-
-
-# Signals of a run stay its own: processes that a reward starts are stopped as anywhere else
 
 
 # A signal right after the fork meets a gap before the child has its handlers, in some of many tries.

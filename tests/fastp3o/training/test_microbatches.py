@@ -83,9 +83,6 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, objective):
                     torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-5)
 
 
-# The gaps between log-probs of what sampled, of an update's rows and of other rows
-
-
 def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> tuple[list[Group], Microbatch]:
     """A row that holds all groups but the first, with log-probs of the policy, each sequence's moved by `shift`."""
     chosen = range(1, len(groups.prompts))

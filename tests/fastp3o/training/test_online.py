@@ -157,9 +157,6 @@ def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_
     assert last["reward"] == pytest.approx(2 * last["reward/answered"]) == pytest.approx(2 * last["gold"])
 
 
-# Dropout of adapters: steps have it, evaluations and rollouts have none
-
-
 def different(first: str, second: str) -> bool:
     return any(not torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items())
 

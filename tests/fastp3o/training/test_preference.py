@@ -66,9 +66,6 @@ def other_model(tiny_model, tokenizer, workplace) -> str:
     return "other"
 
 
-# --- the update, written out --------------------------------------------------------------------------------------
-
-
 # With the defaults of the options. x: log π of chosen and rejected, ref: the same of the reference, [1, 2]; n: their
 # tokens.
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -158,9 +155,6 @@ def test_partners_have_another_prompt(prompts):
     assert with_other_prompts([[1], [2], [2], [3], [1]]) == [3, 0, 0, 2, 3]  # the nearest before, around the end
 
 
-# --- packing, processes, memory ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("objective", "changes"),
     [
@@ -182,9 +176,6 @@ def test_what_trains_and_how(objective, changes, workplace, tiny_model):
     assert before["loss"] == pytest.approx(math.log(2) if objective == "dpo" else 0.5)
     assert after["accuracy"] > 0.5
     assert after["loss"] < before["loss"]
-
-
-# --- the reference ------------------------------------------------------------------------------------------------
 
 
 class Loads:
@@ -253,9 +244,6 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
     assert len(reference_files("shared")) == 5
 
 
-# --- evaluations, resuming ------------------------------------------------------------------------------------------
-
-
 def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, loads):
     """With several rewards, which ask for columns of the prompts."""
     sampled = {"eval_prompts": "answers.jsonl", "reward": f"{REWARDS}:answered,{REWARDS}:vowels"}
@@ -270,9 +258,6 @@ def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, load
     assert set(loads.in_memory) == {1}
     run("kto", "kto", tiny_model, eval_prompts="prompts.jsonl", max_response_tokens=8)
     assert metrics("kto", "eval.jsonl")[-1].keys() & {"kl", "reward", "accuracy"} == {"kl"}
-
-
-# --- the reference's log-probs, and their files -----------------------------------------------------------------
 
 
 TOGETHER, APART = (("first_ids", "second_ids"),), (("first_ids",), ("second_ids",))

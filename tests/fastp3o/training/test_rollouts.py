@@ -64,9 +64,6 @@ def test_ratios_of_truncated_rollouts(workplace, tiny_model, changes):
     assert "top_p" in Path("run/model/generation_config.json").read_text()
 
 
-# Rollouts that are sampled some rounds before they train
-
-
 def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace, tiny_model):
     train(config(tiny_model, "fresh", updates=5))
     train(config(tiny_model, "stale", updates=5, rounds_ahead=2))
@@ -79,9 +76,6 @@ def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace,
     assert stale[0]["sampler_gap"] < 1e-4
     assert all(step["sampler_gap"] > 1e-3 for step in stale[1:])
     assert {"sampler_kl"} == {name for name in stale[1] if name.startswith("sampler_k")}
-
-
-# The log of rollouts
 
 
 def logged(folder: str) -> list[dict]:

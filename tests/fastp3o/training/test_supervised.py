@@ -83,9 +83,6 @@ def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, mon
     assert [line["loss"] for line in metrics("run")] == [line["loss"] for line in metrics("whole")]
 
 
-# Reward models, against the formulas written a second time
-
-
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 32}
 
 
