@@ -62,3 +62,13 @@ def assert_equal(first: dict, second: dict) -> None:
 
 def weights_of_start(tiny_model: str) -> dict[str, torch.Tensor]:
     return load_file(Path(tiny_model) / "model.safetensors")
+
+
+def records(name: str) -> list[dict]:
+    """Of a data file of `workplace`."""
+    return [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+
+
+def vowels(prompts: list[str], responses: list[str]) -> list[float]:
+    """As `rewards_for_tests:vowels`."""
+    return [sum(c in "aeiou" for c in response) / 4 for response in responses]

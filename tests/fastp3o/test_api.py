@@ -26,7 +26,7 @@ from fastp3o.cli import parse
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.training import loop as online
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, records, vowels, weights
 from tests.fastp3o.together import together
 
 PROMPTS = "prompts.jsonl"
@@ -37,19 +37,11 @@ def errors_name_arguments(monkeypatch: pytest.MonkeyPatch, errors_name_flags: No
     monkeypatch.setattr(UserError, "names_flags", False)
 
 
-def vowels(prompts, responses):
-    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
-
-
 GIVEN = {"prompts": PROMPTS, "reward": vowels}
 
 
 def third_without_a_name(prompts, responses, answer, /):
     return vowels(prompts, responses)
-
-
-def records(name: str) -> list[dict]:
-    return [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
 
 
 def without_data(tiny_model: str, output_dir: str, **changes) -> P3OConfig:

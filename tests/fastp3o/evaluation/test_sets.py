@@ -8,11 +8,7 @@ import pytest
 from fastp3o import DPOConfig, P3OConfig, SFTConfig, UserError, train
 from fastp3o.config import Named
 from fastp3o.training.setup import evaluation_sets
-from tests.fastp3o.runs import config, metrics
-
-
-def records(name: str) -> list[dict]:
-    return [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+from tests.fastp3o.runs import config, metrics, records
 
 
 def test_each_set_has_means_of_its_own_and_all_of_them_together_have_todays(tiny_model, workplace):

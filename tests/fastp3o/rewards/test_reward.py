@@ -44,6 +44,7 @@ def test_numbers_of_every_kind_are_rewards_and_none_for_a_prompt_is_one_that_doe
     [
         ("1111", "tests:f must return a list of 4 entries, got a str"),
         (SimpleNamespace(tolist=lambda: 1 / 0), "got a SimpleNamespace that gives no list: ZeroDivisionError"),
+        (SimpleNamespace(tolist=sys.exit), "got a SimpleNamespace that gives no list: SystemExit"),
         ([1.0, 1.0, "1.5", 1.0], "tests:f must return a number for each response: "),
         ([1.0, None, 1.0, 1.0], "must return a number for each response: must be real number"),
         ([1.0, 10**400, 1.0, 1.0], "must return a number for each response: int too large"),
@@ -105,20 +106,27 @@ def test_a_function_may_change_what_it_gets(rollouts):
         shortened(rollouts)
 
 
-def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path):
+def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path, monkeypatch):
+    def state():
+        settings = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+        return os.getcwd(), torch.empty(0).device, torch.empty(0).dtype, torch.is_autocast_enabled("cpu"), *settings
+
     def score(prompts, responses):
         os.chdir(tmp_path)
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
         torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_float32_matmul_precision("medium")
+        sys.stdout = object()
         return [1.0] * 4
 
-    before = os.getcwd()
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which stays, and ends nothing
+    before = state()
     assert reward_of(score)(rollouts).tolist() == [[1, 1], [1, 1]]
-    assert os.getcwd() == before
-    assert torch.is_grad_enabled()
-    assert torch.empty(0).device.type == "cpu"
-    assert torch.empty(0).dtype == torch.float32
+    assert state() == before
+    print("a line")
 
 
 def test_an_async_function_is_awaited_in_one_event_loop(rollouts):
@@ -146,23 +154,32 @@ def test_an_async_function_is_awaited_in_one_event_loop(rollouts):
 
 
 class Panic(BaseException):
-    """As Rust's libraries raise."""
+    """As Rust's libraries raise. Its text cannot be made."""
+
+    def __str__(self):
+        raise KeyError
 
 
 @pytest.mark.parametrize(
-    ("error", "awaited"),
-    [(SystemExit, False), (Panic, False), (Panic, True), (asyncio.CancelledError, True)],
+    ("error", "awaited", "said"),
+    [
+        (SystemExit(0), False, r"ended the program \(sys.exit, status 0\)"),
+        *(
+            (Panic(), awaited, r"failed in .*, line \d+: Panic: its own text cannot be made")
+            for awaited in (True, False)
+        ),
+        (asyncio.CancelledError(), True, r"failed in .*, line \d+: CancelledError"),
+        (ValueError("\x1b[31mred"), False, r"failed in .*, line \d+: ValueError: \\x1b\[31mred"),
+    ],
 )
-def test_a_function_that_ends_by_no_exception_does_not_end_the_run_in_peace(rollouts, error, awaited):
+def test_whatever_a_function_raises_is_told_with_its_place(rollouts, monkeypatch, error, awaited, said):
     def score(prompts, responses):
-        raise error(0)
+        raise error
 
     async def later(prompts, responses):
-        raise error(0)
+        raise error
 
-    said = rf"failed in .*, line \d+: {error.__name__}"
-    if error is SystemExit:
-        said = r"ended the program \(sys.exit, status 0\)"
+    monkeypatch.setattr(sys, "tracebacklimit", 0, raising=False)
     with pytest.raises(FunctionError, match=f"tests:f {said}"):
         reward_of(later if awaited else score)(rollouts)
 
@@ -208,6 +225,19 @@ def test_a_call_has_a_time_limit(rollouts, free_alarm, monkeypatch, function):
         reward_of(function, timeout=0.1)(rollouts)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_function_that_blocks_a_notebooks_call_leaves_the_next_one_another_loop(rollouts, free_alarm, monkeypatch):
+    async def good(prompts, responses):
+        return [1.0] * len(responses)
+
+    async def notebook():
+        with pytest.raises(FunctionError, match="has not returned after"):
+            reward_of(blocking, timeout=0.1)(rollouts)
+        return reward_of(good)(rollouts).tolist()
+
+    monkeypatch.setattr(named_function, "GRACE", 0.1)
+    assert asyncio.run(notebook()) == [[1, 1], [1, 1]]
 
 
 def test_a_call_that_takes_long_is_said_to_and_one_that_nothing_interrupts_to_be_late(
