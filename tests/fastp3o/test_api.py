@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastp3o
-from fastp3o import DPOConfig, KTOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
+from fastp3o import DPOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
 from fastp3o.cli import parse
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.models.loading import load_policy
@@ -88,23 +88,6 @@ def test_rewards_are_functions_and_names_with_weights_and_columns(tiny_model, wo
     parts = [name for name in result.history if name.startswith("reward/") and not name.endswith("_std")]
     assert len(parts) == 2
     assert not result.history[parts[0]].equals(result.history[parts[1]])
-
-
-@pytest.mark.parametrize(
-    ("config_class", "data", "metric"),
-    [
-        (SFTConfig, "sft", "loss"),
-        (DPOConfig, "preferences", "accuracy"),
-        (KTOConfig, "unpaired", "loss"),
-    ],
-)
-def test_every_stage_takes_records(tiny_model, workplace, config_class, data, metric):
-    settings = config_class(model=tiny_model, output_dir="run", batch_size=4, report_to="none", eval_every=1)
-    result = train(settings, train_data=records(data), eval_data=Dataset.from_list(records(data)))
-    steps = len(records(data)) // 4
-    assert list(result.history.index) == list(range(steps + 1))
-    assert result.history[f"eval/{metric}"].notna().all()
-    assert result.history[metric].notna().tolist() == [False, *[True] * steps]
 
 
 def test_a_reward_model_of_one_run_is_the_reward_of_the_next_by_name_and_loaded(tiny_model, workplace):

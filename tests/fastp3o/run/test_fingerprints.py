@@ -63,7 +63,7 @@ def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
     assert model_fingerprint(str(tmp_path)) != before
 
 
-def test_each_weight_its_dtype_settings_and_code_count_and_other_files_do_not(copied):
+def test_each_weight_its_dtype_settings_tokenizer_and_code_count_and_other_files_do_not(copied):
     seen = {model_fingerprint(str(copied))}
     names = list(load_file(copied / WEIGHTS))
     for name in names:
@@ -72,11 +72,12 @@ def test_each_weight_its_dtype_settings_and_code_count_and_other_files_do_not(co
     other_dtype = {name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()}
     save_file(other_dtype, copied / WEIGHTS)
     seen.add(model_fingerprint(str(copied)))
-    for name in ("config.json", "generation_config.json", "modeling_own.py"):
+    files = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "modeling_own.py")
+    for name in files:
         with (copied / name).open("a") as file:
             file.write("\n")
         seen.add(model_fingerprint(str(copied)))
-    assert len(seen) == len(names) + 5
+    assert len(seen) == len(names) + 2 + len(files)
     (copied / "README.md").touch()
     (copied / "optimizer.safetensors").touch()
     assert model_fingerprint(str(copied)) in seen
