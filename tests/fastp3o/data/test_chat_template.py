@@ -1,7 +1,6 @@
 """Contents can hold the text of special tokens, and what they become is text, in templates of several kinds."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from fastp3o.data.errors import DataError, RecordError
 from fastp3o.data.layouts import Part, messages_response, prompt_field
 from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.errors import UserError
-from fastp3o.named_function import TookTooLongError, time_limit
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
 from tests.fastp3o.data.test_loading import jsonl
 
@@ -89,15 +87,6 @@ def test_whatever_is_said_the_template_alone_places_special_tokens(template: str
     assert text == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     got, expected = tokenise(tokenizer, [text, harmless], control=True)
     assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [expected.count(token) for token in (BOS_ID, EOS_ID)]
-
-
-def test_a_loop_without_end_ends_the_next_has_its_own_time_and_what_ends_in_time_is_left_alone():
-    for _ in range(2):
-        with pytest.raises(TookTooLongError), time_limit(0.1):
-            time.sleep(9)
-    with time_limit(0.1):
-        pass
-    time.sleep(0.2)
 
 
 THINKING = (
