@@ -13,23 +13,9 @@ from benchmarks.frontier.report.measures import name_of
 from benchmarks.frontier.runs.plan import Run
 from fastp3o.evaluation.matched_kl import Estimate
 
-# Later entries are drawn over earlier ones only where zorder says so.
-LOOKS = {
-    "joint": {"color": "#0072B2", "marker": "o", "zorder": 4},
-    "separate": {"color": "#56B4E9", "marker": "s", "zorder": 3},
-    "none": {"color": "#8C8C8C", "marker": "^", "zorder": 2},
-    "ppo": {"color": "#D55E00", "marker": "D", "zorder": 3},
-    "dpo": {"color": "#009E73", "marker": "v", "zorder": 3},
-    "rloo": {"color": "#CC79A7", "marker": "P", "zorder": 3},
-    "grpo": {"color": "#E69F00", "marker": "X", "zorder": 3},
-    "dr_grpo": {"color": "#A6761D", "marker": "<", "zorder": 3},
-    "dapo": {"color": "#7B3294", "marker": ">", "zorder": 3},
-    "gspo": {"color": "#B2182B", "marker": "h", "zorder": 3},
-    "rebel": {"color": "#1B7837", "marker": "*", "zorder": 3},
-    "ppo_centred": {"color": "#F4A582", "marker": "D", "zorder": 3},
-    "joint-group": {"color": "#003C30", "marker": "x", "zorder": 3},
-    "joint-difference": {"color": "#5E4FA2", "marker": "x", "zorder": 3},
-}
+COLORS = {"joint": "#0072B2", "separate": "#56B4E9", "none": "#8C8C8C", "ppo": "#D55E00", "dpo": "#009E73"}
+COLORS |= {"rloo": "#CC79A7", "grpo": "#E69F00", "dr_grpo": "#A6761D", "dapo": "#7B3294", "gspo": "#B2182B"}
+COLORS |= {"rebel": "#1B7837", "ppo_centred": "#F4A582", "joint-group": "#003C30", "joint-difference": "#5E4FA2"}
 
 
 class Mark(NamedTuple):
@@ -72,7 +58,7 @@ def measured(row: Row) -> bool:
 
 
 def draw_row(axes: Axes, row: Row, place: int, marks: Mapping[str, Mark]) -> None:
-    color = LOOKS[row.arm.algorithm]["color"]
+    color = COLORS[row.arm.algorithm]
     for number, (name, mark) in enumerate(marks.items()):
         estimate = row.differences.get(name)
         if estimate is not None:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.frontier.report import measures
-from benchmarks.frontier.report.figures import LOOKS, bars
+from benchmarks.frontier.report.figures import COLORS, bars
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.rewards import ppo
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -60,14 +60,14 @@ def draw_levels(axes: Axes, found: dict[str, Estimate | None]) -> None:
     places, doses = range(len(DEVIATIONS)), [found[f"{deviation:g}"] for deviation in DEVIATIONS]
     means, errors = [one.mean for one in doses], bars([one[:3] for one in doses])
     joint, centred = found["joint"].mean, found["ppo_centred"].mean
-    axes.plot(places, [joint] * len(places), color=LOOKS["joint"]["color"], linewidth=2.2)
+    axes.plot(places, [joint] * len(places), color=COLORS["joint"], linewidth=2.2)
     axes.plot(places, [centred] * len(places), color=GREY, linestyle="--", linewidth=1.4)
-    axes.errorbar(places, means, yerr=errors, color=LOOKS["ppo"]["color"], marker="o", markersize=5, linewidth=2.2)
-    axes.text(1.2, joint + 0.03, "P3O: the same weights under all", color=LOOKS["joint"]["color"], fontsize=13)
+    axes.errorbar(places, means, yerr=errors, color=COLORS["ppo"], marker="o", markersize=5, linewidth=2.2)
+    axes.text(1.2, joint + 0.03, "P3O: the same weights under all", color=COLORS["joint"], fontsize=13)
     axes.text(3.1, centred - 0.08, "PPO less the", color=GREY, fontsize=12)
     axes.text(3.1, centred - 0.15, "prompt's mean reward", color=GREY, fontsize=12)
-    axes.text(0.1, 0.6, "PPO at the best of", color=LOOKS["ppo"]["color"], fontsize=13)
-    axes.text(0.1, 0.52, "three learning rates", color=LOOKS["ppo"]["color"], fontsize=13)
+    axes.text(0.1, 0.6, "PPO at the best of", color=COLORS["ppo"], fontsize=13)
+    axes.text(0.1, 0.52, "three learning rates", color=COLORS["ppo"], fontsize=13)
     axes.set_xticks(places, [f"{deviation:g}" for deviation in DEVIATIONS])
     axes.set(ylim=(0, 1.4), xlabel="offset per prompt, standard deviations of the reward")
     axes.set_ylabel(f"reward − {BETA:g} KL after training")

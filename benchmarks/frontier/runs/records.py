@@ -12,25 +12,18 @@ from pandas import DataFrame, Series
 from benchmarks.frontier.runs.plan import BETA, LATER, Run
 from fastp3o.evaluation.frontier import Evaluations
 
-RUN_FIELDS = (*Run.__dataclass_fields__, "seconds", "sha256")
-EVALUATION_FIELDS = (
-    *("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts"),
-    *("seconds", "response_tokens"),
-)
+RUN_FIELDS = (*Run.__dataclass_fields__, "sha256")
+EVALUATION_FIELDS = ("run", "step", "kl", "reward", "gold")
 
 
 @dataclass(frozen=True)
 class Records:
     """One row per run and one per evaluation, in recorded order; rewards are divided by their factor.
 
-    runs: name, group (of tasks), the fields of plan.Run, seconds, sha256 (of the final weights), and the results:
-        first_kl: KL of the first evaluation after the start, below which no gain is known; NaN without one
-        final_step, final_kl, final_missing_eos: values of the last evaluation
-        final_reward, final_gold: gains of the last evaluation over the first, NaN without a gold utility
-        final_objective: reward_gain − BETA KL of the last evaluation, which runs with this KL coefficient maximise
-    evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), their
-        gains over the run's start, reward_gain and gold_gain, objective (reward_gain − BETA KL), reward_std (over
-        prompts), missing_eos, prompts, and its cost until then, if recorded: seconds and response_tokens.
+    runs: name, group (of tasks), the fields of plan.Run, sha256 (of the final weights), and of the last evaluation
+        final_kl and final_objective, which runs with this KL coefficient maximise
+    evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), and
+        objective: the reward's gain over the run's start − BETA KL
     """
 
     runs: DataFrame
@@ -55,49 +48,24 @@ def load(path: Path) -> Records:
 
 
 def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
-    """Records from lines of runs.jsonl: the fields of plan.Run with seconds, sha256, evaluations and costs."""
+    """Records from lines of runs.jsonl: the fields of plan.Run with sha256 and evaluations."""
     lines = [{field: getattr(Run, field) for field in LATER} | line for line in lines]
     names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
     runs.insert(0, "name", Series(names, dtype=object))
     runs.insert(1, "group", runs["task"].map(lambda task: task.rpartition("-")[0]))
     evaluations = DataFrame(
-        [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in evaluations_of(line)],
+        [
+            one | {"run": name, "reward": one["reward"] / line["reward_factor"]}
+            for name, line in zip(names, lines, strict=True)
+            for one in line.get("evaluations", [])
+        ],
         columns=list(EVALUATION_FIELDS),
     )
-    by_run = evaluations.groupby("run", sort=False)
-    for outcome in ("reward", "gold"):
-        evaluations[f"{outcome}_gain"] = evaluations[outcome] - by_run[outcome].transform("first")
-    evaluations["objective"] = evaluations["reward_gain"] - BETA * evaluations["kl"]
-    return Records(runs.join(ends(evaluations), on="name"), evaluations)
-
-
-def evaluations_of(line: dict[str, Any]) -> list[dict[str, float]]:
-    """Evaluations with their costs, and rewards divided by their factor."""
-    factor, costs = line["reward_factor"], line.get("costs", {})
-    return [
-        evaluation
-        | {name: evaluation[name] / factor for name in ("reward", "reward_std") if name in evaluation}
-        | {name: values[number] for name, values in costs.items()}
-        for number, evaluation in enumerate(line.get("evaluations", []))
-    ]
-
-
-def ends(evaluations: DataFrame) -> DataFrame:
-    """The results of each run, by its name."""
-    by_run = evaluations.groupby("run", sort=False)
-    first, last = (by_run.nth(number).set_index("run") for number in (1, -1))
-    return DataFrame(
-        {
-            "first_kl": first["kl"],
-            "final_step": last["step"],
-            "final_kl": last["kl"],
-            "final_missing_eos": last["missing_eos"],
-            "final_reward": last["reward_gain"],
-            "final_gold": last["gold_gain"],
-            "final_objective": last["objective"],
-        }
-    )
+    start = evaluations.groupby("run", sort=False)["reward"].transform("first")
+    evaluations["objective"] = evaluations["reward"] - start - BETA * evaluations["kl"]
+    last = evaluations.groupby("run", sort=False).nth(-1).set_index("run")
+    return Records(runs.join(last[["kl", "objective"]].add_prefix("final_"), on="name"), evaluations)
 
 
 def read(path: Path) -> str:
