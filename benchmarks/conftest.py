@@ -25,8 +25,7 @@ def order(item: pytest.Item) -> tuple[bool, bool, bool, int, bool, bool, bool, b
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     tokens = TOKENS.index(parameters.get("tokens", TOKENS[0]))
     dtype = DTYPES.index(parameters.get("dtype", DTYPES[0]))
-    explains = any(word in item.name for word in ("apart", "without_gradients"))
-    peers = "of_peers" in item.name
+    explains, peers = "without_gradients" in item.name, "of_peers" in item.name
     whole = any(word in item.name for word in ("rollouts", "iteration"))
     slow = any(word in item.name for word in ("compile", "static"))
     more_peers = peers and tokens > 0

@@ -101,35 +101,21 @@ def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, toke
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_forward_and_backward_alone(benchmark, passes, dtype, head, tokens):
-    run_alone(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens, dtype), passes)
-
-
-@pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "compute_loss"), named(OTHERS))
-def test_passes_apart(benchmark, passes, name, compute_loss):
-    run_alone(benchmark, name, compute_loss, fresh_inputs(HEADS[0], TOKENS[0]), passes)
-
-
-def run_alone(benchmark, name, compute_loss: LossOf, inputs, passes) -> None:
-    logits = Logits(inputs)
+    logits = Logits(fresh_inputs(head, tokens, dtype))
     accesses = 1 if passes == "forward" else 2
+
+    def forward(fresh: Tensor) -> Tensor:
+        return OURS["fastp3o"](fresh, logits.inputs)
 
     def with_loss() -> tuple[Tensor, Tensor]:
         fresh = logits.restored()
-        return fresh, compute_loss(fresh, logits.inputs)
-
-    def forward(fresh: Tensor) -> Tensor:
-        return compute_loss(fresh, logits.inputs)
-
-    def backward(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        fresh, loss = pair
-        return torch.autograd.grad(loss, fresh)
+        return forward(fresh), fresh
 
     measure(
         benchmark,
-        make_case(name, passes, logits, accesses),
+        make_case("fastp3o", passes, logits, accesses),
         prepare=logits.restored if passes == "forward" else with_loss,
-        run=forward if passes == "forward" else backward,
+        run=forward if passes == "forward" else lambda pair: torch.autograd.grad(*pair),
         bare=logits.copy(),
         bare_share=accesses / 2,
     )
