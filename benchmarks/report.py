@@ -20,8 +20,6 @@ README = FOLDER / "README.md"
 FRONT_PAGE = FOLDER.parent / "README.md"
 PRECISION_PAGE = FOLDER.parent / "fastp3o" / "training" / "precision.md"
 BOTH = "forward and backward"
-# The operation that a case is timed in turns with; no implementation can be faster.
-BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
 # Of an iteration, in their order; an update is four epochs.
 PHASES = ("rollout", "reward", "logprobs", "update", "other")
 WAYS = ("fastp3o", "eager", "TRL", "Liger")
@@ -40,7 +38,8 @@ def described(environment: dict) -> str:
 
 def comparison(results: Results, level: str) -> list[list[str]]:
     """Forward and backward at each shape, fastest first. Header first."""
-    lines = [["D, V", "N", "implementation", "ms", f"× {BARE_OPERATIONS[level]}", "extra GB"]]
+    bare = {"hidden": "products", "logits": "copy"}[level]  # timed in turns; no implementation can be faster
+    lines = [["D, V", "N", "implementation", "ms", f"× bare {bare}", "extra GB"]]
     both = select(results, level=level, passes=BOTH)
     several = len({result.get("dtype") for result in both}) > 1
     for result in sorted(both, key=lambda result: (result["V"], result["D"], result["N"], result["ms"])):
@@ -152,16 +151,12 @@ def described_model(result: dict) -> str:
 
 def objectives(cpu: Results, gpu: Results) -> list[list[str]]:
     """One row per objective; each cell has the numbers of all WAYS between slashes. Header first."""
-    cpu, gpu = (select(results, level="objectives") for results in (cpu, gpu))
     lines = [["objective", "operations, F", "extra MB", "× bare products, CPU", "× bare products, GPU"]]
-    for name in dict.fromkeys(result["objective"] for result in cpu + gpu):
-        cpu_results, gpu_results = (select(results, objective=name) for results in (cpu, gpu))
-        counted = [
-            figures(cpu_results or gpu_results, "counted_operations", "{:.3g}"),
-            figures(cpu_results or gpu_results, "extra_gb", "{:.0f}", 1e3),
-        ]
-        ratios = (figures(results, "ratio_to_bare", "{:.2f}") for results in (cpu_results, gpu_results))
-        lines.append([name, *counted, *ratios])
+    for name in dict.fromkeys(result["objective"] for result in select(cpu + gpu, level="objectives")):
+        both = [select(results, level="objectives", objective=name) for results in (cpu, gpu)]
+        counted = figures(both[0] or both[1], "counted_operations", "{:.3g}")
+        extra = figures(both[0] or both[1], "extra_gb", "{:.0f}", 1e3)
+        lines.append([name, counted, extra, *(figures(results, "ratio_to_bare", "{:.2f}") for results in both)])
     return lines
 
 
@@ -174,11 +169,12 @@ def figures(results: Results, key: str, form: str, times: float = 1.0) -> str:
 
 def rollouts(results: Results) -> list[list[str]]:
     """Each way at each shape: tokens a second, and what a step takes. Header first."""
-    counted = "launches" if any("gpu_ms_per_step" in way for way in all_ways(results)) else "operations"
+    sampled = select(results, level="rollouts")
+    on_gpu = any("gpu_ms_per_step" in way for result in sampled for way in result["ways"].values())
+    counted = "launches" if on_gpu else "operations"
     lines = [["model", "prompt + response", "K", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
-    if counted == "launches":
-        lines[0] += ["GPU ms a step", "share of the floor"]
-    for result in select(results, level="rollouts"):
+    lines[0] += ["GPU ms a step", "share of the floor"] if on_gpu else []
+    for result in sampled:
         shape = [described_model(result), lengths(result), str(result["K"])]
         for name, way in result["ways"].items():
             if "absent" in way:
@@ -186,15 +182,11 @@ def rollouts(results: Results) -> list[list[str]]:
                 continue
             cells = [f"{way['tokens_per_s']:.0f}", f"{way['ratio']:.2f}", f"{way['ms_per_step']:.1f}"]
             cells.append(cell(way, f"{counted}_per_step", "{:.0f}"))
-            if counted == "launches":
+            if on_gpu:
                 cells.append(cell(way, "gpu_ms_per_step", "{:.2f}"))
                 cells.append(f"{way['floor_ms'] / way['ms']:.0%}" if "floor_ms" in way else "")
             lines.append([*shape, name, *cells])
     return lines
-
-
-def all_ways(results: Results) -> list[dict]:
-    return [way for result in select(results, level="rollouts") for way in result["ways"].values()]
 
 
 def cell(way: dict, name: str, form: str) -> str:
@@ -241,18 +233,14 @@ def gpu_record() -> dict | None:
     return load(path) if path.exists() else None
 
 
-def goals_met(record: dict) -> str:
-    verdicts = [goal.verdict(judged(record)).met for goal in GOALS if "CPU" not in goal.what]
-    measured = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
-    return f"{measured.count('met')} of {len(measured)} goals that were measured are met, {len(verdicts)} were set"
-
-
 def gpu_sentence(record: dict | None) -> str:
     """What is known of GPUs."""
     if record is None:
-        no_gpu = "no GPU has been measured."
-        return f"- All timings are from a CPU and small models: {no_gpu}"
-    return f"- On {described(record['environment'])}: [{goals_met(record)}](goals.py)."
+        return "- All timings are from a CPU and small models: no GPU has been measured."
+    verdicts = [goal.verdict(judged(record)).met for goal in GOALS if "CPU" not in goal.what]
+    measured = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
+    met = f"{measured.count('met')} of {len(measured)} goals that were measured are met, {len(verdicts)} were set"
+    return f"- On {described(record['environment'])}: [{met}](goals.py)."
 
 
 def with_gpu_limit(front_page: str, record: dict | None) -> str:
