@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
-from benchmarks.peak_memory import PeakMemory
-from benchmarks.shapes import CUDA, DEVICE, DTYPE, dtype_name
+from benchmarks.shapes import DEVICE, DTYPE, dtype_name
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
@@ -41,13 +40,12 @@ class Update:
 
     def run(self) -> Tensor:
         """Adds to the gradients and returns the loss."""
-        return sum(map(forward_and_backward, self.losses))
-
-
-def forward_and_backward(forward: Callable[[], Tensor]) -> Tensor:
-    loss = forward()
-    loss.backward()
-    return loss.detach()
+        total = torch.zeros((), device=DEVICE)
+        for forward in self.losses:
+            loss = forward()
+            loss.backward()
+            total += loss.detach()
+        return total
 
 
 def made_up_rollout(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tensor:
@@ -59,15 +57,11 @@ def made_up_rollout(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tenso
     return torch.stack([sums + 0.02 * noise[0], sums + noise[1], noise[2]])
 
 
-def packed_rows(prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool) -> list[PackedRow]:
-    rows = pack(prompts, responses, Packing(training_shapes.TOKENS_PER_PASS, share_prompts))
-    return [row.to(DEVICE) for row in rows]
-
-
 def packed_update(
     policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool
 ) -> Update:
-    rows = packed_rows(prompts, responses, share_prompts=share_prompts)
+    packing = Packing(training_shapes.TOKENS_PER_PASS, share_prompts)
+    rows = [row.to(DEVICE) for row in pack(prompts, responses, packing)]
     pairs_per_group = len(responses[0]) // 2
     all_pairs = pairs_per_group * len(responses)
 
@@ -125,27 +119,6 @@ def policy() -> PackedModel:
     return policy
 
 
-def peak_bytes(model: PackedModel, run: Callable[[], object]) -> int:
-    """Memory beyond the weights and their gradients."""
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    with PeakMemory() as memory:
-        run()
-    return memory.peak
-
-
-def shape_record(responses: list[list[Ids]]) -> dict[str, object]:
-    N = sum(map(len, chain.from_iterable(responses)))
-    return {"N": N, "D": CONFIG.hidden_size, "V": CONFIG.vocab_size, "dtype": dtype_name(DTYPE)}
-
-
-def count_parameters(model: PackedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 # The suite fails where fastp3o does.
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else f"fastp3o {layout}")
 @pytest.mark.parametrize("K", RESPONSES)
@@ -154,10 +127,10 @@ def test_training(benchmark, policy, layout, K, lengths):
     """The layout is timed in turns with plain packing: `ratio_to_bare` is the time over its time."""
     groups = random_groups(lengths, K)
     update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
-    shape = shape_record(groups[1])
+    shape = sum(map(len, chain.from_iterable(groups[1]))), CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
     measure(
         benchmark,
-        Case("training", layout, "forward and backward", **shape, bytes=0, operations=0, gradient_bytes=0),
+        Case("training", layout, "forward and backward", *shape, bytes=0, operations=0, gradient_bytes=0),
         prepare=lambda: policy.zero_grad(set_to_none=False),
         run=lambda _: update.run(),
         bare=plain.run,
@@ -165,6 +138,4 @@ def test_training(benchmark, policy, layout, K, lengths):
     benchmark.extra_info |= lengths._asdict() | {
         "K": K,
         "tokens": update.tokens,
-        "parameters": count_parameters(policy),
-        "extra_gb": peak_bytes(policy, update.run) / 1e9,
     }

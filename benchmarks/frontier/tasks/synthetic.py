@@ -23,23 +23,11 @@ PREFERENCE_SCALE, FLIPPED = 1.7, 0.05
 
 END, PAD = "<end>", "<pad>"
 
-LIMITS: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_row": 2048}
-
 # Fields of SFTConfig and RewardModelConfig with which one thread learns both in four minutes.
-SFT: dict[str, Any] = LIMITS | {
-    "epochs": 3,
-    "batch_size": 64,
-    "learning_rate": 6e-3,
-    "lr_schedule": "cosine",
-    "warmup_steps": 20,
-}
-REWARD_MODEL: dict[str, Any] = LIMITS | {
-    "epochs": 2,
-    "batch_size": 64,
-    "learning_rate": 2e-3,
-    "lr_schedule": "cosine",
-    "warmup_steps": 20,
-}
+COMMON: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_row": 2048}
+COMMON |= {"batch_size": 64, "lr_schedule": "cosine", "warmup_steps": 20, "report_to": "none", "precision": "fp32"}
+SFT = COMMON | {"epochs": 3, "learning_rate": 6e-3}
+REWARD_MODEL = COMMON | {"epochs": 2, "learning_rate": 2e-3}
 
 
 def make_data(folder: Path, seed: int) -> None:

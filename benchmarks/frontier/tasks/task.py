@@ -30,19 +30,12 @@ from fastp3o.training.sft import SFTConfig
 RESULTS = Path(__file__).parents[2] / "results" / "frontier"
 # Ten languages of one kind. Eight have one seed each and give the results; on the other two settings are chosen.
 TASKS = tuple(f"many_languages-{number}" for number in range(10))
-COMMON: dict[str, Any] = {"report_to": "none", "precision": "fp32"}
 
 # Of every run, whatever its algorithm.
 SETTINGS: dict[str, Any] = {
-    "updates": 20,
-    "inner_epochs": 4,
-    "max_prompt_tokens": 16,
-    "max_response_tokens": 32,
-    "tokens_per_row": 2048,
-    "eval_at": "2,4,7,10,14",
-    "eval_responses_per_prompt": 4,
-    "eval_batch_size": 128,
-    "sampler": "engine",
+    **{"updates": 20, "inner_epochs": 4, "sampler": "engine"},
+    **{"max_prompt_tokens": 16, "max_response_tokens": 32, "tokens_per_row": 2048},
+    **{"eval_at": "2,4,7,10,14", "eval_responses_per_prompt": 4, "eval_batch_size": 128},
 }
 
 
@@ -118,7 +111,7 @@ def fine_tune(folder: Path, seed: int) -> str:
         output_dir=str(output),
         train_data=str(folder / "sft.jsonl"),
         seed=seed,
-        **(COMMON | synthetic.SFT),
+        **synthetic.SFT,
     )
     sft.train(config)
     return str(output / "model")
@@ -134,7 +127,7 @@ def learn_preferences(folder: Path, policy: str, seed: int) -> str:
         train_data=str(folder / "preferences.train.jsonl"),
         eval_data=str(folder / "preferences.eval.jsonl"),
         seed=seed,
-        **(COMMON | synthetic.REWARD_MODEL),
+        **synthetic.REWARD_MODEL,
     )
     reward_model.train(config)
     return str(output / "model")
