@@ -188,16 +188,9 @@ def trainer_figures(task: Task, iterations: int, folder: Path) -> dict[str, obje
         "output_dir": str(folder),
         "max_steps": iterations * EPOCHS,
         "gradient_accumulation_steps": task.passes,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "optim": "adamw_torch_fused",
-        "bf16": CUDA,
-        "gradient_checkpointing": False,
-        "use_cpu": not CUDA,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
+        **{"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused"},
+        **{"bf16": CUDA, "gradient_checkpointing": False, "use_cpu": not CUDA},
+        **{"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
     }
 
 

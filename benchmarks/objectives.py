@@ -14,16 +14,7 @@ from benchmarks import peers
 from benchmarks.implementations import eager_head
 from benchmarks.inputs import Inputs
 from benchmarks.shapes import RESPONSE_TOKENS
-from fastp3o_kernels import (
-    Groups,
-    P3OSettings,
-    linear_logprobs,
-    linear_loss,
-    losses,
-    p3o_loss,
-    sequence_logprobs,
-    token_p3o_loss,
-)
+from fastp3o_kernels import Groups, P3OSettings, linear_logprobs, linear_loss, losses, p3o_loss, token_p3o_loss
 
 Objective = Callable[[Groups], Tensor]
 
@@ -56,10 +47,9 @@ def make_problem(inputs: Inputs) -> Problem:
 
     token_tensors = {"old tokens": near(own, 1e-3), "ref tokens": near(own, 0.1)}
     sums, rewards = inputs.sums, inputs.rewards
-    old_means = sequence_logprobs(token_tensors["old tokens"], inputs.cu_seqlens).view(-1, 2) / RESPONSE_TOKENS
     known = {
         "old": near(sums, 0.02),
-        "old means": old_means,
+        "old means": token_tensors["old tokens"].view(*rewards.shape, RESPONSE_TOKENS).mean(-1),
         "ref": near(sums, 1.0),
         "rewards": rewards,
         "advantages": losses.group_advantages(rewards),
@@ -126,10 +116,8 @@ def grpo_plus(logprobs: Tensor, old: Tensor, advantages: Tensor, complete: Tenso
 
 
 def gspo(groups: Groups) -> Tensor:
-    means = groups.means(groups.token_logprobs)
-    return (
-        losses.ppo_clip(means, groups["old means"], groups["advantages"], clip_low=3e-4, clip_high=4e-4).mean(1).sum()
-    )
+    given = groups.means(groups.token_logprobs), groups["old means"], groups["advantages"]
+    return losses.ppo_clip(*given, clip_low=3e-4, clip_high=4e-4).mean(1).sum()
 
 
 def ipo(groups: Groups) -> Tensor:
@@ -235,8 +223,4 @@ LIGER: dict[str, Callable[[Problem, bool], Tensor]] = {
     "KTO": liger_kto,
     "GRPO": liger_grpo,
 }
-WAYS = {
-    "eager": dict.fromkeys(OBJECTIVES, eager),
-    "TRL": TRL,
-    "Liger": dict.fromkeys(LIGER, liger),
-}
+WAYS = {"eager": dict.fromkeys(OBJECTIVES, eager), "TRL": TRL, "Liger": dict.fromkeys(LIGER, liger)}

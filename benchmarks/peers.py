@@ -52,17 +52,8 @@ def trl_logprobs(inputs: Inputs) -> Tensor:
     """Log-probs as TRL's DPO, KTO, GRPO and RLOO trainers compute them."""
     from trl.trainer import utils
 
-    logprobs, *_ = utils._ChunkedLogProbFunction.apply(
-        inputs.hidden,
-        inputs.weight,
-        None,
-        inputs.labels,
-        1.0,
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE,
-        None,
-        1.0,
-        (),
-    )
+    options = 1.0, utils._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
+    logprobs, *_ = utils._ChunkedLogProbFunction.apply(inputs.hidden, inputs.weight, None, inputs.labels, *options)
     return logprobs.float()
 
 
@@ -116,15 +107,9 @@ def hidden_liger_grpo(inputs: Inputs) -> Tensor:
         beta=0.0, use_ref_model=False, importance_sampling_level="sequence", loss_type="grpo"
     )
     hidden, weight, labels = response_rows(inputs)
-    loss, _ = compute_loss(
-        hidden,
-        weight,
-        labels,
-        torch.ones_like(labels),
-        inputs.rewards.flatten().to(inputs.hidden.dtype),
-        old_per_token_logps=(inputs.old_logprobs.view(-1, 1) / RESPONSE_TOKENS).expand_as(labels),
-    )
-    return loss
+    old = (inputs.old_logprobs.view(-1, 1) / RESPONSE_TOKENS).expand_as(labels)
+    advantages = inputs.rewards.flatten().to(inputs.hidden.dtype)
+    return compute_loss(hidden, weight, labels, torch.ones_like(labels), advantages, old_per_token_logps=old)[0]
 
 
 def response_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

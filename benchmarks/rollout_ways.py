@@ -127,18 +127,9 @@ def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"w0": END}, unk_token="w0")), eos_token="w0", pad_token="w0"
     )
-    settings = GRPOConfig(
-        output_dir=gettempdir(),
-        per_device_train_batch_size=P * case.K,
-        num_generations=case.K,
-        max_completion_length=case.response,
-        temperature=1.0,
-        beta=0.0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=not CUDA,
-        report_to="none",
-    )
+    sizes = {"num_generations": case.K, "max_completion_length": case.response, "temperature": 1.0, "beta": 0.0}
+    sizes |= {"output_dir": gettempdir(), "per_device_train_batch_size": P * case.K}
+    settings = GRPOConfig(**sizes, bf16=False, gradient_checkpointing=False, use_cpu=not CUDA, report_to="none")
     with sampling_mode(policy) as model:
         copy = deepcopy(model)
     return GRPOTrainer(

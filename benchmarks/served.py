@@ -37,7 +37,7 @@ def main() -> None:
     for name in ("url", "model", "eval_prompts"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument(
-        "--server_pid", type=int, required=True, help="Its processor time is counted, with its children's."
+        "--server_pid", type=int, required=True, help="Whose processor time counts, with its children's."
     )
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -58,15 +58,8 @@ def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, roun
     }
     context = Context(Accelerator(cpu=True), choose_precision("fp32", "fp32"), tokenizer, None)
     versions = iter(range(100))
-    config = P3OConfig(
-        model=given.model,
-        output_dir="",
-        prompts="",
-        reward="",
-        sampler="vllm",
-        vllm_url=given.url,
-        max_prompt_tokens=PROMPT,
-    )
+    served = {"sampler": "vllm", "vllm_url": given.url, "max_prompt_tokens": PROMPT}
+    config = P3OConfig(model=given.model, output_dir="", prompts="", reward="", **served)
     publisher = Publisher(context, config, config.longest_sequence, policy, lambda: next(versions))
     publish_seconds = [timeit(publisher, number=1) for _ in range(4)][1:]
     publisher.version = lambda: publisher.published or 0

@@ -65,12 +65,9 @@ def errors(compute_loss: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str
     targets = torch.autograd.grad(expected, leaves)
     loss = compute_loss(inputs)
     gradients = torch.autograd.grad(loss, (inputs.hidden, inputs.weight))
-    relative = [
-        ((got.double() - target).norm() / target.norm()).item() for got, target in zip(gradients, targets, strict=True)
-    ]
-    return dict(
-        zip(("loss_error", "dhidden_error", "dweight_error"), [abs(loss - expected).item(), *relative], strict=True)
-    )
+    named = zip(("dhidden_error", "dweight_error"), gradients, targets, strict=True)
+    relative = {name: ((got.double() - target).norm() / target.norm()).item() for name, got, target in named}
+    return {"loss_error": abs(loss - expected).item()} | relative
 
 
 def run_both(benchmark, name, compute_loss, inputs, passes="forward and backward") -> None:

@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from benchmarks.frontier.report import measures
 from benchmarks.frontier.report.figures import COLORS, bars
 from benchmarks.frontier.report.measures import Study
-from benchmarks.frontier.report.rewards import ppo
 from benchmarks.frontier.runs.plan import BETA, Run
-from benchmarks.frontier.runs.rewards import DEVIATIONS, PPO_RATES
+from benchmarks.frontier.runs.rewards import DEVIATIONS, PPO_RATES, ppo
 from benchmarks.frontier.runs.tuned_arms import arm
 from fastp3o.evaluation.matched_kl import Estimate, interval
 

@@ -12,16 +12,10 @@ from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.tuned_arms import arm
 
 
-def ppo(deviation: float, rate: float) -> Run:
-    """PPO under an offset of this standard deviation."""
-    fields = {"offset": "unlearnable", "offset_sd": deviation} if deviation else {}
-    return replace(arm("ppo"), learning_rate=rate, **fields)
-
-
 def pairs() -> Iterator[tuple[Run, Run]]:
     """Joint P3O against PPO under offsets; with factors joint P3O against all, and all against themselves without."""
     joint = arm("joint")
-    yield from ((joint, ppo(sd, rate)) for sd in rewards.DEVIATIONS for rate in rewards.PPO_RATES)
+    yield from ((joint, rewards.ppo(sd, rate)) for sd in rewards.DEVIATIONS for rate in rewards.PPO_RATES)
     yield joint, arm("ppo_centred")
     for one in rewards.scales():
         first = arm("joint", one.responses_per_prompt, reward_spread=one.reward_spread)

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from pandas import DataFrame, Series
 
-from benchmarks.frontier.report import equal_kl, measures, rewards, stale
+from benchmarks.frontier.report import equal_kl, measures, stale
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.equal_kl import KLS
 from benchmarks.frontier.runs.plan import BETA, Run
-from benchmarks.frontier.runs.rewards import PPO_RATES, scales
+from benchmarks.frontier.runs.rewards import PPO_RATES, ppo, scales
 from benchmarks.frontier.runs.tuned_arms import RESULTS, arm
 from benchmarks.goals import NOT_MEASURED
 from benchmarks.report import markdown, write_between
@@ -129,7 +129,7 @@ def earlier_table(study: Study) -> list[list[str]]:
 
 def under_an_offset(study: Study, deviation: float) -> tuple[str, Estimate | None]:
     """Joint P3O, which no offset moves, against PPO at the rate that is best for it there."""
-    return against_highest(study, [(arm("joint"), rewards.ppo(deviation, rate)) for rate in PPO_RATES])
+    return against_highest(study, [(arm("joint"), ppo(deviation, rate)) for rate in PPO_RATES])
 
 
 def under_scales(study: Study) -> tuple[str, Estimate | None]:

@@ -65,7 +65,7 @@ def rewards(run: Run, task: Task) -> dict[str, Named]:
 def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_scores(task.reward_model, task.policy)
     centred, standardised = run.algorithm == CENTRED, run.algorithm == STANDARDISED
-    plain = read_prompts(task.eval_prompts) if centred or standardised or run.reward_spread else ()
+    evaluated = read_jsonl(Path(task.eval_prompts)) if centred or standardised or run.reward_spread else ()
     return OffsetReward(
         reward,
         task.reward_mean,
@@ -76,12 +76,8 @@ def offset_reward(run: Run, task: Task) -> OffsetReward:
         spread=run.reward_spread,
         centred=centred,
         standardised=standardised,
-        plain=frozenset(plain),
+        plain=frozenset(record["prompt"] for record in evaluated),
     )
-
-
-def read_prompts(path: str) -> list[str]:
-    return [record["prompt"] for record in read_jsonl(Path(path))]
 
 
 def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:

@@ -17,13 +17,18 @@ def without_offset() -> Iterator[Run]:
     return (arm(algorithm) for algorithm in INVARIANT)
 
 
+def ppo(deviation: float, rate: float) -> Run:
+    """PPO under an offset of this standard deviation."""
+    fields = {"offset": "unlearnable", "offset_sd": deviation} if deviation else {}
+    return replace(arm("ppo"), learning_rate=rate, **fields)
+
+
 def offset_doses() -> Iterator[Run]:
     """PPO at three rates, and the others at theirs, under offsets that nothing predicts."""
     for seed, task in RESULTS:
         for deviation in reversed(DEVIATIONS):
-            fields = {"offset": "unlearnable", "offset_sd": deviation} if deviation else {}
             for rate in PPO_RATES:
-                yield replace(arm("ppo"), task=task, seed=seed, learning_rate=rate, **fields)
+                yield replace(ppo(deviation, rate), task=task, seed=seed)
     for run in results(without_offset()):
         for deviation in DEVIATIONS if run.seed == 0 else (0.0,):
             yield replace(run, offset="unlearnable", offset_sd=deviation) if deviation else run

@@ -26,17 +26,8 @@ CHOSEN = Path(__file__).parent / "tuned_arms.json"
 
 
 def arm(algorithm: str, responses: int = 4, own: float = 0.0, **fields: float | str) -> Run:
-    return Run(
-        "",
-        algorithm,
-        0.0,
-        BETA,
-        0,
-        responses_per_prompt=responses,
-        prompts_per_update=PROMPTS[responses],
-        own_parameter=own,
-        **fields,
-    )
+    sizes = {"responses_per_prompt": responses, "prompts_per_update": PROMPTS[responses]}
+    return Run("", algorithm, 0.0, BETA, 0, own_parameter=own, **sizes, **fields)
 
 
 def rates_of(arm: Run) -> tuple[float, ...]:
