@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.fastp3o.runs import metrics
 from tests.fastp3o.together import together
 
 RECORD = Path(__file__).with_name("runs.json")
@@ -111,20 +112,14 @@ def train(runs: dict[str, list[str]], tiny_model: str, processes: int = 1) -> No
     assert done.returncode == 0, done.stdout
 
 
-def metrics(name: str, file: str) -> list[dict[str, float]]:
-    path = Path("runs", name, file)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    times = ("seconds", "tokens_per_second", "peak_memory")
-    return [{key: value for key, value in line.items() if not key.startswith(times)} for line in lines]
-
-
 def result(name: str) -> dict[str, Any]:
     """Hashes of a run's weights and metrics, and its first metrics."""
     weights = hashlib.sha256()
     for key, tensor in sorted(load_file(f"runs/{name}/model/model.safetensors").items()):
         weights.update(key.encode())
         weights.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    steps, evaluations = metrics(name, "metrics.jsonl"), metrics(name, "eval.jsonl")
+    steps, evaluated = metrics(f"runs/{name}"), Path("runs", name, "eval.jsonl").exists()
+    evaluations = metrics(f"runs/{name}", "eval.jsonl") if evaluated else []
     reported = hashlib.sha256(json.dumps([steps, evaluations], sort_keys=True).encode())
     return {"weights": weights.hexdigest()[:16], "metrics": reported.hexdigest()[:16], "first": steps[0]}
 

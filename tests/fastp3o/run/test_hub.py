@@ -86,9 +86,8 @@ def test_nothing_is_trained_that_cannot_be_uploaded(workplace, tiny_model, serve
 
 def test_a_failed_upload_loses_nothing(workplace, tiny_model, server, monkeypatch):
     server.refused["/commit/main"] = (413, f"too large for {WRITES}")
-    with pytest.raises(
-        HubError, match="the run is finished, and its model is in run/model, but not on the hub"
-    ) as caught:
+    said = "the run is finished, and its model is in run/model, but not on the hub"
+    with pytest.raises(HubError, match=said) as caught:
         train(tiny_model)
     assert "`hf upload me/tiny run/model`" in str(caught.value)
     assert "too large for ..." in str(caught.value)

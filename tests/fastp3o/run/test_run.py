@@ -200,9 +200,8 @@ def test_what_would_be_another_run_is_refused_and_what_may_change_takes_effect(
 def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model, tokenizer):
     scores = iter([1.0, float("nan"), 2.0, 3.0])
     run = start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2)
-    with pytest.raises(
-        NotFiniteError, match=r"step 2: score of the evaluation is NaN or infinite; the model .*step-000002"
-    ):
+    says = r"step 2: score of the evaluation is NaN or infinite; the model .*step-000002"
+    with pytest.raises(NotFiniteError, match=says):
         finish(run)
     assert [line["step"] for line in lines("eval.jsonl")] == [0]
     assert finish(start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2, resume=True)) == [3, 4]
