@@ -269,10 +269,10 @@ def test_every_objective_trains_on_trajectories(tiny_model, workplace, objective
 
 
 def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_model, workplace):
-    (workplace / "games.py").write_text("from tests.fastp3o.rollouts.test_trajectories import Echo\n")
+    (workplace / "echo_game.py").write_text("from tests.fastp3o.rollouts.test_trajectories import Echo\n")
     settings = {"rounds_ahead": 1, "save_minutes": 1e-9, "dynamic_sampling": 1, "mask_truncated": True}
     settings |= {
-        "environment": "games:Echo",
+        "environment": "echo_game:Echo",
         "reward": "environment,rewards_for_tests:vowels",
         "reward_weights": "1,0.5",
     }
