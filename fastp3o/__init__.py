@@ -17,6 +17,7 @@ HOMES = {
     "training.config": ("RewardModelConfig", "SFTConfig"),
     "objectives.p3o": ("P3OConfig", "PPGConfig"),
     "objectives.ppo": ("PPOConfig",),
+    "objectives.trpo": ("TRPOConfig",),
     "objectives.policy_gradient": (
         "DAPOConfig",
         "DrGRPOConfig",

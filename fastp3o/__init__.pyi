@@ -31,6 +31,7 @@ from fastp3o.objectives.preferences import OnlineSLiCConfig as OnlineSLiCConfig
 from fastp3o.objectives.preferences import ORPOConfig as ORPOConfig
 from fastp3o.objectives.preferences import SimPOConfig as SimPOConfig
 from fastp3o.objectives.preferences import SLiCConfig as SLiCConfig
+from fastp3o.objectives.trpo import TRPOConfig as TRPOConfig
 from fastp3o.run.result import Result as Result
 from fastp3o.training.api import train as train
 from fastp3o.training.config import RewardModelConfig as RewardModelConfig

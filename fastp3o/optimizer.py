@@ -114,7 +114,8 @@ class Optimizer:
         groups = [group["params"] for group in self.optimizer.param_groups]
         gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
         own_parts = ([gradient for gradient in group if gradient.numel()] for group in gradients)
-        norms = torch.stack([nn.utils.get_total_norm(group, foreach=True) for group in own_parts])
+        device = self.accelerator.device  # without gradients torch's zero is on the CPU
+        norms = torch.stack([nn.utils.get_total_norm(group, foreach=True).to(device) for group in own_parts])
         if self.accelerator.num_processes == 1:
             return norms
         return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()

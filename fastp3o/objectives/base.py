@@ -92,7 +92,7 @@ class Objective(ABC):
 
     @property
     def adaptive_metrics(self) -> dict[str, float]:
-        """The settings that an update changes, as metrics by name."""
+        """What an update changes beside its optimizer steps, such as settings, as metrics by name."""
         return {} if self.kl is None or self.kl.target is None else {"kl_coef": self.kl.value}
 
     def clip_range(self, length: float) -> float | None:
@@ -115,10 +115,10 @@ class Objective(ABC):
             self.kl.adapt(mean_kl(minibatches, sum_over_processes))
         return minibatches
 
-    def conclude(  # noqa: B027 - most look at nothing
+    def conclude(  # noqa: B027 - most do nothing
         self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses
     ) -> None:
-        """Runs once an update, after its last optimizer step: looks at how far the policy has moved."""
+        """Runs once an update, after its last optimizer step: looks at how far the policy has moved, or moves it."""
 
     @abstractmethod
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:

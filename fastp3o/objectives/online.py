@@ -1,6 +1,6 @@
 """The online objectives, by the names that `fastp3o online --objective` takes."""
 
-from fastp3o.objectives import p3o, policy_gradient, ppo, preferences
+from fastp3o.objectives import p3o, policy_gradient, ppo, preferences, trpo
 from fastp3o.objectives.config import OnlineConfig
 
 OBJECTIVES: dict[str, type[OnlineConfig]] = {
@@ -15,6 +15,7 @@ OBJECTIVES: dict[str, type[OnlineConfig]] = {
     "gspo": policy_gradient.GSPOConfig,
     "rebel": policy_gradient.REBELConfig,
     "ppo": ppo.PPOConfig,
+    "trpo": trpo.TRPOConfig,
     "online_dpo": preferences.OnlineDPOConfig,
     "online_ipo": preferences.OnlineIPOConfig,
     "online_simpo": preferences.OnlineSimPOConfig,

@@ -7,7 +7,7 @@ Shapes: N tokens of S responses, one after the other; response s has the tokens 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -43,7 +43,40 @@ PENALTY = ("step_bound=penalty", "step_bound=both")
 
 
 @options
-class PPOConfig(KLConfig):
+class CriticConfig(KLConfig):
+    """A critic, and the advantages of tokens that come of it."""
+
+    gae_lambda: float = option(
+        0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
+    )
+    process_rewards: bool = option(
+        True,
+        "Rewards of turns come at their turn's last token, and those of functions that reward tokens at theirs, where "
+        "advantages see them. Off: all of it at the response's last token.",
+    )
+    critic_learning_rate: float = option(
+        1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
+    )
+    value_coef: float = option(
+        0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
+    )
+    value_clip_range: float = option(
+        0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
+    )
+    reward_scaling: Literal["absolute", "none"] = option(
+        "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
+    )
+    reward_clip: float = option(
+        10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
+    )
+
+    @property
+    def rewards_tokens(self) -> bool:
+        return self.process_rewards
+
+
+@options
+class PPOConfig(CriticConfig):
     """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 
     objective: str = objective_name("ppo")
@@ -74,41 +107,14 @@ class PPOConfig(KLConfig):
         needs=PENALTY,
         changeable=True,
     )
-    gae_lambda: float = option(
-        0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
-    )
-    process_rewards: bool = option(
-        True,
-        "Rewards of turns come at their turn's last token, and those of functions that reward tokens at theirs, where "
-        "advantages see them. Off: all of it at the response's last token.",
-    )
-    critic_learning_rate: float = option(
-        1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
-    )
     entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats per token.", at_least=0, changeable=True)
-    value_coef: float = option(
-        0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
-    )
-    value_clip_range: float = option(
-        0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
-    )
-    reward_scaling: Literal["absolute", "none"] = option(
-        "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
-    )
-    reward_clip: float = option(
-        10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
-    )
-
-    @property
-    def rewards_tokens(self) -> bool:
-        return self.process_rewards
 
     def build(self) -> "PPO":
         return PPO(self)
 
 
-class PPO(Objective):
-    """Token-level PPO.
+class ActorCritic(Objective):
+    """Advantages of tokens by a critic, which trains beside the policy.
 
     `prepare` adds, [N] fp32 each: `old_values`, the values before each token at the rollout; `advantages`, whitened
     over the update; `returns`, the targets of the values.
@@ -116,20 +122,10 @@ class PPO(Objective):
 
     kl: KLCoefficient
 
-    def __init__(self, config: PPOConfig):
+    def __init__(self, config: CriticConfig):
         self.config = config
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
-        self.step_kl = KLCoefficient(config.step_kl_coef, config.step_kl_target, foresight=0)
-
-    @property
-    def stateful_parts(self) -> "dict[str, Stateful]":
-        return super().stateful_parts | {"step_kl_coef": self.step_kl}
-
-    @property
-    def adaptive_metrics(self) -> dict[str, float]:
-        metrics = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
-        return super().adaptive_metrics | metrics
 
     @property
     def learning_rates(self) -> Mapping[str, float]:
@@ -154,6 +150,39 @@ class PPO(Objective):
         )
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
+    def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
+        """Advantages of the tokens, [N] fp32, not whitened yet."""
+        row, logprobs = microbatch.row, (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
+        rewards = token_rewards(microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value)
+        if (at_tokens := microbatch.token_rewards) is not None:
+            # The last token has the rest of the reward, such as penalties and what its bound takes away.
+            rest = -sequence_logprobs(at_tokens, row.cu_seqlens)
+            rewards = (rewards + at_tokens).index_add(0, row.cu_seqlens[1:].long() - 1, rest)
+        longest = max(row.labelled_lengths)
+        return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
+
+    def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
+        return masked_tokens(row, loss_mask)
+
+
+class PPO(ActorCritic):
+    """Token-level PPO."""
+
+    config: PPOConfig
+
+    def __init__(self, config: PPOConfig):
+        super().__init__(config)
+        self.step_kl = KLCoefficient(config.step_kl_coef, config.step_kl_target, foresight=0)
+
+    @property
+    def stateful_parts(self) -> "dict[str, Stateful]":
+        return super().stateful_parts | {"step_kl_coef": self.step_kl}
+
+    @property
+    def adaptive_metrics(self) -> dict[str, float]:
+        metrics = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
+        return super().adaptive_metrics | metrics
+
     @torch.no_grad()
     def conclude(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> None:
         """Adapts the weight of the KL to the policy before the update, by what it is after it."""
@@ -168,20 +197,6 @@ class PPO(Objective):
         kls = torch.cat([step_kl(*pair) for pair in compared]).double()
         total, count = sum_over_processes(torch.stack([kls.sum(), kls.new_full((), len(kls))])).tolist()
         self.step_kl.adapt(total / count)
-
-    def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """Advantages of the tokens, [N] fp32, not whitened yet."""
-        row, logprobs = microbatch.row, (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
-        rewards = token_rewards(microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value)
-        if (at_tokens := microbatch.token_rewards) is not None:
-            # The last token has the rest of the reward, such as penalties and what its bound takes away.
-            rest = -sequence_logprobs(at_tokens, row.cu_seqlens)
-            rewards = (rewards + at_tokens).index_add(0, row.cu_seqlens[1:].long() - 1, rest)
-        longest = max(row.labelled_lengths)
-        return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
-
-    def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
-        return masked_tokens(row, loss_mask)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         from fastp3o.models.packed_model import label_entropies, label_logprobs
@@ -272,19 +287,10 @@ def ppo_loss(
 ) -> LossAndMetrics:
     """Bounded policy loss and clipped value loss, summed over the tokens that take part.
 
-    logprobs, values, entropy: [N] fp32. microbatch: as `PPO.prepare` leaves it. divisor: of the sums. step_kl_coef: the
-    adapted one; by default the configuration's.
+    logprobs, values, entropy: [N] fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
+    step_kl_coef: the adapted one; by default the configuration's.
     """
-    old_values, advantages, returns = (microbatch.prepared[name] for name in ("old_values", "advantages", "returns"))
-    loss_mask, count = None, torch.full((), float(len(logprobs)), device=logprobs.device)
-    if microbatch.loss_mask is not None:
-        lengths = microbatch.row.cu_seqlens.diff()
-        loss_mask = microbatch.loss_mask.flatten().repeat_interleave(lengths, output_size=len(logprobs))
-        count = loss_mask.sum()
-
-    def total(values: Tensor) -> Tensor:
-        return (values if loss_mask is None else values.where(loss_mask, 0.0)).sum()
-
+    advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
     coef = config.step_kl_coef if step_kl_coef is None else step_kl_coef
     compared = logprobs, microbatch.old_token_logprobs, advantages
@@ -301,21 +307,34 @@ def ppo_loss(
         sampler_metrics = sampler_ratio_metrics(sampler_ratios, config.sampler_ratio_cap)
     policy_loss = total(policy_losses)
 
-    reach = config.value_clip_range
-    clipped_values = old_values + (values - old_values).clamp(-reach, reach)
-    value_loss = total(torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2)
-
+    value_terms = clipped_value_loss(values, microbatch, config.value_clip_range)
     outside = (ratio < 1 - config.clip_range) | (ratio > 1 + config.clip_range)
     sums = {
         "ratio_mean": total(ratio),
         "clip_fraction": total(outside.float()),
         "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "value_clip_fraction": total(((values - old_values).abs() > reach).float()),
-        **{name: total(value) for name, value in sampler_metrics.items()},
+        **{name: total(value) for name, value in (value_terms | sampler_metrics).items()},
     }
-    loss = policy_loss + config.value_coef * value_loss
+    loss = policy_loss + config.value_coef * sums["value_loss"]
     if entropy is not None:
         sums["policy_entropy"] = total(entropy)
         loss = loss - config.entropy_coef * sums["policy_entropy"]
     return loss / divisor, with_count(sums, count) | {"ratio_max": ratio.detach().max()}
+
+
+def clipped_value_loss(values: Tensor, microbatch: Microbatch, reach: float) -> dict[str, Tensor]:
+    """Of each token, [N] fp32: the loss of its value, and whether that has moved further than `reach`."""
+    old_values, returns = microbatch.prepared["old_values"], microbatch.prepared["returns"]
+    clipped_values = old_values + (values - old_values).clamp(-reach, reach)
+    loss = torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2
+    return {"value_loss": loss, "value_clip_fraction": ((values - old_values).abs() > reach).float()}
+
+
+def sum_and_count(microbatch: Microbatch) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The sum of the values [N] of tokens that take part in the loss, as a function, and the number of these, 0-d."""
+    tokens = microbatch.old_token_logprobs
+    if microbatch.loss_mask is None:
+        return torch.sum, torch.full((), float(len(tokens)), device=tokens.device)
+    lengths = microbatch.row.cu_seqlens.diff()
+    loss_mask = microbatch.loss_mask.flatten().repeat_interleave(lengths, output_size=len(tokens))
+    return lambda values: values.where(loss_mask, 0.0).sum(), loss_mask.sum()

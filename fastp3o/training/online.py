@@ -51,9 +51,9 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     context = make_context(
         config, "fp16", caller, prompts_per_update=config.prompts_per_update, ptx_batch_size=ptx_batch_size
     )
+    objective = config.build()
     prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
-    objective = config.build()
     policy = load_trained(config, partial(load_policy, trains=True))
     sampled = sampled_model(
         config,
