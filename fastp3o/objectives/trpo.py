@@ -34,9 +34,7 @@ class TRPOConfig(CriticConfig):
     max_kl: float = option(0.01, "Bound on an update's KL, in nats per token (TRPO: 0.01).", above=0, changeable=True)
     cg_steps: int = option(10, "Steps of conjugate gradients (Spinning Up: 10).", at_least=1, changeable=True)
     cg_damping: float = option(0.1, "Added to the Fisher matrix (Spinning Up: 0.1).", at_least=0, changeable=True)
-    line_search_steps: int = option(
-        10, "Tries, each 0.8 as far as the last (Spinning Up: 10).", at_least=1, changeable=True
-    )
+    line_search_steps: int = option(10, "Tries, each 0.8 of the last (Spinning Up: 10).", at_least=1, changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

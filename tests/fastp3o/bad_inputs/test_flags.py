@@ -22,14 +22,14 @@ BOUNDS = {
     "at_most": (0, 1),
 }  # steps that are taken, refused
 BOUNDED = {
-    "0 or more": "centring delta dynamic_sampling early_stopping entropy_coef eval_every gamma keep_checkpoints "
+    "0 or more": "centring cg_damping delta dynamic_sampling early_stopping entropy_coef eval_every gamma keep_checkpoints "
     "kl_coef length_penalty length_penalty_after log_rollouts log_rollouts_prompts lora_rank min_gap "
     "missing_eos_penalty ngram_penalty nll_weight odds_weight overlong_margin prompts_per_minibatch "
     "reference_every reward_clip reward_retries rounds_ahead sampler_ratio_cap samples_every "
     "save_every save_minutes seed sft_coef shard_size tau top_k trainable_layers value_coef warmup_steps "
     "weight_decay",
     "above 0": "adam_eps beta clip_high clip_range critic_learning_rate desirable_weight "
-    "environment_timeout eta kl_coef learning_rate lora_alpha max_grad_norm ptx_coef reward_timeout "
+    "environment_timeout eta kl_coef learning_rate lora_alpha max_grad_norm max_kl ptx_coef reward_timeout "
     "rollout_memory step_kl_coef step_kl_target target_kl tau temperature undesirable_weight "
     "value_clip_range vllm_time_limit",
     "above 0 and at most 1": "mixture top_p",
@@ -37,8 +37,8 @@ BOUNDED = {
     "at least 0 and below 0.5": "label_smoothing",
     "at least 0 and below 1": "adam_beta1 adam_beta2 lora_dropout reference_decay",
     "at least 0 and below 2**32": "seed",
-    "at least 1": "accept batch_size epochs eval_batch_size eval_limit eval_responses_per_prompt gpus heads "
-    "hidden_size inner_epochs intermediate_size judge_requests largest layers limit max_characters "
+    "at least 1": "accept batch_size cg_steps epochs eval_batch_size eval_limit eval_responses_per_prompt gpus heads "
+    "hidden_size inner_epochs intermediate_size judge_requests largest layers limit line_search_steps max_characters "
     "max_prompt_tokens max_response_tokens max_tokens max_turn_tokens max_turns ngram_length prompt_tokens "
     "prompts_per_update ptx_batch_size ratio_cap response_tokens responses_per_prompt reward_batch_size "
     "reward_requests rollout_batch_size tokens_per_row updates vllm_requests",
