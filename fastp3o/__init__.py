@@ -15,6 +15,7 @@ HOMES = {
     "run.result": ("Result",),
     "training.api": ("train",),
     "training.config": ("RewardModelConfig", "SFTConfig"),
+    "objectives.distillation": ("DistillationConfig",),
     "objectives.p3o": ("P3OConfig", "PPGConfig"),
     "objectives.ppo": ("PPOConfig",),
     "objectives.trpo": ("TRPOConfig",),

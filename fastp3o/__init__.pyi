@@ -1,4 +1,5 @@
 from fastp3o.errors import UserError as UserError
+from fastp3o.objectives.distillation import DistillationConfig as DistillationConfig
 from fastp3o.objectives.p3o import P3OConfig as P3OConfig
 from fastp3o.objectives.p3o import PPGConfig as PPGConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig as DAPOConfig

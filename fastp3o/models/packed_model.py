@@ -71,13 +71,17 @@ class PackedModel(nn.Module):
         output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
         return output.last_hidden_state.squeeze(0)
 
-    def check_reach(self, tokens: int) -> None:
-        """Raises ValueError if positions end before this many tokens of prompt and response together."""
+    def check_reach(self, tokens: int, *, context: int = 0) -> None:
+        """Raises ValueError if positions end before this many tokens of prompt and response together, after those of a
+        context.
+        """
+        tokens += context
         if self.longest_sequence is not None and tokens > self.longest_sequence:
+            before = f"a context of {context} tokens, " if context else ""
             name = f"{type(self.model).__name__} ({self.model.name_or_path or 'in memory'})"
             long, remedy = f"take up to {tokens} tokens together", "lower --max_prompt_tokens or --max_response_tokens"
             end = f"the positions of {name} end at {self.longest_sequence}"
-            raise UserError(f"prompt and response {long}, and {end}: {remedy}")
+            raise UserError(f"{before}prompt and response {long}, and {end}: {remedy}")
 
     def recompute_activations(self) -> None:
         """Gradient checkpointing: the backward pass computes each layer's activations again."""

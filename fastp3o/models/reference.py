@@ -12,16 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.processes import local_part
+
+TokenValues = Callable[[PackedModel, PackedRow], Tensor]  # a model's values of a row's labelled tokens, [N, ...]
 
 
 class Reference(ABC):
     """Log-probabilities of a frozen policy; some references move between updates."""
 
-    @abstractmethod
+    model: PackedModel  # that of a LoadedForEachUse only while it computes
+
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         """Log-probabilities of each row's labelled tokens, [N] fp32."""
+        return self.map_rows(rows, labelled_logprobs)
+
+    @abstractmethod
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
+        """`compute` of the frozen policy and each row, without gradients."""
 
     def follow(self, policy: PackedModel, update: int) -> None:  # noqa: B027 - most stay the same
         """Moves after the policy's update of this number."""
@@ -33,20 +42,20 @@ class SecondModel(Reference):
     def __init__(self, model: PackedModel, device: torch.device, mesh: DeviceMesh | None = None, *, offload: bool):
         self.model, self.frozen = model, FrozenModel(model, device, mesh, offload=offload)
 
-    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        return self.frozen.map_rows(rows, labelled_logprobs)
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
+        return self.frozen.map_rows(rows, compute)
 
 
 class WithoutAdapters(Reference):
     """The base of a LoRA policy; takes no memory of its own."""
 
     def __init__(self, policy: PackedModel):
-        self.policy = policy
+        self.model = policy
 
     @torch.no_grad()
-    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        with adapters_off(self.policy):
-            return map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
+        with adapters_off(self.model):
+            return map_rows_in_lockstep(rows, partial(compute, self.model))
 
 
 @contextmanager
@@ -65,9 +74,9 @@ class LoadedForEachUse(Reference):
     def __init__(self, load: Callable[[], Reference]):
         self.load = load
 
-    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
         try:
-            return self.load()(rows)
+            return self.load().map_rows(rows, compute)
         finally:
             # A model that is spread over processes refers to itself.
             gc.collect()
@@ -81,14 +90,14 @@ class MovingReference(Reference):
     """
 
     def __init__(self, reference: SecondModel, *, every: int, decay: float):
-        self.reference, self.every, self.decay = reference, every, decay
-        self.weights: dict[str, nn.Parameter] = dict(reference.model.named_parameters())
+        self.reference, self.model, self.every, self.decay = reference, reference.model, every, decay
+        self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         # Steps of 1 - decay would be lost in half precision.
         half = {name: weight for name, weight in self.weights.items() if weight.dtype != torch.float32}
         self.means = {name: weight.detach().float() for name, weight in half.items()} if decay else {}
 
-    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        return self.reference(rows)
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
+        return self.reference.map_rows(rows, compute)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a state must hold, to be filled in place."""
@@ -107,3 +116,29 @@ class MovingReference(Reference):
                 mean = local_part(self.means.get(name, weight))
                 value = mean.lerp_(value.to(mean), 1 - self.decay)
             place.copy_(value)
+
+
+class InContext(Reference):
+    """A reference that alone sees a context before each prompt, but behind its beginning-of-sequence token, `bos`.
+
+    packing: of its own rows, which are longer than those that it is asked for.
+    """
+
+    def __init__(self, reference: Reference, context: Ids, bos: int | None, packing: Packing):
+        self.reference, self.context, self.bos, self.packing = reference, context, bos, packing
+
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
+        numbers, groups = zip(*(pair for row in rows for pair in zip(row.groups, row.given, strict=True)), strict=True)
+        before = [int(group.prompt[0] == self.bos) for group in groups]
+        prompts = [[*x.prompt[:n], *self.context, *x.prompt[n:]] for x, n in zip(groups, before, strict=True)]
+        responses, labelled = [group.responses for group in groups], [group.labelled for group in groups]
+        packed = pack(prompts, responses, self.packing, groups=numbers, labelled=labelled)
+        longer = [row.to(rows[0].labels.device) for row in packed]
+        by_number: dict[int, Tensor] = {}
+        for row, values in zip(longer, self.reference.map_rows(longer, compute), strict=True):
+            lengths = row.cu_seqlens_on_host[:: row.responses_per_prompt].diff().tolist()
+            by_number |= zip(row.groups, values.split(lengths), strict=True)
+        return [torch.cat([by_number[number] for number in row.groups]) for row in rows]
+
+    def follow(self, policy: PackedModel, update: int) -> None:
+        self.reference.follow(policy, update)

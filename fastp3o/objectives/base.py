@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # types alone: their import takes seconds
     from torch.distributed.checkpoint.stateful import Stateful
 
     from fastp3o.models.packed_model import PackedModel
+    from fastp3o.models.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,12 @@ SumOverProcesses = Callable[[Tensor], Tensor]
 class Objective(ABC):
     """Updates the policy from rollouts with rewards, old and reference log-probs.
 
-    scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state.
+    scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state. reference: the
+    run's, for objectives that take more of it than its log-probs.
     """
 
     scaler: Scaler
+    reference: "Reference"
     kl: KLCoefficient | None = None
 
     @property

@@ -15,12 +15,13 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether
-    the gradient is a mean over samples of the policy; if not, any responses serve. paper_minibatches: steps of a pass
-    in the objective's paper.
+    the gradient is a mean over samples of the policy; if not, any responses serve. reads_rewards: whether the loss
+    does. paper_minibatches: steps of a pass in the objective's paper.
     """
 
     compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
+    reads_rewards: ClassVar[bool] = True
     paper_minibatches: ClassVar[int] = 1
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")

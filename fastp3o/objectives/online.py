@@ -1,6 +1,6 @@
 """The online objectives, by the names that `fastp3o online --objective` takes."""
 
-from fastp3o.objectives import p3o, policy_gradient, ppo, preferences, trpo
+from fastp3o.objectives import distillation, p3o, policy_gradient, ppo, preferences, trpo
 from fastp3o.objectives.config import OnlineConfig
 
 OBJECTIVES: dict[str, type[OnlineConfig]] = {
@@ -27,4 +27,5 @@ OBJECTIVES: dict[str, type[OnlineConfig]] = {
     "online_discopop": preferences.OnlineDiscoPOPConfig,
     "bpo": preferences.BPOConfig,
     "nash_md": preferences.NashMDConfig,
+    "distillation": distillation.DistillationConfig,
 }

@@ -22,7 +22,7 @@ def pack(
     *,
     label_prompts: bool = False,
     groups: Sequence[int] | None = None,
-    labelled: Sequence[Sequence[Spans]] | None = None,
+    labelled: Sequence[Sequence[Spans] | None] | None = None,
 ) -> list[PackedRow]:
     """Packs groups into as few rows of `packing.tokens_per_row` tokens as first-fit decreasing finds.
 

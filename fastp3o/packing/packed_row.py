@@ -99,6 +99,15 @@ class Segments(OnDevice):
 
 
 @dataclass(frozen=True)
+class GivenGroup:
+    """A group as `pack` was given it; no tuple, in which `to_device` would look at every number."""
+
+    prompt: Ids
+    responses: Sequence[Ids]
+    labelled: Sequence[Spans] | None  # parts of the responses; None: all
+
+
+@dataclass(frozen=True)
 class PackedRow(OnDevice):
     """One row as a model takes it, and which of its tokens predict which labels."""
 
@@ -112,6 +121,7 @@ class PackedRow(OnDevice):
     ends_at: Tensor  # [S] int64, each response's last token in the row
     groups: tuple[int, ...]  # the number of each group, in the order of the row
     responses_per_prompt: int | None  # None if groups differ in it
+    given: tuple[GivenGroup, ...]  # the groups themselves
 
     @property
     def tokens(self) -> int:
@@ -137,6 +147,7 @@ class RowBuilder:
     def __init__(self, *, share_prompts: bool, label_prompts: bool):
         self.share_prompts, self.label_prompts = share_prompts, label_prompts
         self.groups: list[int] = []
+        self.given: list[GivenGroup] = []
         self.group_sizes: set[int] = set()
         self.input_ids: Ids = []
         self.positions: list[int] = []
@@ -153,6 +164,7 @@ class RowBuilder:
     def add_group(self, number: int, prompt: Ids, responses: Sequence[Ids], labelled: Sequence[Spans] | None) -> None:
         """labelled: the parts of each response that are; None for whole responses."""
         self.groups.append(number)
+        self.given.append(GivenGroup(prompt, responses, labelled))
         self.group_sizes.add(len(responses))
         prompt_at = range(len(self.input_ids), len(self.input_ids) + len(prompt))
         for k, response in enumerate(responses):
@@ -201,4 +213,5 @@ class RowBuilder:
             ends_at=torch.tensor(self.ends_at),
             groups=tuple(self.groups),
             responses_per_prompt=next(iter(self.group_sizes)) if len(self.group_sizes) == 1 else None,
+            given=tuple(self.given),
         )

@@ -10,16 +10,18 @@ from datasets import Dataset
 
 from fastp3o.config import EnvironmentConfig, Named, PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
+from fastp3o.data.encoding import tokenise
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import quantized_layers
-from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
+from fastp3o.models.reference import InContext, MovingReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.named_function import import_function
 from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.distillation import DistillationConfig
 from fastp3o.processes import on_every_process, on_main_process
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import ENVIRONMENT, cascaded, short_names
@@ -249,6 +251,15 @@ def load_reference(
     if config.reference_moves:
         return MovingReference(second, every=config.reference_every, decay=config.reference_decay), sampled
     return second, sampled
+
+
+def in_context(context: Context, config: OnlineConfig, reference: Reference) -> Reference:
+    """The reference as it sees --teacher_context. Raises ValueError if its positions end too soon for that."""
+    if not isinstance(config, DistillationConfig) or not config.teacher_context:
+        return reference
+    (ids,) = tokenise(context.tokenizer, [config.teacher_context], control=True)
+    reference.model.check_reach(config.longest_sequence, context=len(ids))
+    return InContext(reference, ids, context.tokenizer.bos_token_id, config.packing)
 
 
 def load_fixed_reference(context: Context, config: "OnlineConfig | PreferenceConfig", policy: PackedModel) -> Reference:

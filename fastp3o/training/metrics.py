@@ -41,6 +41,9 @@ class Update(NamedTuple):
 
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     from_policy = config.responses_per_prompt - config.from_mixture
+    if not config.rewards:  # minus the KL to the teacher, as it is sampled
+        mine = torch.cat([one.ref_logprobs - one.old_logprobs for one in update.microbatches]).cpu()
+        update = update._replace(rewards={"reward": gather_table(run.accelerator, update, mine)})
     metrics, log_ratios = update_metrics(run.accelerator, update, from_policy)
     metrics |= objective.adaptive_metrics | update.round_metrics
     if not (config.rounds_ahead or config.truncates):
@@ -54,7 +57,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if clip_range is not None and metrics["ratio/noise"] > TOLERATED * clip_range:
         precision = run.optimizer.precision.name
         run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], clip_range, precision))
-    if metrics["tied_prompts"] == 1:
+    if metrics["tied_prompts"] == 1 and config.reads_rewards:
         run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.log_rollouts and update.number % config.log_rollouts == 0:
@@ -135,22 +138,27 @@ def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> fl
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
 
 
+def gather_table(accelerator: Accelerator, update: Update, values: Tensor) -> Tensor:
+    """The table of all processes, [P, K], from the values of this one's responses, [p, K] fp32. All are on the CPU."""
+    table = torch.zeros(len(update.groups), values.shape[1])
+    table[[place for microbatch in update.microbatches for place in microbatch.row.groups]] = values
+    # Each sum has one term that is not 0, and is exact.
+    several = accelerator.num_processes > 1
+    return accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu() if several else table
+
+
 def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:
     """The groups of an update that are logged, in order. log_ratios: of this process's responses, [p, K].
 
     Those whose prompts have the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in
     the next.
     """
-    groups, accelerator = update.groups, run.accelerator
+    groups = update.groups
     places: Sequence[int] = range(len(groups))
     if config.log_rollouts_prompts:
         hashed = sorted(places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest())
         places = sorted(hashed[: config.log_rollouts_prompts])
-    # Those of all processes, [P, K]: each sum has one term that is not 0, and is exact.
-    table = torch.zeros(len(groups), log_ratios.shape[1])
-    table[[place for microbatch in update.microbatches for place in microbatch.row.groups]] = log_ratios
-    if accelerator.num_processes > 1:
-        table = accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu()
+    table = gather_table(run.accelerator, update, log_ratios)
     # Over the policy's responses, or over all if none is the policy's.
     from_policy = config.responses_per_prompt - config.from_mixture
     ratios, kls = table.tolist(), table[:, : from_policy or None].mean(dim=1).tolist()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import (
     SampledModel,
+    in_context,
     load_environments,
     load_reference,
     load_reference_model,
@@ -81,6 +83,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
     buffer = RolloutBuffer(context, config, policy, sampler, prompts)
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
+    objective.reference = reference = in_context(context, config, reference)
+    reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
     run = Run(
         context,
         config,
@@ -90,10 +94,10 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState(objective.stateful_parts, tensors, buffer),
     )
-    score = partial(finite_rewards, context, config, rewards["reward"])
+    score = partial(finite_rewards, context, config, reward)
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
-    logged = partial(logged_means, {"reward": rewards["reward"]})
+    logged = partial(logged_means, {"reward": reward})
     return buffer, score, logged, objective, policy, reference, step, run
 
 
@@ -150,7 +154,7 @@ def make_evaluation(
         return None
     if config.reference_moves:
         frozen = load_reference_model(context, config)
-        reference = SecondModel(frozen, context.device, context.mesh, offload=True)
+        reference = in_context(context, config, SecondModel(frozen, context.device, context.mesh, offload=True))
     build = partial(policy_sampler, config, sampled, context, config.eval_batch_size)
     return Evaluation(
         context.accelerator,

@@ -17,6 +17,7 @@ NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo", "trpo"})  # those have runs of t
 SETTINGS = {
     "ppg": {"prompts_per_minibatch": 0, "inner_epochs": 1},
     "grpo_plus": {"mask_truncated": False},
+    "distillation": {"teacher_context": "Be brief. "},  # without, it is where it should be
 }
 # One of each kind of state, and of loss; all at night.
 KINDS = {"bpo", "grpo", "nash_md", "reinforce"}
