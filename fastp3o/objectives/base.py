@@ -4,7 +4,7 @@ Shapes: P prompts with K responses each, N labelled tokens of a packed row, n to
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # types alone: their import takes seconds
     from torch.distributed.checkpoint.stateful import Stateful
 
     from fastp3o.models.packed_model import PackedModel
-    from fastp3o.models.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ SumOverProcesses = Callable[[Tensor], Tensor]
 class Objective(ABC):
     """Updates the policy from rollouts with rewards, old and reference log-probs.
 
-    scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state. reference: the
-    run's, for objectives that take more of it than its log-probs.
+    scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state. reference_values:
+    `Reference.map_rows` of the run's, for objectives that take more of it than log-probs.
     """
 
     scaler: Scaler
-    reference: "Reference"
+    reference_values: Callable[[Sequence[PackedRow], Callable[["PackedModel", PackedRow], Tensor]], list[Tensor]]
     kl: KLCoefficient | None = None
 
     @property

@@ -94,5 +94,5 @@ class Distillation(Objective):
             heads[:] = heads or [deepcopy(head.detach())]
             return hidden
 
-        (hidden,) = self.reference.map_rows([row], lambda teacher, row: teacher(row, row.labelled_at, keep))
+        (hidden,) = self.reference_values([row], lambda teacher, row: teacher(row, row.labelled_at, keep))
         return hidden, heads[0]

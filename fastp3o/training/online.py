@@ -83,7 +83,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
     buffer = RolloutBuffer(context, config, policy, sampler, prompts)
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
-    objective.reference = reference = in_context(context, config, reference)
+    reference = in_context(context, config, reference)
+    objective.reference_values = reference.map_rows
     reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
     run = Run(
         context,

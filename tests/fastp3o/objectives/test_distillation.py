@@ -42,10 +42,11 @@ def minibatch(kl: str, policy, teacher, context: list[int], groups: list[Group],
     """The objective and its passes over all groups."""
     objective = DistillationConfig(model="m", output_dir="o", prompts="p", kl=kl).build()
     reference = SecondModel(PackedModel(deepcopy(teacher)), CPU, offload=False)
-    objective.reference = InContext(reference, context, BOS, packing) if context else reference
+    reference = InContext(reference, context, BOS, packing) if context else reference
+    objective.reference_values = reference.map_rows
     accelerator, rewards = Accelerator(cpu=True), torch.zeros(len(groups), len(groups[0].responses))
     rows, old = pack_minibatches(accelerator, groups, 1, packing), partial(policy_logprobs, policy)
-    made = make_microbatches(accelerator, old, objective.reference, rows, rewards, mask)
+    made = make_microbatches(accelerator, old, reference, rows, rewards, mask)
     return objective, equal_passes(accelerator, made, mask, objective)[0]
 
 
