@@ -376,38 +376,6 @@ class SamplerConfig(Flags):
 
 
 @options
-class EnvironmentConfig(Flags):
-    """Responses of several turns, which an environment answers."""
-
-    environment: str | None = option(
-        None,
-        "Class of an environment that answers the policy's turns, as module:Class (fastp3o/rollouts/README.md). "
-        "--reward environment is what it gives.",
-    )
-    max_turns: int = option(8, "Turns of a response at most.", at_least=1, needs="environment")
-    max_turn_tokens: int = option(
-        128,
-        "Tokens of a turn at most; --max_response_tokens are those of all turns and observations.",
-        at_least=1,
-        needs="environment",
-    )
-    observation_role: Literal["text", "user", "tool"] = option(
-        "text",
-        "What observations are: plain text behind the turn, or messages of this role by the chat template.",
-        needs="environment",
-    )
-    environment_timeout: float | None = option(
-        None, "Seconds that environments may take to answer a round of turns.", above=0, needs="environment"
-    )
-    environment_errors: Literal["stop", "end"] = option(
-        "stop",
-        "An environment that raises stops the run, with its state saved; or it ends its trajectory, which keeps the "
-        "rewards so far (environment_failures).",
-        needs="environment",
-    )
-
-
-@options
 class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
@@ -603,6 +571,38 @@ class ModelConfig(LoadingConfig):
 @options
 class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
     """A policy that is loaded and sampled."""
+
+
+@options
+class EnvironmentConfig(PolicyConfig):
+    """Responses of several turns, which an environment answers."""
+
+    environment: str | None = option(
+        None,
+        "Class of an environment that answers the policy's turns, as module:Class (fastp3o/rollouts/README.md). "
+        "--reward environment is what it gives.",
+    )
+    max_turns: int = option(8, "Turns of a response at most.", at_least=1, needs="environment")
+    max_turn_tokens: int = option(
+        128,
+        "Tokens of a turn at most; --max_response_tokens are those of all turns and observations.",
+        at_least=1,
+        needs="environment",
+    )
+    observation_role: Literal["text", "user", "tool"] = option(
+        "text",
+        "What observations are: plain text behind the turn, or messages of this role by the chat template.",
+        needs="environment",
+    )
+    environment_timeout: float | None = option(
+        None, "Seconds that environments may take to answer a round of turns.", above=0, needs="environment"
+    )
+    environment_errors: Literal["stop", "end"] = option(
+        "stop",
+        "An environment that raises stops the run, with its state saved; or it ends its trajectory, which keeps the "
+        "rewards so far (environment_failures).",
+        needs="environment",
+    )
 
 
 @options

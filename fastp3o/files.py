@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from fastp3o.errors import UserError
+
 UNFINISHED, REPLACED = "unfinished", "replaced"
 LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{UNFINISHED}|{REPLACED})-[0-9a-f]{{12}}")
 
@@ -21,6 +23,17 @@ LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{UNFINISHED}|{REPLACED})-[0-9a-f
 def temporary_sibling(path: Path, kind: str = UNFINISHED) -> Path:
     """A new name in the folder of `path`."""
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
+
+
+def read_text(path: str, flag: str) -> str:
+    """The text of a file that a flag names. Raises UserError if it cannot be read, or has none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--{flag} {path} cannot be read: {error}") from error
+    if not text.strip():
+        raise UserError(f"--{flag} {path} has no text")
+    return text
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, Flags, PolicyConfig, option, options, required
+from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, EnvironmentConfig, Flags, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.rewards.config import RemoteConfig, reward_names
@@ -11,10 +11,16 @@ JUDGED = "keep=judged"
 
 
 @options
-class SamplingConfig(PolicyConfig):
-    """The prompts that are responded to."""
+class SamplingConfig(RemoteConfig, EnvironmentConfig):
+    """The prompts that are responded to, and how their responses are rewarded."""
 
     prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
+    prefix: str | None = option(
+        None,
+        "File of text that stands before every prompt that is sampled, such as examples (URIAL, arXiv 2312.01552). "
+        "Rewards, judges and data do not see it, and --max_prompt_tokens does not count it.",
+    )
+    offload: bool = option(False, "Keep reward models on the CPU between uses.", changeable=True)
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -59,7 +65,7 @@ class JudgeConfig(Flags):
 
 
 @options
-class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
+class WinRateConfig(JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 
     first: str | None = option(
@@ -70,7 +76,7 @@ class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
         None, "Instead of --first and --second: checkpoints, separated by commas, all of which are compared in pairs."
     )
     reward: str | None = option(
-        None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
+        None, "Higher reward wins: a reward model (folder or hub name), module:function, a URL, or environment."
     )
     output: str | None = option(None, "JSON file to write the result to.")
     responses_per_prompt: int = option(1, "Responses to each prompt; k of one against k of the other.", at_least=1)
@@ -99,12 +105,12 @@ class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
 
 
 @options
-class EvaluateConfig(RemoteConfig, SamplingConfig):
+class EvaluateConfig(SamplingConfig):
     """Rewards of a model's samples, without training."""
 
     model: str = required("The model that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
     reward: str = required(
-        "Reward models (folders or hub names), functions, as module:function, or URLs, separated by commas."
+        "Reward models (folders or hub names), functions, as module:function, URLs, environment: with commas between."
     )
     responses_per_prompt: int = option(1, "Responses to each prompt.", at_least=1)
     greedy: bool = option(False, "Take the likeliest token each time, instead of sampling.")

@@ -3,29 +3,29 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 
 from accelerate import Accelerator
+from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
-from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
+from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateConfig
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import choose_precision
-from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import asked_of_records, load_reward
-from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
-from fastp3o.training.build import load_frozen_policy, policy_sampler, sampled_model
+from fastp3o.rewards.reward import asked_of_records, rewarded
+from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
+from fastp3o.rollouts.prefix import Prefix
+from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_model
 
 
 @dataclass(frozen=True)
 class Responses:
-    """One checkpoint's responses, and their rewards by the rewards' names."""
+    """One checkpoint's responses, and their rewards by the rewards' names, an environment's with their parts."""
 
     groups: list[Group]
     rewards: dict[str, Tensor]  # [P, K] fp32
@@ -33,7 +33,7 @@ class Responses:
     @property
     def mean_tokens(self) -> float:
         """Tokens per response, including the end-of-sequence token."""
-        return fmean(len(response.ids) for group in self.groups for response in group.responses)
+        return lengths(self.groups).double().mean().item()
 
 
 def responses_of_all(config: WinRateConfig) -> list[Responses]:
@@ -45,47 +45,34 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
     checkpoints = config.checkpoints
     tokenizers = [load_tokenizer(name, **config.tokenizer_options) for name in checkpoints]
     prompts = [prompts_for(tokenizer, config) for tokenizer in tokenizers]
-    texts_of_first = [prompt.text for prompt in prompts[0]]
+    texts_of_first = list(prompts[0]["prompt"])
     for name, others in zip(checkpoints, prompts, strict=True):
-        if [prompt.text for prompt in others] != texts_of_first:
+        if list(others["prompt"]) != texts_of_first:
             names = f"the tokenizers of {checkpoints[0]} and {name}"
             raise UserError(f"{names} make different texts of {config.prompts}, by template or --max_prompt_tokens")
     return [respond(*one, config) for one in zip(checkpoints, tokenizers, prompts, strict=True)]
 
 
-def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig | EvaluateConfig) -> list[Prompt]:
-    """The prompts, with the columns that the reward asks for."""
+def prompts_for(tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> Dataset:
+    """The prompts, with the columns that rewards and the environment ask for."""
     asked = asked_of_records(config.scorers, config)
     prompts, report = load_prompts(config.prompts, tokenizer, **asked, **config.reading)
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
-    return make_prompts(prompts[:])
+    return prompts
 
 
 def respond(
-    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], config: WinRateConfig | EvaluateConfig
+    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, config: WinRateConfig | EvaluateConfig
 ) -> Responses:
     """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
     precision = choose_precision("auto", automatic="fp16")
     context = Context(Accelerator(), precision, tokenizer, None)
-    rewards = {
-        name: load_reward(
-            name,
-            tokenizer,
-            dtype=precision.weights,
-            remote=config,
-            trust_remote_code=config.trust_remote_code,
-            device=context.device,
-            packing=config.packing,
-        )
-        for name in config.scorers
-    }
-    for reward in rewards.values():
-        if isinstance(reward, RemoteReward):
-            reward.check(prompts[0])
-    policy = load_frozen_policy(context, config, checkpoint)
+    rewards = {name: load_named_reward(context, config, name, prompts) for name in config.scorers}
+    policy, prefix = load_frozen_policy(context, config, checkpoint), Prefix(tokenizer, config.prefix)
+    policy.check_reach(config.longest_sequence + len(prefix.ids))
     sampler = policy_sampler(config, sampled_model(config, policy, context), context, config.rollout_batch_size)
-    groups = sampler(prompts, config.responses_per_prompt, config.seed)
-    return Responses(groups, {name: reward(groups) for name, reward in rewards.items()})
+    groups = prefix.before_each(sampler)(make_prompts(prompts[:]), config.responses_per_prompt, config.seed)
+    return Responses(groups, rewarded(rewards, groups))
 
 
 def win_rates(
@@ -105,7 +92,7 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     """The higher reward wins. Equal responses are a tie: packed differently, their rewards may differ by rounding."""
     responses = ([response for group in side.groups for response in group.responses] for side in (first, second))
     pairs = zip(*responses, strict=True)
-    same = [(one.text, one.finished) == (other.text, other.finished) for one, other in pairs]
+    same = [(one.text, one.finished, one.turns) == (other.text, other.finished, other.turns) for one, other in pairs]
     rewards = [next(iter(side.rewards.values())).flatten().tolist() for side in (first, second)]
     verdicts = reward_verdicts(*rewards)
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]

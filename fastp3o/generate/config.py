@@ -5,10 +5,12 @@ from typing import Literal
 from fastp3o.config import Flags, PrecisionName, RunConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
-from fastp3o.rewards.config import RemoteConfig, cascaded
+from fastp3o.rewards.config import CONTRAST
 
 JUDGED = "judged"  # by verdicts; all others by rewards
-PAIRS = ("rso", "rs_dpo", JUDGED)
+PAIRS = ("rso", "rs_dpo", JUDGED, "revised_pairs")
+REVISED = ("revised", "revised_pairs")
+NOTHING = "none"
 REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 
 
@@ -16,12 +18,15 @@ REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 class SelectionConfig(Flags):
     """Choice of the sampled responses to keep."""
 
-    keep: Literal["all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged"] = option(
+    keep: Literal[
+        "all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged", "revised", "revised_pairs", "none"
+    ] = option(
         "best",
         "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a reward above "
         "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
         "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
-        "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged).",
+        "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged). By --principles: "
+        "revisions for SFT (revised), or preferred to the responses (revised_pairs). none: all are in samples.jsonl.",
         changeable=True,
     )
     threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
@@ -61,28 +66,40 @@ class SelectionConfig(Flags):
 
 
 @options
-class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
+class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection sampling, preferences."""
 
     model: str = required("The policy that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
     reward: str | None = option(
         None,
         "What responses are kept by, except with --keep judged: a reward model (folder or hub name), a function, as "
-        "module:function, or a URL.",
+        "module:function, a URL, environment, or contrast: what --prefix adds to a log-prob (ICDPO, 2402.09320).",
     )
+    principles: str | None = option(
+        None,
+        "File by which the model criticises and rewrites its responses: a principle a line, or .jsonl with requests "
+        '{"critique": ..., "revision": ...} (Constitutional AI, arXiv 2212.08073).',
+        needs=("keep=revised", "keep=revised_pairs"),
+    )
+    revisions: int = option(1, "Rounds of a critique and a revision.", at_least=1, needs="principles")
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
     precision: PrecisionName = option(
         "auto", "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32."
     )
-    offload: bool = option(False, "Keep the reward model on the CPU between uses.", changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.reward and self.keep != JUDGED:
+        if self.environment and self.keep != NOTHING:
+            raise UserError(f"--keep {self.keep} would train on what the --environment says: give --keep none")
+        if self.keep in REVISED and (self.reward or self.sampler == "vllm" or not self.principles):
+            raise UserError(f"--keep {self.keep} revises by --principles, without --reward and without --sampler vllm")
+        if not self.reward and self.keep not in (JUDGED, NOTHING, *REVISED):
             raise UserError(f"--keep {self.keep} keeps responses by their rewards: give --reward")
+        if self.reward == CONTRAST and not self.prefix:
+            raise UserError("--reward contrast compares log-probs with --prefix and without: give --prefix")
         if self.keep == JUDGED and not (self.judge or self.judge_url):
             raise UserError("--keep judged asks a judge: give --judge, or --judge_url with --judge_model")
-        if self.keep in PAIRS and self.responses_per_prompt < 2:
+        if self.keep in PAIRS and self.keep not in REVISED and self.responses_per_prompt < 2:
             raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
         if f"keep={self.keep}" in REJECTION_SAMPLING and self.accept >= self.responses_per_prompt:
             raise UserError(
@@ -92,7 +109,7 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
 
     @property
     def scorers(self) -> list[str]:
-        return cascaded(self.reward) if self.reward else []
+        return [self.reward] if self.reward else []
 
     @classmethod
     def changeable(cls) -> set[str]:

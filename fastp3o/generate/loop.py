@@ -1,5 +1,6 @@
 """Sampling without training: responses to prompts, their rewards, and those kept as data to train on."""
 
+import json
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -10,20 +11,24 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm import tqdm
 
+from fastp3o.config import LARGEST_INT
 from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.report import Generated, summary, write_kept
+from fastp3o.generate.revision import revising
 from fastp3o.generate.samples import SamplesFile, make_samples
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.processes import on_main_process, require_finite
 from fastp3o.rewards.cascade import Cascade
-from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.config import CONTRAST
+from fastp3o.rewards.model import ContrastReward, ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
+from fastp3o.rollouts.prefix import Prefix
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
 from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
@@ -31,6 +36,9 @@ from fastp3o.run.names import KEPT, SAMPLES
 from fastp3o.run.report import Phases
 from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_model
 from fastp3o.training.setup import make_accelerator
+
+# Rewards by models, of which each process has a part.
+TOGETHER = ModelReward | ContrastReward | Cascade
 
 
 def generate(config: GenerateConfig) -> Generated:
@@ -82,13 +90,22 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
 
     prompts: an endpoint is asked about the first one, before anything begins.
     """
-    _, precision, _, mesh, _ = context
-    reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
+    _, precision, tokenizer, mesh, _ = context
+    prefix, reward = Prefix(tokenizer, config.prefix), None
+    if config.reward and config.reward != CONTRAST:
+        reward = load_named_reward(context, config, config.reward, prompts)
     policy = load_frozen_policy(context, config, config.model)
+    policy.check_reach(config.longest_sequence + len(prefix.ids))
+    if config.principles:
+        chats = isinstance(json.loads(prompts[0]["given"])["prompt"], list)
+        room = (policy.longest_sequence or LARGEST_INT) - config.max_prompt_tokens - len(prefix.ids)
+        config = revising(config, chats=chats, room=room)
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
-    FrozenModel(policy, context.device, mesh, offload=False)
-    return policy_sampler(config, sampled, context, config.rollout_batch_size), reward
+    frozen = FrozenModel(policy, context.device, mesh, offload=False)
+    if config.reward == CONTRAST:
+        reward = ContrastReward(frozen, prefix, config.packing)
+    return prefix.before_each(policy_sampler(config, sampled, context, config.rollout_batch_size)), reward
 
 
 def find_progress(
@@ -146,11 +163,12 @@ def sample_rest(
             with phases("sampling"):
                 groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
             # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
-            asked = {"reward": reward} if reward and (share or isinstance(reward, ModelReward | Cascade)) else {}
+            asked = {"reward": reward} if reward and (share or isinstance(reward, TOGETHER)) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             require_finite(accelerator, "a reward", rewards)
-            batch = list(map(make_samples, groups, rewards.tolist(), examples["given"])) if share else []
+            one = partial(make_samples, tokenizer=context.tokenizer)
+            batch = list(map(one, groups, rewards.tolist(), examples["given"])) if share else []
             batch = list(chain.from_iterable(gather_object([batch])))
             on_main_process(accelerator, partial(samples.append, batch))
             tokens += sum(sum(one.lengths) for one in batch)

@@ -9,7 +9,7 @@ from statistics import fmean
 from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.files import whole_file
-from fastp3o.generate.config import JUDGED, PAIRS, GenerateConfig
+from fastp3o.generate.config import JUDGED, NOTHING, PAIRS, GenerateConfig
 from fastp3o.generate.samples import Samples, SamplesFile
 from fastp3o.generate.selection import Judged, Record, judged_records, kept_records
 from fastp3o.run.names import VERDICTS
@@ -55,9 +55,10 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
             made.prompts_kept += bool(chosen)
             made.responses += len(sample.responses)
             rewards += sample.rewards
-            made.empty += sum(not text.strip() for text in sample.responses)
+            ends = [turns[-1]["text"] for turns in sample.turns] or sample.responses
+            made.empty += sum(not text.strip() for text in ends)
             made.unfinished += len(sample.finished) - sum(sample.finished)
-        if not made.records:
+        if not made.records and config.keep != NOTHING:
             decided = f"rewards go from {min(rewards):.4g} to {max(rewards):.4g}, " if rewards else ""
             decided += f"{made.ties} pairs are tied and {made.unanswered} without a verdict, " if judged else ""
             raise UserError(
@@ -83,7 +84,7 @@ def summary(generated: Generated, config: GenerateConfig, path: Path) -> str:
     g = generated
     speed = f", {g.tokens_per_second:.0f} tokens per second" if g.tokens_per_second else ""
     reward = "" if g.mean_reward is None else f", mean reward {g.mean_reward:.4g}"
-    unfinished = "cut at --max_response_tokens" + ("" if config.keep_unfinished else " and left out")
+    unfinished = "cut at a limit" + ("" if config.keep_unfinished else " and left out")
     kept = "" if g.mean_kept is None else f", mean {'margin' if config.keep in PAIRS else 'reward'} {g.mean_kept:.4g}"
     judged = f"; {g.ties} tied and {g.unanswered} without a verdict, left out" if config.keep == JUDGED else ""
     return (

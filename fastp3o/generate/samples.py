@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from fastp3o.data.layouts import Message
 from fastp3o.files import sync
-from fastp3o.rollouts.groups import Group
+from fastp3o.rollouts.groups import Group, lengths
 from fastp3o.run import log
 
 
@@ -17,8 +20,8 @@ class Samples:
     """K responses to one prompt.
 
     number: the prompt's, from 0. prompt: as the data have it, text or messages. template_fields: the record's `tools`
-    and `chat_template_kwargs`. responses: texts. lengths: in tokens. finished: whether the response ended with an
-    end-of-sequence. rewards: none without a reward.
+    and `chat_template_kwargs`. responses: texts. lengths: in the policy's tokens. finished: whether the response
+    ended with an end-of-sequence. rewards: none without a reward. turns: of trajectories, with their texts.
     """
 
     number: int
@@ -28,19 +31,23 @@ class Samples:
     lengths: list[int]
     finished: list[bool]
     rewards: list[float]
+    turns: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
-def make_samples(group: Group, rewards: list[float], given: str) -> Samples:
+def make_samples(group: Group, rewards: list[float], given: str, tokenizer: PreTrainedTokenizerBase) -> Samples:
     """given: the prompt and its template's fields as the data have them, in JSON."""
     template_fields = json.loads(given)
+    responses, text = group.responses, partial(tokenizer.decode, skip_special_tokens=True)
+    turns = [[t._asdict() | {"text": text(r.ids[t.start : t.end])} for t in r.turns] for r in responses if r.turns]
     return Samples(
         group.prompt.number,
         template_fields.pop("prompt"),
         template_fields,
-        [response.text for response in group.responses],
-        [len(response.ids) for response in group.responses],
-        [response.finished for response in group.responses],
+        [response.text for response in responses],
+        lengths([group])[0].int().tolist(),
+        [response.finished for response in responses],
         rewards,
+        turns,
     )
 
 
@@ -67,7 +74,7 @@ class SamplesFile:
         names, done = {field.name for field in fields(Samples)}, 0
         for line in log.lines(self.path):
             values = log.record(line, "number")
-            if done == total or values is None or values.keys() != names or values["number"] != done:
+            if done == total or values is None or values.keys() | {"turns"} != names or values["number"] != done:
                 break
             done += 1
         return done if done == total else done // batch_size * batch_size

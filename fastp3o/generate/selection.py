@@ -55,8 +55,12 @@ def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[R
         case "rso":
             chosen = accepted(candidates, config.beta, config.accept, random)
             return preferences(samples.prompt, candidates, pairs_at_random(chosen, rewards, random))
-        case _:
+        case "rs_dpo":
             return preferences(samples.prompt, candidates, pairs_apart(rewards, config.min_gap))
+        case "revised" | "revised_pairs":
+            return revised_records(samples, pairs=config.keep == "revised_pairs", unfinished=config.keep_unfinished)
+        case _:
+            return []
 
 
 # --- by rewards -----------------------------------------------------------------------------------------------------
@@ -131,6 +135,18 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
 
 def preference(prompt: Prompt, chosen: str, rejected: str) -> Record:
     return {"prompt": prompt, "chosen": in_prompt_form(prompt, chosen), "rejected": in_prompt_form(prompt, rejected)}
+
+
+def revised_records(samples: Samples, *, pairs: bool, unfinished: bool) -> list[Record]:
+    """Last revisions, or pairs of them and the first turns, the responses. Between any two there is a critique."""
+    ends = [
+        (turns[-1]["text"], turns[0]["text"])
+        for turns, finished in zip(samples.turns, samples.finished, strict=True)
+        if len(turns) % 2 and turns[-1]["text"].strip() and turns[1:] and (finished or unfinished)
+    ]
+    if pairs:
+        return [preference(samples.prompt, last, first) for last, first in ends if last.strip() != first.strip()]
+    return [{"prompt": samples.prompt, "completion": in_prompt_form(samples.prompt, last)} for last, _ in ends]
 
 
 def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:

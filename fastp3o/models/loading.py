@@ -39,6 +39,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from fastp3o.config import Named, Revised
 from fastp3o.errors import UserError
+from fastp3o.files import read_text
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import checked, quantized_loading
@@ -77,10 +78,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template:
 
 def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_template: str | None) -> Tokenizer:
     if chat_template:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--chat_template {chat_template} cannot be read: {error}") from error
+        tokenizer.chat_template = read_text(chat_template, "chat_template")
     tokens = config.get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")

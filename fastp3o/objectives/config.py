@@ -3,15 +3,15 @@
 from math import gcd
 from typing import ClassVar, Literal
 
-from fastp3o.config import EnvironmentConfig, PolicyConfig, StageConfig, option, options, required
+from fastp3o.config import EnvironmentConfig, StageConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import Objective
-from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RewardConfig
+from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 
 
 @options
-class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
+class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether
@@ -135,8 +135,6 @@ class OnlineConfig(PolicyConfig, EnvironmentConfig, RewardConfig, PenaltyConfig,
             object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update // parts)
         super().__post_init__()
         self.check_penalties(self.max_response_tokens)
-        if (ENVIRONMENT in self.scorers) > bool(self.environment):
-            raise UserError("--reward environment needs an --environment that gives it")
         if self.environment and self.from_mixture:
             raise UserError("--environment and --mixture exclude each other: a mixture samples responses of one turn")
         if self.reference_every and self.reference_decay:

@@ -9,16 +9,17 @@ from fastp3o.config import Condition, Flags, Named, option, options, required
 from fastp3o.errors import UserError
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
+CONTRAST = "contrast"  # the reward of the sampled model itself, with examples and without
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
 # The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.
 REQUEST_SECONDS, CALL_SECONDS = 60.0, 1800.0
 
-URL = Condition("reward", "a URL as a reward", lambda config: any(map(is_endpoint, config.scorers)))
+URL = Condition("reward", "a URL as a reward", lambda config: any(map(is_endpoint, config.single_scorers)))
 URL_OR_FUNCTION = Condition(
     "reward",
     "a URL or a function as a reward",
-    lambda config: any(is_endpoint(name) or is_function(name) for name in config.scorers),
+    lambda config: any(is_endpoint(name) or is_function(name) for name in config.single_scorers),
 )
 
 
@@ -64,6 +65,8 @@ class RemoteConfig(Flags):
             raise UserError(
                 f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
             )
+        if ENVIRONMENT in self.single_scorers and not getattr(self, "environment", True):
+            raise UserError("--reward environment needs an --environment that gives it")
 
     @property
     def call_seconds(self) -> float:
@@ -73,6 +76,11 @@ class RemoteConfig(Flags):
     def scorers(self) -> list[str]:
         """The names of all rewards."""
         return []
+
+    @property
+    def single_scorers(self) -> list[str]:
+        """The same, with those of a cascade one by one."""
+        return [single for name in self.scorers for single in cascaded(name)]
 
     @property
     def columns(self) -> list[str]:
@@ -119,7 +127,7 @@ class RewardConfig(RemoteConfig):
 
     @property
     def scorers(self) -> list[str]:
-        return [single for name in (*self.rewards, *filter(None, [self.gold_reward])) for single in cascaded(name)]
+        return [*self.rewards, *([self.gold_reward] if self.gold_reward else [])]
 
     @property
     def rewards(self) -> list[str]:

@@ -11,19 +11,20 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import Named
+from fastp3o.config import EnvironmentConfig, Named
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
 from fastp3o.named_function import FunctionError, FunctionInterruptedError
 from fastp3o.rewards.cascade import Cascade
-from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
+from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o_kernels.losses import overlong_penalty
 
 Reward = Callable[[list[Group]], Tensor]
@@ -42,12 +43,14 @@ def load_reward(
     **settings: Any,
 ) -> Reward:
     """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
-    and anything else a reward model's folder or hub name.
+    `environment` what a configuration's environment gives, and anything else a reward model's folder or hub name.
 
     remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
     if isinstance(name, Named) and not isinstance(name.content, LoadedModel):
         return name.content
+    if name == ENVIRONMENT and isinstance(remote, EnvironmentConfig) and remote.environment:
+        return EnvironmentReward(load_environments(remote).weights)
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
@@ -59,14 +62,17 @@ def load_reward(
 
 
 def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
-    """Options of `load_prompts`: columns that these rewards ask for, each with its asker, and if one takes chats."""
+    """Options of `load_prompts`: columns that rewards and environment ask for, with their asker; if one takes chats."""
     functions = {
         name: name.content if isinstance(name, Named) else FunctionReward(name)
-        for name in names
+        for name in (single for several in names for single in cascaded(several))
         if isinstance(name, Named) or is_function(name)
     }
     functions = {name: reward for name, reward in functions.items() if isinstance(reward, FunctionReward)}
     columns = {column: f"the reward function {name}" for name, reward in functions.items() for column in reward.columns}
+    if isinstance(config, EnvironmentConfig) and config.environment:
+        environments = load_environments(config)
+        columns |= dict.fromkeys(environments.columns, f"the environment {environments.name}")
     return {
         "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
         "as_given": any(reward.in_trls_form for reward in functions.values()),

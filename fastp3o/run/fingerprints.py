@@ -19,9 +19,10 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 from fastp3o.config import Named
 from fastp3o.models.loading import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import CONTRAST, ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
+TEXTS = ("prefix", "principles")  # files
 FUNCTION = " function"
 ENDPOINT = "endpoint"  # of every endpoint: a service may move to another host
 
@@ -37,9 +38,13 @@ def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[st
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     if environment := getattr(config, "environment", None):
         fingerprints["environment" + FUNCTION] = function_fingerprint(environment)
+    for option in TEXTS:
+        if path := getattr(config, option, None):
+            fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    parts_of_the_run = {ENVIRONMENT: environment, CONTRAST: getattr(config, "prefix", None)}
     for option in MODELS:
         names = names_in(config, option)
-        for name in names if environment is None else [name for name in names if name != ENVIRONMENT]:
+        for name in (name for name in names if not parts_of_the_run.get(name)):
             key = option if len(names) == 1 else f"{option} {name}"
             if is_function(name):
                 fingerprints[key + FUNCTION] = function_fingerprint(name)

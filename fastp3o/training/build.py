@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasets import Dataset
 
-from fastp3o.config import EnvironmentConfig, Named, PolicyConfig, SamplerConfig, StageConfig
+from fastp3o.config import EnvironmentConfig, PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
 from fastp3o.data.encoding import tokenise
 from fastp3o.errors import UserError
@@ -19,12 +19,11 @@ from fastp3o.models.reference import InContext, MovingReference, Reference, Seco
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.named_function import import_function
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.distillation import DistillationConfig
 from fastp3o.processes import on_every_process, on_main_process
 from fastp3o.rewards.cascade import Cascade
-from fastp3o.rewards.config import ENVIRONMENT, cascaded, short_names
+from fastp3o.rewards.config import cascaded, short_names
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -33,7 +32,7 @@ from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, make_prompts, sampling_settings
-from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
@@ -41,7 +40,7 @@ from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
 if TYPE_CHECKING:  # a run imports its own stage only
-    from fastp3o.generate.config import GenerateConfig
+    from fastp3o.evaluation.config import SamplingConfig
     from fastp3o.objectives.preferences import PreferenceConfig
 
 # Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
@@ -171,13 +170,6 @@ def policy_sampler(
     return policy.gathered(lambda *call: on_every_process(context.accelerator, lambda: sampler(*call)))
 
 
-def load_environments(config: EnvironmentConfig) -> Environments:
-    name = config.environment or ""
-    make = name.content if isinstance(name, Named) else import_function(name, "environment")
-    survives = config.environment_errors == "end"
-    return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
-
-
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
@@ -197,13 +189,13 @@ def load_rewards(
 
 def load_named_reward(
     context: Context,
-    config: "OnlineConfig | PreferenceConfig | GenerateConfig",
+    config: "OnlineConfig | PreferenceConfig | SamplingConfig",
     name: str,
     examples: Dataset,
     *,
     passes: bool = False,
 ) -> Reward:
-    """Loads the reward of this name. An endpoint, and a function unless the run goes on, is tried on the first example
+    """Loads the reward of this name. An endpoint, and a function unless a run goes on, is tried on the first example
     before anything is written. passes: whether it may leave responses to the next one of a cascade.
     """
     parts = cascaded(name)
@@ -211,8 +203,6 @@ def load_named_reward(
         load = partial(load_named_reward, context, config)
         rewards = [load(part, examples, passes=part is not parts[-1]) for part in parts]
         return Cascade(dict(zip(short_names(parts), rewards, strict=True)))
-    if name == ENVIRONMENT and isinstance(config, EnvironmentConfig) and config.environment:
-        return EnvironmentReward(load_environments(config).weights, passes=passes)
     reward = load_reward(
         name,
         context.tokenizer,
@@ -224,11 +214,13 @@ def load_named_reward(
         trust_remote_code=config.trust_remote_code,
         remote=config,
     )
-    if isinstance(reward, RemoteReward | FunctionReward):
+    if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
         reward.passes = passes
     elif passes:
         raise UserError(f"the reward {name} answers for every response: `else` after it does nothing")
-    if isinstance(reward, RemoteReward) or (isinstance(reward, FunctionReward) and not config.resume):
+    if isinstance(reward, RemoteReward) or (
+        isinstance(reward, FunctionReward) and not getattr(config, "resume", False)
+    ):
         on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
     # In another vocabulary, lengths are unknown until there are texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:

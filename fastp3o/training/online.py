@@ -27,7 +27,6 @@ from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import (
     SampledModel,
     in_context,
-    load_environments,
     load_reference,
     load_reference_model,
     load_rewards,
@@ -126,12 +125,9 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:
     """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
-    environment = load_environments(config) if config.environment else None
-    columns = dict.fromkeys(environment.columns, f"the environment {environment.name}") if environment else {}
 
     def loader(rewards: Iterable[str]) -> Loader:
-        asked = asked_of_records(rewards, config)
-        return partial(load_prompts, **asked | {"columns": asked["columns"] | columns})
+        return partial(load_prompts, **asked_of_records(rewards, config))
 
     load = loader(config.rewards)
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)

@@ -21,8 +21,9 @@ from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple
 
+from fastp3o.config import EnvironmentConfig, Named
 from fastp3o.errors import UserError, text_of
-from fastp3o.named_function import FunctionError, call_for_list
+from fastp3o.named_function import FunctionError, call_for_list, import_function
 
 SCORE = "score"  # the name of a reward that is a plain number
 
@@ -99,6 +100,13 @@ class Environments:
             if not isinstance(value, Real) or not isfinite(value):
                 raise FunctionError(f"{self.name}.step: the reward {name} must be a finite number, got {value!r:.80}")
         return Step(observation or "", {name: float(value) for name, value in rewards.items()}, bool(done))
+
+
+def load_environments(config: EnvironmentConfig) -> Environments:
+    name = config.environment or ""
+    make = name.content if isinstance(name, Named) else import_function(name, "environment")
+    survives = config.environment_errors == "end"
+    return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
 
 
 def called_together(calls: Sequence[Callable[[], Any]], *, survives: bool) -> Any:

@@ -1,0 +1,27 @@
+"""Text before every prompt that is sampled, such as examples of good answers (URIAL, arXiv 2312.01552)."""
+
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.data.encoding import ids_added_first, tokenise
+from fastp3o.files import read_text
+from fastp3o.rollouts.groups import Group, Prompt, Sampler
+
+
+class Prefix:
+    """The ids of a file's text, in which names of special tokens are text; none without a file."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None):
+        self.ids = tokenise(tokenizer, [read_text(path, "prefix") if path else ""], control=False)[0]
+        self.firsts = [ids_added_first(tokenizer), [tokenizer.bos_token_id]]
+
+    def before(self, prompt: Prompt) -> Prompt:
+        """The prompt with the ids, behind what tokenizer or chat template put first. Its text stays."""
+        first = next((one for one in self.firsts if one and prompt.ids[: len(one)] == one), [])
+        return prompt._replace(ids=first + self.ids + prompt.ids[len(first) :])
+
+    def before_each(self, sampler: Sampler) -> Sampler:
+        """A sampler that responds to prompts behind the prefix. Its groups have the prompts without."""
+        return lambda prompts, *further: [
+            Group(prompt, responses)
+            for prompt, (_, responses) in zip(prompts, sampler(list(map(self.before, prompts)), *further), strict=True)
+        ]
