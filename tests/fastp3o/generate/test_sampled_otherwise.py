@@ -1,0 +1,164 @@
+"""Sampling in environments, behind a prefix, and the reward that compares log-probs with examples and without."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastp3o.data.encoding import tokenise
+from fastp3o.errors import UserError
+from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
+from fastp3o.evaluation.win_rates import by_reward, prompts_for, respond, responses_of_all
+from fastp3o.generate.loop import generate
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import FrozenModel
+from fastp3o.packing.pack import Packing
+from fastp3o.rewards.model import ContrastReward
+from fastp3o.rollouts.groups import Group, Prompt, Response, lengths
+from fastp3o.rollouts.prefix import Prefix
+from tests.fastp3o.evaluation.test_win_rates import save
+from tests.fastp3o.generate.test_generate import config, contents, records
+
+GAMES = """
+from tests.fastp3o.rollouts.test_trajectories import Echo
+
+class Words(Echo):
+    def reset(self, prompt, word):
+        assert prompt == f"Say {word}:"
+        super().reset(prompt)
+"""
+LETTERS = list("abcdefghijklmnopqrstuvwxyz0123456789,.;:!?-+*/ ")
+PLAYED = {"environment": "games:Words", "reward": "environment", "prompts": "answers.jsonl", "stop_strings": LETTERS}
+PLAYED |= {"max_turns": 3, "max_turn_tokens": 6, "max_response_tokens": 30, "max_prompt_tokens": 32}
+EXAMPLES = "Say moon: moon\nSay sun: sun\n"
+
+
+@pytest.fixture
+def games(workplace):
+    Path("games.py").write_text(GAMES)
+    Path("examples.txt").write_text(EXAMPLES)
+
+
+def test_turns_with_their_rewards_are_in_the_samples(games, tiny_model):
+    played = PLAYED | {"keep": "none"}
+    done = generate(config(tiny_model, "run", **played))
+    assert (done.responses, done.records, contents("run")[1]) == (32, 0, b"")
+    several = 0
+    for line in records("run", "samples.jsonl"):
+        for text, reward, turns in zip(line["responses"], line["rewards"], line["turns"], strict=True):
+            said = [turn["text"] for turn in turns]
+            assert text == "".join(f"{one}[{len(one)}]" for one in said[:-1]) + said[-1]
+            assert reward == sum(
+                turn["rewards"].get("turns", 0) + 0.5 * turn["rewards"].get("even", 0) for turn in turns
+            )
+            several += len(turns) > 1
+        assert line["lengths"] == [sum(turn["end"] - turn["start"] for turn in turns) for turns in line["turns"]]
+    assert several > 4
+    samples, _ = contents("run")
+    Path("run/samples.jsonl").write_bytes(samples[: len(samples) // 2])
+    generate(config(tiny_model, "run", resume=True, **played))
+    assert contents("run")[0] == samples
+    for keep in ("best", "rs_dpo"):
+        with pytest.raises(UserError, match=f"--keep {keep} would train on what the --environment says"):
+            config(tiny_model, "other", keep=keep, **PLAYED)
+    with pytest.raises(ValueError, match="a value, which the environment games:Words asks for"):
+        generate(config(tiny_model, "other", **played | {"prompts": "prompts.jsonl"}))
+
+
+def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokenizer):
+    settings = EvaluateConfig(model=tiny_model, responses_per_prompt=3, **PLAYED)
+    one = respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings)
+    assert one.rewards.keys() == {"environment", "environment/turns", "environment/even"}
+    assert torch.equal(
+        one.rewards["environment"], one.rewards["environment/turns"] + one.rewards["environment/even"] / 2
+    )
+    assert one.rewards["environment"].max() > one.rewards["environment"].min()
+    assert (
+        one.mean_tokens == lengths(one.groups).mean() < max(len(r.ids) for group in one.groups for r in group.responses)
+    )
+    save(tiny_model, "other", noise=0.2)
+    pair = responses_of_all(WinRateConfig(first=tiny_model, second="other", **PLAYED))
+    assert len(set(by_reward(*pair))) > 1
+    turn = one.groups[0].responses[0].turns[0]
+    same = [Response([1], "a", True, None, (turn._replace(rewards={"turns": value}),)) for value in (0.0, 1.0)]
+    hidden = [
+        type(one)([Group(Prompt("p", [1]), [r])], {"environment": torch.tensor([[n]])}) for n, r in enumerate(same)
+    ]
+    assert by_reward(*hidden) == ["second"]
+    for kind, more in ((EvaluateConfig, {"model": "m"}), (WinRateConfig, {"first": "a", "second": "b"})):
+        with pytest.raises(UserError, match="--reward environment needs an --environment"):
+            kind(prompts="p", reward="environment", **more)
+        with pytest.raises(UserError, match="--environment and --sampler vllm exclude each other"):
+            kind(sampler="vllm", vllm_url="http://localhost:8000", **more, **PLAYED)
+
+
+def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, tokenizer):
+    prompts = records(".", "prompts.jsonl")
+    whole = [{"prompt": EXAMPLES + line["prompt"]} for line in prompts]
+    Path("whole.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    generate(config(tiny_model, "prefixed", prefix="examples.txt"))
+    generate(config(tiny_model, "whole", prompts="whole.jsonl", max_prompt_tokens=64))
+    generate(config(tiny_model, "plain"))
+    texts = {
+        name: [line["responses"] for line in records(name, "samples.jsonl")] for name in ("prefixed", "whole", "plain")
+    }
+    assert texts["prefixed"] == texts["whole"] != texts["plain"]
+    assert [line["prompt"] for line in records("prefixed")] == [line["prompt"] for line in prompts]
+    settings = EvaluateConfig(
+        model=tiny_model, prompts="prompts.jsonl", reward="rewards_for_tests:vowels", prefix="examples.txt"
+    )
+    assert [
+        g.prompt.text for g in respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings).groups
+    ] == [line["prompt"] for line in prompts]
+    Path("examples.txt").write_text("other")
+    with pytest.raises(UserError, match="content another than when the run began: --prefix"):
+        generate(config(tiny_model, "prefixed", prefix="examples.txt", resume=True))
+    Path("examples.txt").write_text("x" * 2040)
+    with pytest.raises(UserError, match="take up to 2078 tokens together"):
+        generate(config(tiny_model, "other", prefix="examples.txt"))
+
+
+def test_what_a_tokenizer_or_template_puts_first_stays_first(games, tokenizer):
+    begins = copy.deepcopy(tokenizer)
+    begins.add_special_tokens({"bos_token": "<s>"})
+    ids = tokenise(tokenizer, [EXAMPLES], control=False)[0]
+    for given, expected in (([7, 8], [*ids, 7, 8]), ([begins.bos_token_id, 7], [begins.bos_token_id, *ids, 7])):
+        assert Prefix(begins, "examples.txt").before(Prompt("p", given)) == Prompt("p", expected)
+    Path("examples.txt").write_text("<end>")
+    assert tokenizer.eos_token_id not in Prefix(tokenizer, "examples.txt").ids
+
+
+def test_contrast_is_the_difference_of_logprobs_in_fp64(games, tiny_model, tokenizer):
+    model, draw = (
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64),
+        torch.Generator().manual_seed(0),
+    )
+    ids = lambda most: torch.randint(
+        2, 258, (int(torch.randint(1, most, (), generator=draw)),), generator=draw
+    ).tolist()  # noqa: E731
+    groups = [Group(Prompt("p", ids(9), n), [Response(ids(12), "r", True) for _ in range(3)]) for n in range(5)]
+    prefix = Prefix(tokenizer, "examples.txt")
+
+    def logprob(before: list[int], response: list[int]) -> float:
+        logits = model(torch.tensor([before + response])).logits[0, len(before) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum().item()
+
+    with torch.no_grad():
+        expected = [
+            [logprob(prefix.ids + g.prompt.ids, r.ids) - logprob(g.prompt.ids, r.ids) for r in g.responses]
+            for g in groups
+        ]
+    single = AutoModelForCausalLM.from_pretrained(tiny_model)
+    frozen = FrozenModel(PackedModel(single), torch.device("cpu"), None, offload=False)
+    got = ContrastReward(frozen, prefix, Packing(120))(groups)
+    torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), atol=2e-4, rtol=1e-4)
+    generate(config(tiny_model, "run", reward="contrast", prefix="examples.txt"))
+    assert [line["reward"] for line in records("run")] == [
+        max(line["rewards"]) for line in records("run", "samples.jsonl")
+    ]
+    assert len({line["reward"] for line in records("run")}) == 8
+    with pytest.raises(UserError, match="--reward contrast compares log-probs with --prefix and without"):
+        config(tiny_model, "other", reward="contrast")
