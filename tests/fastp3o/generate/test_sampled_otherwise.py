@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -91,8 +92,6 @@ def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokeni
     for kind, more in ((EvaluateConfig, {"model": "m"}), (WinRateConfig, {"first": "a", "second": "b"})):
         with pytest.raises(UserError, match="--reward environment needs an --environment"):
             kind(prompts="p", reward="environment", **more)
-        with pytest.raises(UserError, match="--environment and --sampler vllm exclude each other"):
-            kind(sampler="vllm", vllm_url="http://localhost:8000", **more, **PLAYED)
 
 
 def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, tokenizer):
@@ -132,13 +131,11 @@ def test_what_a_tokenizer_or_template_puts_first_stays_first(games, tokenizer):
 
 
 def test_contrast_is_the_difference_of_logprobs_in_fp64(games, tiny_model, tokenizer):
-    model, draw = (
-        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64),
-        torch.Generator().manual_seed(0),
-    )
-    ids = lambda most: torch.randint(
-        2, 258, (int(torch.randint(1, most, (), generator=draw)),), generator=draw
-    ).tolist()  # noqa: E731
+    model, draw = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64), Random(0)
+
+    def ids(most: int) -> list[int]:
+        return [draw.randrange(2, 258) for _ in range(draw.randrange(1, most))]
+
     groups = [Group(Prompt("p", ids(9), n), [Response(ids(12), "r", True) for _ in range(3)]) for n in range(5)]
     prefix = Prefix(tokenizer, "examples.txt")
 
