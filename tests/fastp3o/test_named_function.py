@@ -23,20 +23,18 @@ def test_a_function_of_the_current_directory_or_of_an_installed_package():
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_module:f", "cannot load the judge 'no_such_module:f'"),
-        ("judges_for_tests:f", "cannot load the judge 'judges_for_tests:f'"),
-        ("judges_for_tests:constant", "it is a int, not a function"),
-        ("judges_for_tests", "must be given as module:function"),
-        (":f", "must be given as module:function"),
-        ("./judges_for_tests.py:f", "names a file: .* as Python imports it, judges_for_tests:f, and start in"),
-        ("judges_for_tests.py:f", "names a file: .* as Python imports it, judges_for_tests:f, and start in"),
-    ],
-)
-def test_a_function_that_is_not_there_is_named(name: str, message: str):
+def test_a_function_that_is_not_there_is_named():
     before = list(sys.path)
-    with pytest.raises(ValueError, match=message):
-        import_function(name, "judge")
-    assert sys.path == before
+    for names, message in {
+        ("no_such_module:f", "judges_for_tests:f"): "cannot load the judge '\\w+:f'",
+        ("judges_for_tests:constant",): "it is a int, not a function",
+        ("judges_for_tests", ":f"): "must be given as module:function",
+        (
+            "./judges_for_tests.py:f",
+            "judges_for_tests.py:f",
+        ): "names a file: .* imports it, judges_for_tests:f, and start",
+    }.items():
+        for name in names:
+            with pytest.raises(ValueError, match=message):
+                import_function(name, "judge")
+            assert sys.path == before

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from fastp3o import UserError, train
-from fastp3o.script import lasting_output
 from tests.fastp3o.runs import assert_equal, config, vowels, weights
 
 PROMPTS = [{"prompt": f"Say {word}:"} for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ö")]
@@ -52,22 +51,6 @@ def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
         assert b"samples at step 2" in stream.buffer.getvalue()
     if isinstance(stream, Lines):
         assert "samples at step 2" in "".join(stream)
-
-
-def test_a_pipe_that_nobody_reads_is_told_once():
-    reader, writer = os.pipe()
-    os.close(reader)
-    told = io.StringIO()
-    before = sys.stdout, sys.stderr
-    with os.fdopen(writer, "w") as pipe:
-        sys.stdout, sys.stderr = pipe, told
-        try:
-            with lasting_output():
-                for _ in range(3):
-                    print("x" * 100_000)
-        finally:
-            sys.stdout, sys.stderr = before
-    assert told.getvalue().count("standard output takes no more (Broken pipe)") == 1
 
 
 @pytest.mark.parametrize("awaits", [False, True])
