@@ -47,8 +47,8 @@ class KeyValueCache(Protocol):
     query: [T, H, D]. key, value: [T, Hkv, D].
     """
 
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keeps the keys and values of a row of prompts."""
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the keys and values of a packed row. Returns those of its segments, [U, Hkv, D]."""
 
     def attend(
         self,
@@ -103,7 +103,7 @@ def segment_attention(
         if segments is None:
             output = cache.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
             return output.unsqueeze(0), None
-        cache.store(layer, key, value)
+        key, value = cache.store(layer, key, value)
     assert segments is not None
     if segments.shared is not None:
         key, value = (GatherKeys.apply(tensor, segments.shared) for tensor in (key, value))

@@ -120,11 +120,12 @@ class Cache:
         layers = self.layers.values()
         return [part for kv in layers for part in (kv.prompt_keys, kv.prompt_values, kv.own_keys, kv.own_values)]
 
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cache = self.layers[layer]
         place = self.prompt_of_token, slice(None), self.position_of_token
         for stored, tensor in ((cache.prompt_keys, key), (cache.prompt_values, value)):
             stored[place] = tensor[: len(self.prompt_of_token)].to(stored.dtype)
+        return key, value
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Rotary embeddings may leave queries and keys in fp32 when values are not.
@@ -142,14 +143,12 @@ class Cache:
         """Gives the memory back until it is taken again, perhaps at another address."""
         self.memory.untyped_storage().resize_(0)
 
-    def keep_slots(self, kept: Tensor) -> None:
-        """Keeps the keys of some slots, [n] int64, in this order. They move to the front of their memory: a copy of
-        them all would take as much again.
-        """
+    def order_slots(self, order: Tensor, own_tokens: int) -> None:
+        """Gives the first n slots another order, [n] int64, with their first own tokens."""
+        moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(1)
         for layer in self.layers.values():
-            for tensor in (layer.own_keys, layer.own_values):
-                tensor[: len(kept)] = tensor[kept]
-            layer.own_keys, layer.own_values = layer.own_keys[: len(kept)], layer.own_values[: len(kept)]
+            for tensor in (layer.own_keys[:, :, :own_tokens], layer.own_values[:, :, :own_tokens]):
+                tensor[moved] = tensor[order[moved]]
 
 
 def layer_cache(memory: Tensor, shape: LayerShape, room: Room) -> LayerCache:

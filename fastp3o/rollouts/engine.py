@@ -26,6 +26,8 @@ from fastp3o_kernels.rows.rows import transformed
 
 # Length of a packed row of prompts: enough for large matrix products.
 TOKENS_PER_ROW = 2048
+# A row of tokens that follow cached ones has as many keys for each of its tokens at most, which are copied.
+KEYS_PER_TOKEN = 16
 # Steps between two looks of the host; all but one of them may be for nothing.
 STEPS_PER_LOOK = 8
 # Share of slots that are idle before they are dropped, which copies the keys of the others.
@@ -70,6 +72,11 @@ class Engine:
         """
         self.queue.fill(prompts, keys)
         self.prefill(prompts)
+        self.decode()
+        return self.queue.results(len(prompts))
+
+    def decode(self) -> None:
+        """Steps until all responses of the queue have ended."""
         advance = self.graph.ready(self.step, self.tensors()) if self.captures else self.step
         works = True
         while works:
@@ -79,7 +86,6 @@ class Engine:
             works = bool(working.any())
             if works and not self.static:
                 self.drop_idle_slots(working)
-        return self.queue.results(len(prompts))
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
         self.cache.take_memory()
@@ -109,12 +115,13 @@ class Engine:
         self.cache.release_memory()
 
     def drop_idle_slots(self, working: Tensor) -> None:
-        if working.sum() <= (1 - IDLE) * len(working):
-            self.keep_slots(working.nonzero().squeeze(1))
+        count = int(working.sum())
+        if count <= (1 - IDLE) * len(working):
+            self.keep_slots(working.argsort(descending=True, stable=True), count)
 
-    def keep_slots(self, kept: Tensor) -> None:
-        self.queue.keep_slots(kept)
-        self.cache.keep_slots(kept)
+    def keep_slots(self, order: Tensor, count: int) -> None:
+        self.queue.keep_slots(order, count)
+        self.cache.order_slots(order, self.queue.most_own_tokens)
 
 
 def head_logits(hidden: Tensor, head: Head) -> Tensor:
@@ -125,14 +132,14 @@ def head_logits(hidden: Tensor, head: Head) -> Tensor:
     return transformed(logits, head)
 
 
-class PromptRow(NamedTuple):
-    """A packed row of T tokens. The first n belong to prompts, the others are padding."""
+class CachedRow(NamedTuple):
+    """A packed row of T tokens whose keys are to be cached. The first n belong to sequences, the others are padding."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     segments: Segments
-    prompt_of_token: Tensor  # [n]
-    position_of_token: Tensor  # [n]
+    numbers: tuple[int, ...]  # of the sequences
+    number_of_token: Tensor  # [n]
 
 
 def prefill(
@@ -142,28 +149,35 @@ def prefill(
 
     pad: makes rows of equal length, since libraries on a GPU round differently at other shapes.
     """
-    for row in prompt_rows(prompts, tokens_per_row, pad, policy.model.device):
-        cache.prompt_of_token, cache.position_of_token = row.prompt_of_token, row.position_of_token
+    given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
+    for row in rows_to_cache(given, tokens_per_row, pad, policy.model.device):
+        cache.prompt_of_token = row.number_of_token
+        cache.position_of_token = row.position_ids[0, : len(row.number_of_token)]
         policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
 
 
-def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: torch.device) -> Iterator[PromptRow]:
-    cached = {p: ids[:-1] for p, ids in enumerate(prompts) if len(ids) > 1}
-    numbers = list(cached)
-    for members in first_fit_decreasing([len(ids) for ids in cached.values()], tokens_per_row):
-        members = [numbers[m] for m in members]
-        lengths = [len(cached[p]) for p in members]
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        padding = -sum(lengths) % tokens_per_row if pad else 0
+def rows_to_cache(
+    given: Sequence[tuple[int, int, Ids]], tokens_per_row: int, pad: bool, device: torch.device
+) -> Iterator[CachedRow]:
+    """Packed rows of sequences. given: each one's number, how many of its tokens are cached, and those that follow."""
+    sizes = [max(len(ids), (begin + len(ids)) // KEYS_PER_TOKEN) for _, begin, ids in given]
+    for members in first_fit_decreasing(sizes, tokens_per_row):
+        numbers, begins, parts = zip(*(given[m] for m in members), strict=True)
+        lengths = list(map(len, parts))
+        key_lengths = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        positions = [torch.arange(begin, end) for begin, end in zip(begins, key_lengths, strict=True)]
         # Padding is a segment of its own, all at position 0, which every model has.
-        lengths += [padding] if padding else []
-        input_ids = torch.tensor([token for p in members for token in cached[p]] + [0] * padding)
-        prompt_of_token = torch.tensor(members).repeat_interleave(torch.tensor(lengths[: len(members)]))
-        position_ids = torch.nn.functional.pad(positions, (0, padding))
-        parts = input_ids[None], position_ids[None], offsets(lengths), prompt_of_token
-        input_ids, position_ids, bounds, prompt_of_token = to_device(parts, device)
-        segments = Segments(bounds, bounds, tuple(lengths), tuple(lengths), None)
-        yield PromptRow(input_ids, position_ids, segments, prompt_of_token, position_ids[0, : len(positions)])
+        padding = -sum(lengths) % tokens_per_row if pad else 0
+        if padding:
+            lengths, key_lengths = [*lengths, padding], [*key_lengths, padding]
+        row = CachedRow(
+            torch.tensor([[token for ids in parts for token in ids] + [0] * padding]),
+            torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)])[None],
+            Segments(offsets(lengths), offsets(key_lengths), tuple(lengths), tuple(key_lengths), None),
+            numbers,
+            torch.tensor(numbers).repeat_interleave(torch.tensor(list(map(len, parts)))),
+        )
+        yield to_device(row, device)
 
 
 class LayerShapes:
@@ -172,10 +186,11 @@ class LayerShapes:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
 
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if key.shape != value.shape:
             raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
         self.shapes[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
+        return key, value
 
     def attend(self, *_: object, **__: object) -> Tensor:
         raise RuntimeError("there are no responses to continue")
@@ -187,6 +202,6 @@ def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
     Raises UserError if heads of values have another size than those of keys.
     """
     shapes = LayerShapes()
-    (row,) = prompt_rows([[token, token]], 1, False, policy.model.device)
+    (row,) = rows_to_cache([(0, 0, [token])], 1, False, policy.model.device)
     policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=shapes)
     return shapes.shapes

@@ -53,9 +53,9 @@ class MixtureEngine(Engine):
         super().release_memory()
         self.other_cache.release_memory()
 
-    def keep_slots(self, kept: Tensor) -> None:
-        super().keep_slots(kept)
-        self.other_cache.keep_slots(kept)
+    def keep_slots(self, order: Tensor, count: int) -> None:
+        super().keep_slots(order, count)
+        self.other_cache.order_slots(order, self.queue.most_own_tokens)
 
 
 class MixtureSampler(EngineSampler):

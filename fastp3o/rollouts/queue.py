@@ -37,7 +37,9 @@ class Queue:
         self.first_tokens, self.keys = zeros(N + 1), zeros(N + 1)  # inputs of first steps; keys of random numbers
         # Tokens so far and log-probabilities; NO_TOKEN after a response's end.
         self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
-        self.response, self.steps, self.tokens = zeros(3, room.slots)
+        self.by_slot = zeros(3, room.slots)
+        self.response, self.steps, self.tokens = self.by_slot
+        self.most_own_tokens = Lr  # of a slot
         # The number of responses, the last that a slot has taken, and a step.
         self.total, self.taken, self.zero = zeros(), zeros(), zeros()
 
@@ -66,9 +68,9 @@ class Queue:
 
     def slots(self, *, bounds: bool) -> Slots:
         """The slots as attention takes them. bounds: the host looks at the tensors to limit the work."""
-        K = self.room.responses_per_prompt
+        K, steps = self.room.responses_per_prompt, self.own_tokens()
         if not bounds:
-            return Slots(self.response, self.cached_lengths, self.steps, K)
+            return Slots(self.response, self.cached_lengths, steps, K)
         works = self.working()
         working = self.response[works] // K
         first, last = working.aminmax()
@@ -76,12 +78,16 @@ class Queue:
         return Slots(
             self.response,
             self.cached_lengths,
-            self.steps,
+            steps,
             K,
             prompts=prompts,
             longest_prompt=int(self.cached_lengths[prompts.start : prompts.stop].max()),
-            longest_response=int(self.steps[works].max()) + 1,
+            longest_response=int(steps[works].max()) + 1,
         )
+
+    def own_tokens(self) -> Tensor:
+        """[R] int64: own tokens of each slot in the cache."""
+        return self.steps
 
     def take(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Adds the tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. A slot whose response
@@ -104,8 +110,9 @@ class Queue:
         """[R] bool: the slots that are not idle."""
         return self.response < self.room.responses
 
-    def keep_slots(self, kept: Tensor) -> None:
-        """Keeps some slots, [n] int64, in this order."""
+    def keep_slots(self, order: Tensor, count: int) -> None:
+        """Keeps the first slots of another order, [R] int64."""
+        kept = order[:count]
         self.response, self.steps, self.tokens = self.response[kept], self.steps[kept], self.tokens[kept]
 
     def results(self, prompts: int) -> tuple[list[list[Ids]], list[list[list[float]]]]:

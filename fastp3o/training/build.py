@@ -30,9 +30,10 @@ from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
-from fastp3o.rollouts.engine_sampler import named_sampler
+from fastp3o.rollouts.engine_sampler import EngineSampler, named_sampler
 from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, make_prompts, sampling_settings
 from fastp3o.rollouts.turns.environment import load_environments
+from fastp3o.rollouts.turns.kept import KeptTurns
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
@@ -159,13 +160,17 @@ def policy_sampler(
     ends = Ends(policy.sampled.model, tokenizer, settings.stops).ids
     role = config.observation_role
     observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends)
-    environments, limits = load_environments(config), {"max_turns": config.max_turns, "longest": longest}
+    environments = load_environments(config)
+    options: dict[str, Any] = {"max_turns": config.max_turns, "longest": longest}
     if policy.publisher is not None:
         turns = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=config.max_turn_tokens, settings=settings)
-        return ServedTrajectories(turns, tokenizer, environments, observe, **limits)
+        return ServedTrajectories(turns, tokenizer, environments, observe, **options)
     contexts = batch_size * getattr(config, "responses_per_prompt", 1)
     first, further = (build(max_response_tokens=config.max_turn_tokens, batch_size=n) for n in (batch_size, contexts))
-    sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **limits)
+    if isinstance(first, EngineSampler):
+        kept = KeptTurns(first, further, longest)
+        first, further, options["end"] = kept, kept.go_on, kept.end
+    sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **options)
     # Processes need different numbers of turns: they meet at the end of a call alone, also after an error.
     return policy.gathered(lambda *call: on_every_process(context.accelerator, lambda: sampler(*call)))
 

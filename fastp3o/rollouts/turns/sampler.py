@@ -5,6 +5,7 @@ ever put one after the other, so that what trains is what was sampled, token by 
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,7 @@ class TrajectorySampler:
     """A Sampler whose responses are trajectories.
 
     first, further: samplers of a turn; further ones have a response to each of up to P K contexts. longest: tokens of a
-    trajectory, observations included.
+    trajectory, observations included. end: called after the last turn, also after an error.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class TrajectorySampler:
         *,
         max_turns: int,
         longest: int,
+        end: Callable[[], None] = lambda: None,
     ):
         self.first, self.further, self.tokenizer = first, further, tokenizer
         self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
+        self.end = end
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         """Raises FunctionError if an environment fails, or begins trajectories of one prompt in different ways."""
@@ -90,6 +93,7 @@ class TrajectorySampler:
             ]
             self.finish(trajectories, K, seed)
         finally:
+            self.end()
             self.environments.close(environments)
         whole = self.tokenizer.batch_decode([one.ids for one in trajectories], skip_special_tokens=True)
         finished = [

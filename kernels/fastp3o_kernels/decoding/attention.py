@@ -57,7 +57,7 @@ def decode_attention(
     cache.own_values[slots.number, :, slots.steps] = value
     bounds = slice(slots.prompt_range.start, slots.prompt_range.stop), slice(None), slice(slots.longest_prompt)
     prompt_keys, prompt_values = cache.prompt_keys[bounds], cache.prompt_values[bounds]
-    own_keys, own_values = (own[:, :, : slots.longest_response] for own in (cache.own_keys, cache.own_values))
+    own_keys, own_values = (own[:R, :, : slots.longest_response] for own in (cache.own_keys, cache.own_values))
     P, Lp, Lr = len(prompt_keys), prompt_keys.shape[2], own_keys.shape[2]
     if P == 0:
         return torch.zeros_like(query)

@@ -21,7 +21,7 @@ class LayerCache:
 
     prompt_keys: Tensor  # [P, Hkv, Lp, D], of all but the prompts' last tokens; Lp may be 0
     prompt_values: Tensor
-    own_keys: Tensor  # [R, Hkv, Lr, D], from a prompt's last token on
+    own_keys: Tensor  # [R or more, Hkv, Lr, D], from a prompt's last token on
     own_values: Tensor
 
 

@@ -1,0 +1,171 @@
+"""Turns by an engine that keeps keys and values between them: each computes its own tokens and an observation.
+
+Each trajectory has a slot of its own until all are over. Observations come into the cache in packed rows: a token
+attends to the keys of the prompt, to the slot's own ones, and to its observation up to itself.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastp3o.models.packed_model import evaluation_mode
+from fastp3o.packing.packed_row import Ids, to_device
+from fastp3o.rollouts.cache import Room, available_memory
+from fastp3o.rollouts.engine import Engine, rows_to_cache
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler
+from fastp3o.rollouts.queue import NO_TOKEN, Queue
+from fastp3o_kernels.decoding import LayerCache, response_keys
+
+# What continues trajectories, by number p K + k: how many tokens of prompt and trajectory are in the cache, and those
+# that follow them, the last turn's last one and the observation.
+Continued = Mapping[int, tuple[int, Ids]]
+
+
+class KeptQueue(Queue):
+    """A Queue of turns, of turn_tokens at most. room: of whole trajectories, with a slot for each.
+
+    owners: [R], the trajectory whose keys each slot has. seen: [N + 1] int64, own tokens in the cache before the turn.
+    """
+
+    def __init__(self, room: Room, turn_tokens: int, end_ids: set[int], device: torch.device):
+        super().__init__(room._replace(response_tokens=turn_tokens), end_ids, device)
+        self.last_place = room.response_tokens - 1
+        self.seen = torch.full_like(self.first_tokens, self.last_place)
+
+    def fill(self, prompts: Sequence[Ids], keys: Tensor) -> None:
+        super().fill(prompts, keys)
+        self.owners, self.prompt_lengths = list(range(self.room.slots)), [len(ids) - 1 for ids in prompts]
+        self.most_own_tokens = self.room.response_tokens
+        self.seen[:-1] = 0
+
+    def go_on(self, given: Continued, keys: Tensor) -> None:
+        """Begins a turn. keys: [n] int64, of the random numbers."""
+        K, N, turn_tokens = self.room.responses_per_prompt, self.room.responses, self.room.response_tokens
+        seen = [begin + len(ids) - 1 - self.prompt_lengths[n // K] for n, (begin, ids) in given.items()]
+        self.most_own_tokens = max(seen) + turn_tokens
+        response = [owner if owner in given else N for owner in self.owners]
+        lists = list(given), response, [ids[-1] for _, ids in given.values()], seen
+        numbers, response, *values = to_device((*map(torch.tensor, lists), keys), self.by_slot.device)
+        for table, begun in zip((self.first_tokens, self.seen, self.keys), values, strict=True):
+            table[numbers] = begun
+        self.response, self.steps, self.tokens = self.by_slot
+        self.by_slot.copy_(torch.stack([response, torch.zeros_like(response), self.first_tokens[response]]))
+        self.sampled.fill_(NO_TOKEN)
+
+    def own_tokens(self) -> Tensor:
+        # Idle slots write at the last place, which only the last token of a full trajectory reads. What would come
+        # after it is cut.
+        return (self.seen[self.response] + self.steps).clamp(max=self.last_place)
+
+    def keep_slots(self, order: Tensor, count: int) -> None:
+        self.owners[: len(order)] = [self.owners[slot] for slot in order.tolist()]
+        super().keep_slots(order, count)
+
+
+class Observed(NamedTuple):
+    """A KeyValueCache for a row of observations, whose tokens go to these places; further ones are padding.
+
+    segments: of each observation, its prompt and what is cached of it, its slot and that one's own tokens in the end.
+    """
+
+    layers: Mapping[int, LayerCache]
+    slot_of_token: Tensor
+    step_of_token: Tensor
+    segments: list[tuple[int, int, int, int]]
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies of the keys of all segments, which any backend of attention takes."""
+        kv, n, found = self.layers[layer], len(self.slot_of_token), []
+        for new, shared, own in (key, kv.prompt_keys, kv.own_keys), (value, kv.prompt_values, kv.own_values):
+            own[self.slot_of_token, :, self.step_of_token] = new[:n].to(own.dtype)
+            pairs = [(shared[p, :, :cached], own[slot, :, :steps]) for p, cached, slot, steps in self.segments]
+            parts = [part for pair in pairs for part in pair] + [new[n:].transpose(0, 1).to(own.dtype)]
+            found.append(torch.cat(parts, dim=1).transpose(0, 1).to(new.dtype))
+        return found[0], found[1]
+
+
+class KeptEngine(Engine):
+    """An Engine of turns of turn_tokens at most. room: as a KeptQueue's. Further arguments are an Engine's."""
+
+    queue: KeptQueue
+
+    def __init__(self, turn_tokens: int, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.queue = KeptQueue(self.room, turn_tokens, set(self.queue.end_ids.tolist()), self.policy.model.device)
+
+    @torch.no_grad()
+    def go_on(self, given: Continued, keys: Tensor) -> tuple[list[Ids], list[list[float]]]:
+        """The next turns, in the order of `given`, and their log-probabilities. keys: [n] int64."""
+        queue, K, lengths = self.queue, self.room.responses_per_prompt, self.queue.prompt_lengths
+        queue.go_on(given, keys)
+        by_slot = [(slot, *given[n]) for slot, n in enumerate(queue.owners) if n in given]
+        observed = [(slot, begin, ids[:-1]) for slot, begin, ids in by_slot if len(ids) > 1]
+        prompt_lengths = queue.slots(bounds=False).prompt_lengths
+        for row in rows_to_cache(observed, self.tokens_per_row, self.static, prompt_lengths.device):
+            slots = row.number_of_token
+            steps = row.position_ids[0, : len(slots)] - prompt_lengths[slots]
+            at = [(slot, queue.owners[slot] // K) for slot in row.numbers]
+            ends = zip(at, row.segments.key_lengths, strict=False)  # padding has none
+            segments = [(p, lengths[p], slot, end - lengths[p]) for (slot, p), end in ends]
+            cache = Observed(self.cache.layers, slots, steps, segments)
+            self.policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
+        if not self.static:
+            self.drop_idle_slots(queue.working())
+        self.decode()
+        ids, logprobs = queue.results(len(lengths))
+        return [ids[n // K][n % K] for n in given], [logprobs[n // K][n % K] for n in given]
+
+
+class KeptTurns(EngineSampler):
+    """A TrajectorySampler's first sampler; `go_on` is its further one. Until `end` weights must stay.
+
+    first, further: those without kept keys, which give the same tokens up to rounding. They serve where trajectories do
+    not all fit at once, by memory, slots or batch size. longest: tokens of a trajectory.
+    """
+
+    def __init__(self, first: EngineSampler, further: Sampler, longest: int):
+        tokenizer, settings, size = first.ends.tokenizer, first.settings, first.batch_size
+        limits: dict[str, Any] = {"max_response_tokens": longest, "batch_size": size, "memory": first.memory}
+        super().__init__(first.policy, tokenizer, settings=settings, **limits)
+        self.first, self.further = first, further
+        # By a trajectory's number: its number in the engine, and its tokens in the cache. Empty if not all fit.
+        self.cached: dict[int, tuple[int, int]] = {}
+
+    def sample(self, prompts: list[Prompt], keys: Tensor) -> list[Group]:
+        P, K = keys.shape
+        memory = available_memory(self.policy.model.device) if self.memory is None else self.memory
+        room = self.room_for(prompts, K, memory)
+        if room.prompts < P or room.slots < P * K:
+            self.first.shapes = self.shapes
+            return self.first.sample(prompts, keys)
+        ids, logprobs = self.engine_with(room, self.ends.ids, memory).run([prompt.ids for prompt in prompts], keys)
+        groups = [Group(prompt, list(self.ends.responses(ids[p], logprobs[p]))) for p, prompt in enumerate(prompts)]
+        contexts = [prompt._replace(number=prompt.number * K + k) for prompt in prompts for k in range(K)]
+        self.note(range(P * K), contexts, [response for group in groups for response in group.responses])
+        return groups
+
+    def go_on(self, contexts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+        if not self.cached:
+            return self.further(contexts, responses_per_prompt, seed)
+        places = [(*self.cached[context.number], context) for context in contexts]
+        given = {n: (begin, context.ids[begin:]) for n, begin, context in places}
+        keys = response_keys(seed, torch.tensor([context.number for context in contexts]), 1)[:, 0]
+        with evaluation_mode(self.policy):
+            responses = list(self.ends.responses(*cast(KeptEngine, self.engine).go_on(given, keys)))
+        self.note(given, contexts, responses)
+        return [Group(context, [response]) for context, response in zip(contexts, responses, strict=True)]
+
+    def note(self, numbers: Iterable[int], contexts: list[Prompt], turns: list[Response]) -> None:
+        # A turn's last token is the first input of the next one.
+        zipped = zip(numbers, contexts, turns, strict=True)
+        self.cached = {context.number: (n, len(context.ids) + len(turn.ids) - 1) for n, context, turn in zipped}
+
+    def end(self) -> None:
+        self.cached = {}
+        self.release_memory()
+
+    def new_engine(self, room: Room, end_ids: set[int]) -> KeptEngine:
+        return KeptEngine(self.first.max_response_tokens, self.policy, self.shapes, room, end_ids, self.settings)

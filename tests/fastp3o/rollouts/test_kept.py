@@ -1,0 +1,160 @@
+"""Turns whose keys and values are kept: the tokens and log-probabilities of rounds, which compute all anew."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.named_function import FunctionError
+from fastp3o.packing.pack import Packing
+from fastp3o.rollouts import cache
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Group, Prompt, Response, pack_groups
+from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.kept import KeptEngine, KeptTurns
+from fastp3o.rollouts.turns.sampler import TrajectorySampler
+from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, random_model
+
+K, TURN, LONGEST, ENDS = 3, 9, 160, [2, 5, 11]
+# One token, more than a window, and lengths between.
+PROMPTS = [
+    Prompt("", torch.randint(12, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist(), number)
+    for number, n in enumerate((1, 7, 3, 12, 2, 9))
+]
+OBSERVED = (0, 1, 5, 20, 100)  # tokens
+
+
+class Numbers:
+    """A tokenizer whose texts are numbers."""
+
+    eos_token_id = 2
+
+    def decode(self, ids, **_) -> str:
+        return " ".join(map(str, ids))
+
+    def batch_decode(self, ids, **_) -> list[str]:
+        return list(map(self.decode, ids))
+
+
+class Ragged:
+    """Trajectories end at different turns."""
+
+    def reset(self, prompt): ...
+
+    def step(self, text):
+        return "x" * OBSERVED[sum(map(int, text.split())) % len(OBSERVED)], 1.0, len(text) % 7 == 0
+
+
+def observe(text: str, last: int) -> list[int]:
+    return [12 + (7 * place + last) % (VOCABULARY - 12) for place in range(len(text))]
+
+
+def policy_of(family: str) -> PackedModel:
+    model = random_model(family, max_position_embeddings=LONGEST + 40)
+    model.generation_config.eos_token_id = ENDS
+    return PackedModel(model)
+
+
+def sampler(
+    policy, *, kept: type[KeptTurns] | None = KeptTurns, make=Ragged, batch=6, memory=None
+) -> TrajectorySampler:
+    first, further = (
+        EngineSampler(policy, Numbers(), max_response_tokens=TURN, batch_size=n, memory=memory)
+        for n in (batch, batch * K)
+    )
+    options = {"max_turns": 5, "longest": LONGEST}
+    if kept is not None:
+        turns = kept(first, further, LONGEST)
+        first, further, options["end"] = turns, turns.go_on, turns.end
+    return TrajectorySampler(first, further, Numbers(), Environments("Ragged", make), observe, **options)
+
+
+def flat(groups: list[Group]) -> list[Response]:
+    return [response for group in groups for response in group.responses]
+
+
+def assert_alike(mine: list[Group], rounds: list[Group]) -> None:
+    assert [(r.ids, r.turns, r.finished) for r in flat(mine)] == [(r.ids, r.turns, r.finished) for r in flat(rounds)]
+    for one, other in zip(flat(mine), flat(rounds), strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=1e-5)
+
+
+class Static(KeptTurns):
+    """Shapes as under a CUDA graph, and an engine that serves again."""
+
+    def new_engine(self, room, end_ids):
+        return KeptEngine(TURN, self.policy, self.shapes, room, end_ids, self.settings, static=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_turns_are_those_of_rounds_and_their_log_probabilities_a_packed_rows(family, monkeypatch):
+    policy = policy_of(family)
+    rounds = sampler(policy, kept=None)(PROMPTS, K, 7)
+    kept = sampler(policy)(PROMPTS, K, 7)
+    assert_alike(kept, rounds)
+    precise = policy_of(family).double()
+    for row in pack_groups(kept, Packing(tokens_per_row=10_000)):
+        got = torch.tensor([value for g in row.groups for r in kept[g].responses for value in r.logprobs])
+        torch.testing.assert_close(got.double(), labelled_logprobs(precise, row).detach(), atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(KeptEngine, "tokens_per_row", 32)
+    static = sampler(policy, kept=Static)
+    for prompts in (PROMPTS, PROMPTS[1:4], PROMPTS[::-1]):
+        assert_alike(static(prompts, K, 7), [next(g for g in rounds if g.prompt == prompt) for prompt in prompts])
+
+
+def test_trajectories_differ_in_what_matters():
+    lengths, observed = set(), set()
+    for family in FAMILIES:
+        for response in flat(sampler(policy_of(family))(PROMPTS, K, 7)):
+            lengths.add(len(response.turns))
+            observed |= {b.start - a.end for a, b in pairwise(response.turns)}
+    assert lengths == {1, 2, 3, 4, 5}
+    assert observed == set(OBSERVED)
+
+
+def test_each_token_is_computed_once(monkeypatch):
+    policy, computed = policy_of("llama"), []
+    whole = PackedModel.hidden_states
+
+    def counting(self, input_ids, *rest, **options):
+        computed.append(input_ids.numel())
+        return whole(self, input_ids, *rest, **options)
+
+    monkeypatch.setattr(PackedModel, "hidden_states", counting)
+    turns = sampler(policy)
+    turns(PROMPTS[:1], 1, 0)  # tries the policy
+    for seed in range(1, 9):
+        computed.clear()
+        ((prompt, (response,)),) = turns(PROMPTS[3:4], 1, seed)
+        # The last token is no one's context.
+        assert sum(computed) == len(prompt.ids) + len(response.ids) - 1
+
+
+def test_what_does_not_fit_goes_in_rounds(monkeypatch):
+    policy = policy_of("mistral")
+    expected = sampler(policy, kept=None)(PROMPTS, K, 7)
+    monkeypatch.setattr(KeptEngine, "go_on", lambda *_: 1 / 0)
+    assert_alike(sampler(policy, batch=5)(PROMPTS, K, 7), expected)
+    assert_alike(sampler(policy, memory=40_000)(PROMPTS, K, 7), expected)
+    monkeypatch.setattr(cache, "MOST_SLOTS", 6 * K - 1)
+    assert_alike(sampler(policy)(PROMPTS, K, 7), expected)
+
+
+def test_no_keys_outlive_a_call_also_one_that_fails():
+    class Raises(Ragged):
+        def step(self, text):
+            raise ValueError("lost")
+
+    policy = policy_of("llama")
+    turns = sampler(policy)
+    turns(PROMPTS, K, 7)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.05)
+    assert_alike(turns(PROMPTS, K, 7), sampler(policy, kept=None)(PROMPTS, K, 7))
+    with pytest.raises(FunctionError, match="lost"):
+        (failing := sampler(policy, make=Raises))(PROMPTS, K, 7)
+    for one in (turns, failing):
+        assert one.first.engine is None
+        assert not one.first.cached
