@@ -44,7 +44,7 @@ def test_slots_take_responses_in_turn_and_keep_what_they_sample(lengths, slots, 
         assert bounded.longest_response == int(queue.steps[working].max()) + 1
         queue.take(torch.tensor(tokens), torch.tensor(logprobs))
         if drops and queue.working().any():
-            queue.keep_slots(queue.working().nonzero().squeeze(1))
+            queue.keep_slots(queue.working().argsort(descending=True, stable=True), int(queue.working().sum()))
     assert not queue.working().any()
     assert order == list(range(P * K))
     ids, logprobs = queue.results(P)
