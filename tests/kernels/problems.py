@@ -180,8 +180,6 @@ def as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
         out.copy_(out + product if accumulate else product)
 
     with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setattr(backward, "leaves_out", lambda device: False)
         if DEVICE.type == "cpu" and dtype in HALVES:
             for module in (forward, backward):
                 patch.setattr(module, "multiply", multiplied)

@@ -1,7 +1,8 @@
 """The chunked head's backward pass: dL/d(log-prob) of each token -> gradients of hidden states, weight and bias.
 
-Gradients of logits wait in a buffer for their products until it is full, longer than the one for logits: the weight's
-gradient is read and written once for each filling, and small chunks would spend their time on that.
+From the kernels, gradients of logits wait in a buffer for their products until it is full, longer than the one for
+logits: the weight's gradient is read and written once for each filling, and small chunks would spend their time on it.
+PyTorch writes them where the logits were, and multiplies at once.
 
 The host never waits for the device. So it cannot know there how many tokens have a coefficient of zero (clipped pairs,
 pairs of equal advantage, ignored labels): on a GPU they take part in the products as rows of zeros. On a CPU they are
@@ -34,11 +35,6 @@ LARGEST_SCALED = 1024.0
 HIGHEST_SCALE = 2.0**64
 
 
-def leaves_out(device: torch.device) -> bool:
-    """Whether tokens without a coefficient take no part in the products: where the host sees them without waiting."""
-    return device.type == "cpu"
-
-
 class HeadGradients:
     """Gradients of one evaluation of the head, while it holds hidden states and head.
 
@@ -50,12 +46,12 @@ class HeadGradients:
         self.chunked, self.finished = chunked, False
         plan = chunked.plan
         self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
-        # Of the tokens that wait, each with a row of the buffer: numbers, and whether they take part in the products.
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.waiting: list[Tensor] = []  # numbers of the tokens that wait, each with a row of the buffer
         self.filled = 0  # rows of the buffer
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
-        self.dlogits_buffer = hidden.new_empty(plan.dlogits_rows, plan.row_elements, dtype=plan.dtypes.multiplied)
+        rows = 0 if plan.in_place else plan.dlogits_rows
+        self.dlogits_buffer = hidden.new_empty(rows, plan.row_elements, dtype=plan.dtypes.multiplied)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
         self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
@@ -96,47 +92,48 @@ class HeadGradients:
         return scaled[0], None if entropy_coefficients is None else scaled[1]
 
     def add(self, span: slice, coefficients: Tensor, entropy_coefficients: Tensor | None) -> None:
-        """A span's gradients of logits come to the buffer, and its products are computed whenever it is full."""
-        rows, begin = self.chunked.rows(span), span.start
+        """Computes a span's gradients of logits. Their products come at once where they are in place, else whenever the
+        buffer is full.
+        """
+        chunked, begin = self.chunked, span.start
+        rows = chunked.rows(span)
+        if chunked.plan.in_place:
+            chunked.write_dlogits(rows, span, coefficients, entropy_coefficients, rows.logits)
+            chunked.resident = slice(chunked.resident.start, begin)
+            flags = coefficients != 0
+            if entropy_coefficients is not None:
+                flags |= entropy_coefficients != 0
+            self.multiply(*taking_part(rows.logits, span, flags), last=False)
+            return
         while begin < span.stop:
             if self.filled == len(self.dlogits_buffer):
                 self.multiply_waiting(last=False)
             end = min(span.stop, begin + len(self.dlogits_buffer) - self.filled)
             part = slice(begin - span.start, end - span.start)
             given, entropies = coefficients[part], None if entropy_coefficients is None else entropy_coefficients[part]
-            out = self.dlogits_buffer[self.filled : self.filled + end - begin, : self.chunked.plan.V]
-            self.chunked.write_dlogits(rows.part(part), slice(begin, end), given, entropies, out)
-            takes_part = torch.ones(end - begin, dtype=torch.bool)
-            if leaves_out(given.device):
-                takes_part = given != 0 if entropies is None else (given != 0) | (entropies != 0)
-            self.waiting.append((torch.arange(begin, end), takes_part))
+            out = self.dlogits_buffer[self.filled : self.filled + end - begin, : chunked.plan.V]
+            chunked.write_dlogits(rows.part(part), slice(begin, end), given, entropies, out)
+            self.waiting.append(torch.arange(begin, end))
             self.filled += end - begin
             begin = end
 
     def multiply_waiting(self, *, last: bool) -> None:
-        """The gradients' products over all tokens that wait and take part. No token waits afterwards."""
+        """The gradients' products over all tokens that wait. No token waits afterwards."""
         if not self.waiting:
             return
-        tokens, kept = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
+        dlogits, tokens = self.dlogits_buffer[: self.filled, : self.chunked.plan.V], torch.cat(self.waiting)
         self.waiting, self.filled = [], 0
-        # Rows from the end move to where a token takes no part, so that the first k rows of the buffer hold the rest.
-        buffer, k = self.dlogits_buffer, int(kept.sum())
-        target, source = (~kept[:k]).nonzero().squeeze(1), k + kept[k:].nonzero().squeeze(1)
-        tokens[target] = tokens[source]
-        tokens = tokens[:k]
-        if k == 0:
-            return
-        if len(source):  # on a CPU alone: a GPU would wait for the indices
-            for rows, places in zip(source.split(ROWS_MOVED), target.split(ROWS_MOVED), strict=True):
-                buffer[places] = buffer[rows]
-        dlogits = buffer[:k, : self.chunked.plan.V]
         # Neighbours are read and written in place.
         adjacent = bool((tokens.diff() == 1).all())
-        index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else on_device(tokens, buffer.device)
-        if self.dhidden is not None and adjacent:
+        index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else on_device(tokens, dlogits.device)
+        self.multiply(dlogits, index, last=last)
+
+    def multiply(self, dlogits: Tensor, index: slice | Tensor, *, last: bool) -> None:
+        """The gradients' products over the tokens of this index. last: whether none follow."""
+        if self.dhidden is not None and isinstance(index, slice):
             multiply(dlogits, self.chunked.weight, out=self.dhidden[index])
         elif self.dhidden is not None:
-            product = self.dhidden.new_empty(k, self.dhidden.shape[1])
+            product = self.dhidden.new_empty(len(dlogits), self.dhidden.shape[1])
             multiply(dlogits, self.chunked.weight, out=product)
             self.dhidden[index] = product
         if self.needs_weight:
@@ -155,6 +152,8 @@ class HeadGradients:
         if self.finished:
             return
         self.multiply_waiting(last=True)
+        if self.chunked.plan.in_place:
+            self.chunked.release()
         if self.needs_weight and self.dweight is None:
             self.dweight = torch.zeros_like(self.chunked.weight, memory_format=torch.contiguous_format)
         del self.chunked, self.dlogits_buffer
@@ -174,6 +173,20 @@ class HeadGradients:
             kept = [gradient for gradient, dtype in gradients if gradient is not None and gradient.dtype == dtype]
             scale_in_place(kept, factor, triton=self.triton)
         return [converted(gradient, factor, dtype) for gradient, dtype in gradients]
+
+
+def taking_part(dlogits: Tensor, span: slice, flags: Tensor) -> tuple[Tensor, slice | Tensor]:
+    """The rows of a span that have a gradient [k, V], and their tokens, where the host sees them without waiting. Rows
+    from the end move to where a token has none.
+    """
+    if dlogits.is_cuda or (k := int(flags.sum())) == len(flags):
+        return dlogits, span
+    tokens = torch.arange(span.start, span.stop)
+    target, source = (~flags[:k]).nonzero().squeeze(1), k + flags[k:].nonzero().squeeze(1)
+    for moved, place in zip(source.split(ROWS_MOVED), target.split(ROWS_MOVED), strict=True):
+        dlogits[place] = dlogits[moved]
+    tokens[target] = tokens[source]
+    return dlogits[:k], tokens[:k]
 
 
 def scale_in_place(tensors: Sequence[Tensor | None], factor: Tensor, *, triton: bool) -> None:

@@ -56,6 +56,8 @@ class ChunkedLoss(torch.autograd.Function):
                     gradients.backward(chunk.spans, *loss.coefficients(chunked, chunk))
             if gradients is not None:
                 gradients.finish()
+            else:
+                chunked.release()
         ctx.gradients = gradients
         return loss.total(chunked)
 
@@ -84,6 +86,6 @@ def chunked_loss(
     """
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), memory_budget)
+    plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), memory_budget, triton=triton)
     chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=bool(loss.outputs))
     return ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)

@@ -26,6 +26,10 @@ LEAST_LOGITS_SHARE = 1 / 8
 # Products take rows in tiles of so many.
 TILE = 128
 
+# Tokens that go through the head together where their gradients take the place of the logits: more gain nothing in the
+# products, and no longer are in a processor's caches for the softmax.
+ROWS_IN_PLACE = 512
+
 # Rows of both buffers begin at a multiple of this many elements, whatever the vocabulary: matrix products and kernels
 # then read them in their widest loads.
 ALIGNMENT = 16
@@ -50,25 +54,34 @@ class HeadPlan(NamedTuple):
     V: int
     row_elements: int  # V, aligned
     logits_rows: int  # of the buffer for logits
-    dlogits_rows: int  # of the buffer for gradients of logits that wait for their products
+    dlogits_rows: int  # of the buffer for gradients of logits that wait for their products; in place: that would fit
     chunks: list[Chunk]
+    in_place: bool  # gradients take the logits' place, and have no buffer
 
 
 def plan_chunks(
-    bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None, teacher: HeadDtypes | None = None
+    bounds: list[int],
+    V: int,
+    dtypes: HeadDtypes,
+    memory_budget: int | None,
+    teacher: HeadDtypes | None = None,
+    *,
+    triton: bool,
 ) -> HeadPlan:
     """Chunks for groups between `bounds` (0 first, N last), within this many bytes (None: MEMORY_BUDGET).
 
     It depends on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply matrices
     of the same shapes: libraries round differently for different shapes.
-    teacher: of a teacher, whose logits have a buffer as long as that for the head's own.
+    teacher: of a teacher, whose logits have a buffer as long as that for the head's own. triton: whether kernels write
+    the gradients; PyTorch writes those of the logits' dtype in their place.
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
     budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     row_elements = -(-V // ALIGNMENT) * ALIGNMENT
     logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
-    dlogits_bytes = row_elements * dtypes.multiplied.itemsize
+    in_place = not triton and dtypes.multiplied == dtypes.logits
+    dlogits_bytes = 0 if in_place else row_elements * dtypes.multiplied.itemsize
     if budget < logits_bytes + dlogits_bytes:
         raise ValueError(
             f"memory_budget of {budget} bytes is less than one row of logits and its gradient take at a vocabulary of "
@@ -76,6 +89,11 @@ def plan_chunks(
         )
     N = bounds[-1]
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
+    if in_place:
+        fitting = min(budget // logits_bytes, N)
+        chunks = list(divide(bounds, min(max(ROWS_IN_PLACE, longest), fitting)))
+        logits_rows = longest_span(chunks)
+        return HeadPlan(dtypes, V, row_elements, logits_rows, fitting, chunks, in_place)
     logits_rows = (budget - N * dlogits_bytes) // logits_bytes
     if logits_rows < max(LEAST_LOGITS_SHARE * budget // logits_bytes, longest):
         fillings = ceil(N * dlogits_bytes / (GRADIENTS_SHARE * budget))
@@ -83,11 +101,15 @@ def plan_chunks(
     # Groups stay whole where a row of gradients is left for each of logits.
     logits_rows = min(max(logits_rows, longest), budget // (logits_bytes + dlogits_bytes), N)
     chunks = list(divide(bounds, logits_rows))
-    logits_rows = max((span.stop - span.start for chunk in chunks for span in chunk.spans), default=0)
+    logits_rows = longest_span(chunks)
     most = (budget - logits_rows * logits_bytes) // dlogits_bytes
     # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
     tiles = ceil(N / max(ceil(N / most), 1) / TILE)
-    return HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks)
+    return HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place)
+
+
+def longest_span(chunks: list[Chunk]) -> int:
+    return max((span.stop - span.start for chunk in chunks for span in chunk.spans), default=0)
 
 
 def divide(bounds: list[int], most: int) -> Iterator[Chunk]:

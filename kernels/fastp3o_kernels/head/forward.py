@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastp3o_kernels.head import scratch
 from fastp3o_kernels.head.chunks import HeadPlan
 from fastp3o_kernels.head.head import Head, multiply
 from fastp3o_kernels.operation import HAS_TRITON
@@ -25,15 +26,33 @@ class ChunkedHead:
     """One evaluation of the head over N tokens with these labels.
 
     logprobs, and with Triton row_max and log_sum: [N], filled in span by span. statistics: entropy, mean_logit and
-    is_top, [N] each and filled in likewise, or nothing. One buffer has the logits of the span `resident`.
+    is_top, [N] each and filled in likewise, or nothing. One buffer has the logits of the tokens `resident`.
+
+    keeps: whether the buffer has room for all logits, if the budget has.
     """
 
-    def __init__(self, labels: Tensor, ignore_index: int, plan: HeadPlan, *, triton: bool, statistics: bool = False):
+    takes_exponentials = True
+
+    def __init__(
+        self,
+        labels: Tensor,
+        ignore_index: int,
+        plan: HeadPlan,
+        *,
+        triton: bool,
+        statistics: bool = False,
+        keeps: bool = False,
+    ):
         self.labels, self.ignore_index, self.plan, self.triton = labels, ignore_index, plan, triton
         N = len(labels)
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
-        self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
-        self.resident: slice | None = None
+        self.keeps = keeps and plan.in_place and plan.dlogits_rows == N
+        rows = N if self.keeps else plan.logits_rows
+        self.logits_buffer = scratch.take(rows * plan.row_elements, **on_device).view(rows, plan.row_elements)
+        self.resident = slice(0, 0)
+        # Whether e^(x − max) take the logits' place at once, and their sums, [N].
+        self.exponential = False
+        self.sums: Tensor = torch.empty(N, **on_device)
         self.steepest: float | Tensor = 1.0  # bound of d log-prob / d logit
         self.logprobs, self.row_max, self.log_sum = (torch.empty(N, **on_device) for _ in range(3))
         dtypes = (plan.dtypes.logits, plan.dtypes.logits, torch.bool) if statistics else ()
@@ -46,18 +65,33 @@ class ChunkedHead:
         with torch.autocast(hidden.device.type, enabled=False):
             cast = self.plan.dtypes.cast
             self.head, self.hidden, self.weight = head, cast(hidden), cast(head.weight)
+            plain = head.softcap is None and not self.statistics
+            self.exponential = self.takes_exponentials and self.plan.in_place and plain
             try:
                 yield
             finally:
                 del self.head, self.hidden, self.weight
 
+    def release(self) -> None:
+        """Gives the buffer back to the next call."""
+        scratch.give_back(self.logits_buffer)
+        del self.logits_buffer
+
     def rows(self, span: slice) -> Rows:
-        """Products of a span [n, V] before the transform, which kernels apply when they read them."""
-        logits = self.logits_buffer[: span.stop - span.start, : self.plan.V]
-        if span != self.resident:
+        """Products of a span [n, V] before the transform, which kernels apply when they read them; or exponentials."""
+        resident = self.resident
+        held = resident.start <= span.start and span.stop <= resident.stop
+        if not held:
+            follows = self.keeps and span.start == resident.stop
+            self.resident = resident = slice(resident.start if follows else span.start, span.stop)
+        first = span.start - resident.start
+        logits = self.logits_buffer[first : first + span.stop - span.start, : self.plan.V]
+        rows = Rows(logits, self.labels[span], self.head, self.ignore_index)
+        if not held:
             multiply(self.hidden[span], self.weight.T, out=logits)
-            self.resident = span
-        return Rows(logits, self.labels[span], self.head, self.ignore_index)
+            if self.exponential:
+                self.logprobs[span], self.sums[span] = oracle.exponentials_in_place(rows)
+        return rows
 
     def forward(self, span: slice) -> None:
         """Fills in the log-probs of a span, and its statistics."""
@@ -69,7 +103,7 @@ class ChunkedHead:
             if self.statistics:
                 statistics = launch_statistics(rows, row_max, log_sum)
         else:
-            logprobs = oracle.logprobs_in_parts(rows)
+            logprobs = self.logprobs[span] if self.exponential else oracle.logprobs_in_parts(rows)
             if self.statistics:
                 statistics = oracle.statistics_in_parts(rows)
         self.logprobs[span] = logprobs
@@ -79,10 +113,12 @@ class ChunkedHead:
     def write_dlogits(
         self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
     ) -> None:
-        """out [n, V] = the gradients of rows within the span `resident`, given dL/d(log-prob) and dL/d(entropy)."""
+        """out [n, V] = the gradients of rows within `resident`, given dL/d(log-prob) and dL/d(entropy)."""
         if self.triton:
             entropy = self.statistics[0][tokens] if self.statistics else None
             known = self.row_max[tokens], self.log_sum[tokens]
             launch_dlogits(rows, *known, coefficients, out, entropy, entropy_coefficients)
+        elif self.exponential:
+            oracle.dlogits_of_exponentials(rows, coefficients, self.sums[tokens])
         else:
             oracle.dlogits(rows, coefficients, entropy_coefficients, out)

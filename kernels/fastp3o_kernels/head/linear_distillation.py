@@ -54,6 +54,8 @@ def student_gradients(s: Tensor, t: Tensor, divergence: str, beta: float) -> Ten
 class DistilledHead(ChunkedHead):
     """The student's head, and a teacher's with logits of the same spans. `logprobs` has the divergences."""
 
+    takes_exponentials = False
+
     def __init__(self, plan: HeadPlan, labels: Tensor, teacher_hidden: Tensor, teacher_head: Head, *kind: Any):
         super().__init__(labels, NO_LABEL, plan, triton=False)
         teacher_plan = plan._replace(dtypes=HeadDtypes.for_hidden(teacher_hidden))
@@ -140,6 +142,6 @@ def linear_distillation(
     except ValueError as error:
         raise ValueError(f"the teacher's {error}") from None
     bounds, V, dtypes = [0, len(hidden)], len(head.weight), HeadDtypes.for_hidden(hidden)
-    plan = plan_chunks(bounds, V, dtypes, memory_budget, HeadDtypes.for_hidden(teacher_hidden))
+    plan = plan_chunks(bounds, V, dtypes, memory_budget, HeadDtypes.for_hidden(teacher_hidden), triton=False)
     chunked = DistilledHead(plan, labels, teacher_hidden, teacher_head.detach(), divergence, beta)
     return LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)[0]

@@ -44,6 +44,8 @@ class LinearLogprobs(torch.autograd.Function):
             # An output held by the context would hold its own graph.
             del chunked.logprobs, chunked.labels
             ctx.chunked, ctx.spans = chunked, spans
+        else:
+            chunked.release()
         return logprobs, *values
 
     @staticmethod
@@ -51,6 +53,7 @@ class LinearLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         chunked = ctx.chunked
         hidden, weight, bias, chunked.labels = ctx.saved_tensors
+        chunked.logprobs = torch.empty_like(chunked.row_max)  # of logits that are computed again, for nobody
         head = replace(ctx.head_without_tensors, weight=weight, bias=bias)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
@@ -118,8 +121,9 @@ def linear_logprobs(
         return values.logprobs if outputs is None else values
     N = len(hidden)
     bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
-    plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
+    plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget, triton=triton)
     labels = labels.contiguous()
-    chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs))
+    keeps = torch.is_grad_enabled()
+    chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs), keeps=keeps)
     logprobs, *statistics = LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)
     return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)

@@ -63,6 +63,39 @@ def logprobs_in_parts(rows: Rows) -> Tensor:
     return torch.cat(label_logprobs).squeeze(1).masked_fill(ignored, 0.0)
 
 
+def exponentials_in_place(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Puts e^(x − max) in the place of the logits, and returns log-probs of the labels and sums of the rows, [n] each.
+    The gradient needs no second exponential then. There must be no soft cap.
+    """
+    ignored, indices = gather_indices(rows.labels, rows.ignore_index)
+    logprobs, sums = (rows.logits.new_empty(len(rows.logits)) for _ in range(2))
+    for begin in range(0, len(logprobs), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        logits = rows.logits[part]
+        if rows.transform.bias is not None:
+            logits += rows.transform.bias
+        if rows.transform.temperature != 1:
+            logits /= rows.transform.temperature
+        logits -= logits.amax(1, keepdim=True)
+        label = logits.gather(1, indices[part]).squeeze(1)
+        torch.sum(logits.exp_(), 1, out=sums[part])
+        logprobs[part] = label - sums[part].log()
+    return logprobs.masked_fill_(ignored, 0.0), sums
+
+
+def dlogits_of_exponentials(rows: Rows, coefficients: Tensor, sums: Tensor) -> None:
+    """Puts the gradient of the logits in the place of the exponentials, given dL/d(log-prob) and the rows' sums."""
+    ignored, indices = gather_indices(rows.labels, rows.ignore_index)
+    factors = (coefficients / rows.transform.temperature).masked_fill(ignored, 0.0).unsqueeze(1)
+    shares = -factors / sums.unsqueeze(1)
+    for begin in range(0, len(factors), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        rows.logits[part].mul_(shares[part]).scatter_add_(1, indices[part], factors[part])
+    # Rows of zero coefficient hold 0 times what may be NaN.
+    if (nothing := factors == 0).any():
+        rows.logits.masked_fill_(nothing, 0.0)
+
+
 def statistics_in_parts(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Entropies, mean logits and is_top, [n] each."""
     parts = [

@@ -21,7 +21,7 @@ DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadD
 def test_chunks_are_whole_groups_within_the_budget(lengths, V, dlogits_bytes, rows_held):
     bounds = [0, *accumulate(lengths)]
     budget = rows_held * (4 + dlogits_bytes) * -(-V // 16) * 16
-    plan = plan_chunks(bounds, V, DTYPES[dlogits_bytes], budget)
+    plan = plan_chunks(bounds, V, DTYPES[dlogits_bytes], budget, triton=True)
     assert plan.row_elements >= V
     assert plan.row_elements * (4 * plan.logits_rows + dlogits_bytes * plan.dlogits_rows) <= budget
     assert 1 <= plan.logits_rows == max(span.stop - span.start for chunk in plan.chunks for span in chunk.spans)
@@ -38,7 +38,7 @@ def test_chunks_are_whole_groups_within_the_budget(lengths, V, dlogits_bytes, ro
 
 def plan_of(N, group, rows_held=100, V=16):
     """The plan for N tokens in groups of one length, with room for so many bf16 rows of each kind."""
-    return plan_chunks(list(range(0, N + 1, group)), V, DTYPES[2], rows_held * 6 * V)
+    return plan_chunks(list(range(0, N + 1, group)), V, DTYPES[2], rows_held * 6 * V, triton=True)
 
 
 def test_a_longer_group_gets_a_longer_buffer_while_the_budget_allows():
@@ -60,7 +60,7 @@ def test_a_longer_group_gets_a_longer_buffer_while_the_budget_allows():
 )
 def test_the_budget_is_divided_for_the_least_traffic_of_the_weight(N, logits_rows, dlogits_rows):
     """For each element of a weight in half precision a chunk reads 2 bytes, and a filling of several moves 10."""
-    plan = plan_chunks(list(range(0, N + 1, 256)), 128_256, DTYPES[2], None)
+    plan = plan_chunks(list(range(0, N + 1, 256)), 128_256, DTYPES[2], None, triton=True)
     assert (plan.logits_rows, plan.dlogits_rows) == (logits_rows, dlogits_rows)
 
 
