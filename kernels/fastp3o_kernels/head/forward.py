@@ -28,10 +28,9 @@ class ChunkedHead:
     logprobs, and with Triton row_max and log_sum: [N], filled in span by span. statistics: entropy, mean_logit and
     is_top, [N] each and filled in likewise, or nothing. One buffer has the logits of the tokens `resident`.
 
-    keeps: whether the buffer has room for all logits, if the budget has.
+    keeps: whether the buffer has room for all logits, if the budget has. exponentials: whether e^(x − max) may take the
+    place of logits.
     """
-
-    takes_exponentials = True
 
     def __init__(
         self,
@@ -42,8 +41,10 @@ class ChunkedHead:
         triton: bool,
         statistics: bool = False,
         keeps: bool = False,
+        exponentials: bool = True,
     ):
         self.labels, self.ignore_index, self.plan, self.triton = labels, ignore_index, plan, triton
+        self.takes_exponentials = exponentials and plan.in_place and not statistics
         N = len(labels)
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
         self.keeps = keeps and plan.in_place and plan.dlogits_rows == N
@@ -65,8 +66,7 @@ class ChunkedHead:
         with torch.autocast(hidden.device.type, enabled=False):
             cast = self.plan.dtypes.cast
             self.head, self.hidden, self.weight = head, cast(hidden), cast(head.weight)
-            plain = head.softcap is None and not self.statistics
-            self.exponential = self.takes_exponentials and self.plan.in_place and plain
+            self.exponential = self.takes_exponentials and head.softcap is None
             try:
                 yield
             finally:

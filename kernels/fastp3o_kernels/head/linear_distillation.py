@@ -54,12 +54,11 @@ def student_gradients(s: Tensor, t: Tensor, divergence: str, beta: float) -> Ten
 class DistilledHead(ChunkedHead):
     """The student's head, and a teacher's with logits of the same spans. `logprobs` has the divergences."""
 
-    takes_exponentials = False
-
     def __init__(self, plan: HeadPlan, labels: Tensor, teacher_hidden: Tensor, teacher_head: Head, *kind: Any):
-        super().__init__(labels, NO_LABEL, plan, triton=False)
+        super().__init__(labels, NO_LABEL, plan, triton=False, exponentials=False)
         teacher_plan = plan._replace(dtypes=HeadDtypes.for_hidden(teacher_hidden))
-        self.teacher, self.kind = ChunkedHead(labels, NO_LABEL, teacher_plan, triton=False), kind
+        self.teacher = ChunkedHead(labels, NO_LABEL, teacher_plan, triton=False, exponentials=False)
+        self.kind = kind
         self.teacher_hidden, self.teacher_head = teacher_hidden, teacher_head
         self.versions = self.teacher_versions()
 
