@@ -1,0 +1,120 @@
+"""Processor milliseconds of a token of the policy's own in responses of several turns: kept keys beside rounds.
+
+    python -m benchmarks.turns
+
+Rounds compute each trajectory's whole context again for every turn. Both ways sample 4 trajectories to each of 6
+prompts, in turns with each other, on one thread. Writes results/turns.cpu.json.
+"""
+
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.training_shapes import llama
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Group, Prompt
+from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.kept import KeptTurns
+from fastp3o.rollouts.turns.sampler import TrajectorySampler
+
+P, K, V, TIMES = 6, 4, 2048, 5
+
+
+class Shape(NamedTuple):
+    """Tokens of a prompt, turns, tokens of a turn at most, and of an observation."""
+
+    prompt: int
+    turns: int
+    turn: int
+    observation: int
+
+
+SHAPES = [
+    Shape(30, 5, 4, 2),
+    Shape(150, 4, 24, 12),
+    Shape(150, 8, 24, 12),
+    Shape(600, 4, 24, 12),
+    Shape(150, 4, 24, 60),
+]
+
+
+class Numbers:
+    """A tokenizer whose texts are numbers."""
+
+    eos_token_id = 2
+
+    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
+        return [" ".join(map(str, one)) for one in ids]
+
+
+class Endless:
+    """Answers every turn."""
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "answer", 0.0, False
+
+
+def samplers(shape: Shape) -> dict[str, TrajectorySampler]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama(128, 384, 4, 4, 4, V))
+    # Any of so many tokens ends a turn: they differ in length.
+    model.generation_config.eos_token_id = list(range(2, 2 + V // shape.turn))
+    policy, made = PackedModel(model), {}
+    for name in ("rounds", "kept"):
+        first, further = (
+            EngineSampler(policy, Numbers(), max_response_tokens=shape.turn, batch_size=n) for n in (P, P * K)
+        )
+        longest = shape.turns * (shape.turn + shape.observation)
+        options: dict[str, Any] = {"max_turns": shape.turns, "longest": longest}
+        if name == "kept":
+            kept = KeptTurns(first, further, longest)
+            first, further, options["end"] = kept, kept.go_on, kept.end
+        environments = Environments("endless", Endless)
+        observe = lambda text, last: [V // 2 + (7 * place + last) % 1000 for place in range(shape.observation)]  # noqa: E731
+        made[name] = TrajectorySampler(first, further, Numbers(), environments, observe, **options)
+    return made
+
+
+def measure(shape: Shape) -> dict[str, Any]:
+    draw = random.Random(0)
+    prompts = [Prompt("", [draw.randrange(V // 2, V) for _ in range(shape.prompt)], number) for number in range(P)]
+    both, times = samplers(shape), {"rounds": [], "kept": []}
+    same = []
+    for seed in range(TIMES + 1):  # the first warms up
+        ids = {}
+        for name, sampler in both.items():
+            before = time.process_time()
+            groups = sampler(prompts, K, seed)
+            times[name].append((time.process_time() - before) * 1e3 / own_tokens(groups))
+            ids[name] = [response.ids for group in groups for response in group.responses]
+        same.append(ids["rounds"] == ids["kept"])
+    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
+    return shape._asdict() | medians | {"gain": medians["rounds"] / medians["kept"], "same_tokens": all(same)}
+
+
+def own_tokens(groups: list[Group]) -> int:
+    return sum(end - start for group in groups for response in group.responses for start, end in response.spans)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = []
+    for shape in SHAPES:
+        results.append(measure(shape))
+        print(json.dumps(results[-1]), flush=True)
+    lines = ",\n".join(map(json.dumps, results))
+    path = Path(__file__).parent / "results" / "turns.cpu.json"
+    path.write_text(f'{{"torch": "{torch.__version__}", "benchmarks": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()
