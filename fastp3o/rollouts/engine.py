@@ -61,6 +61,7 @@ class Engine:
         self.room, self.cache = room, Cache(shapes, room, device)
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
+        self.widened: Tensor | None = None  # its weight as products take it, while responses are sampled
         self.captures = device.type == "cuda" if graph is None else graph
         self.graph = StepGraph(device)
 
@@ -78,7 +79,7 @@ class Engine:
     def decode(self) -> None:
         """Steps until all responses of the queue have ended."""
         advance = self.graph.ready(self.step, self.tensors()) if self.captures else self.step
-        works = True
+        self.widened, works = None, True
         while works:
             for _ in range(STEPS_PER_LOOK if self.static else 1):
                 advance()
@@ -86,6 +87,7 @@ class Engine:
             works = bool(working.any())
             if works and not self.static:
                 self.drop_idle_slots(working)
+        self.widened = None
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
         self.cache.take_memory()
@@ -103,7 +105,9 @@ class Engine:
         self.cache.slots = slots
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.policy.hidden_states(self.queue.tokens[None], positions, cache=self.cache)
-        return head_logits(hidden, self.head)
+        if self.widened is None or self.captures:  # a graph takes weights as they are when it is replayed
+            self.widened = HeadDtypes.for_hidden(hidden).cast(self.head.weight)
+        return head_logits(hidden, self.head, self.widened)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that outlive a step and that it reads or writes."""
@@ -124,11 +128,13 @@ class Engine:
         self.cache.order_slots(order, self.queue.most_own_tokens)
 
 
-def head_logits(hidden: Tensor, head: Head) -> Tensor:
-    """[R, D] -> [R, V], fp32 or fp64 whatever the precision of the policy."""
+def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Tensor:
+    """[R, D] -> [R, V], fp32 or fp64 whatever the precision of the policy. widened: the head's weight as products take
+    it, if it is known.
+    """
     dtypes = HeadDtypes.for_hidden(hidden)
     logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
-    multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T, out=logits)
+    multiply(dtypes.cast(hidden), (dtypes.cast(head.weight) if widened is None else widened).T, out=logits)
     return transformed(logits, head)
 
 
