@@ -3,7 +3,7 @@
     python -m benchmarks.turns
 
 Rounds compute each trajectory's whole context again for every turn. Both ways sample 4 trajectories to each of 6
-prompts, in turns with each other, on one thread. Writes results/turns.cpu.json.
+prompts, in turns with each other, on one thread. Writes results/turns.json.
 """
 
 import json
@@ -112,7 +112,7 @@ def main() -> None:
         results.append(measure(shape))
         print(json.dumps(results[-1]), flush=True)
     lines = ",\n".join(map(json.dumps, results))
-    path = Path(__file__).parent / "results" / "turns.cpu.json"
+    path = Path(__file__).parent / "results" / "turns.json"
     path.write_text(f'{{"torch": "{torch.__version__}", "benchmarks": [\n{lines}\n]}}\n')
 
 

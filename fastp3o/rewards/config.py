@@ -209,7 +209,7 @@ def reward_names(names: str) -> list[str]:
 def cascaded(name: str) -> list[str]:
     """The rewards of a cascade, `A else B`, or the only one."""
     if isinstance(name, Named):
-        return [*name.content] if isinstance(name.content, tuple) else [name]
+        return [*name.content] if type(name.content) is tuple else [name]
     return [name] if os.path.exists(name) else [part.strip() for part in name.split(" else ")]
 
 

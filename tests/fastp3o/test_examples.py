@@ -17,6 +17,7 @@ TEMPLATE = (
 PRINTED_AND_LEFT = {
     "own_reward": ("eval/reward", ["runs/sums/model", "runs/sums/best"]),
     "lora_chat": ("after step", ["runs/chat/model", "runs/chat/adapter/adapter_model.safetensors"]),
+    "files_environment": ("reward/nav", ["runs/desk/model"]),
     "dpo_then_p3o": ("response_length", ["runs/dpo/model", "runs/dpo_p3o/model"]),
 }
 

@@ -74,7 +74,7 @@ def test_wrong_input_is_named(changes, message):
         ({"bias": torch.zeros(4)}, "bias must have shape [9]"),
         ({"softcap": INF}, "softcap must be above 0, or None for no cap, got inf"),
         ({"temperature": -1.0}, "temperature must be above 0"),
-        ({"memory_budget": 100}, "memory_budget of 100 bytes is less than one row"),
+        ({"memory_budget": 60}, "memory_budget of 60 bytes is less than one row"),
     ],
 )
 def test_what_is_wrong_with_a_head_is_named(change, message):

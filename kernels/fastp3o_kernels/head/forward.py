@@ -48,8 +48,7 @@ class ChunkedHead:
         N = len(labels)
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
         self.keeps = keeps and plan.in_place and plan.dlogits_rows == N
-        rows = N if self.keeps else plan.logits_rows
-        self.logits_buffer = scratch.take(rows * plan.row_elements, **on_device).view(rows, plan.row_elements)
+        self.logits_buffer: Tensor | None = None
         self.resident = slice(0, 0)
         # Whether e^(x − max) take the logits' place at once, and their sums, [N].
         self.exponential = False
@@ -74,18 +73,23 @@ class ChunkedHead:
 
     def release(self) -> None:
         """Gives the buffer back to the next call."""
-        scratch.give_back(self.logits_buffer)
-        del self.logits_buffer
+        if self.logits_buffer is not None:
+            scratch.give_back(self.logits_buffer)
+        self.logits_buffer, self.resident = None, slice(0, 0)
 
     def rows(self, span: slice) -> Rows:
         """Products of a span [n, V] before the transform, which kernels apply when they read them; or exponentials."""
-        resident = self.resident
+        resident, plan = self.resident, self.plan
+        if self.logits_buffer is None:
+            rows_held = len(self.labels) if self.keeps else plan.logits_rows
+            taken = scratch.take(rows_held * plan.row_elements, dtype=plan.dtypes.logits, device=self.labels.device)
+            self.logits_buffer = taken.view(rows_held, plan.row_elements)
         held = resident.start <= span.start and span.stop <= resident.stop
         if not held:
             follows = self.keeps and span.start == resident.stop
             self.resident = resident = slice(resident.start if follows else span.start, span.stop)
         first = span.start - resident.start
-        logits = self.logits_buffer[first : first + span.stop - span.start, : self.plan.V]
+        logits = self.logits_buffer[first : first + span.stop - span.start, : plan.V]
         rows = Rows(logits, self.labels[span], self.head, self.ignore_index)
         if not held:
             multiply(self.hidden[span], self.weight.T, out=logits)

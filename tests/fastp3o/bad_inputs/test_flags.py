@@ -40,7 +40,7 @@ BOUNDED = {
     "at least 1": "accept batch_size cg_steps epochs eval_batch_size eval_limit eval_responses_per_prompt gpus heads "
     "hidden_size inner_epochs intermediate_size judge_requests largest layers limit line_search_steps max_characters "
     "max_prompt_tokens max_response_tokens max_tokens max_turn_tokens max_turns ngram_length prompt_tokens "
-    "prompts_per_update ptx_batch_size ratio_cap response_tokens responses_per_prompt reward_batch_size "
+    "prompts_per_update ptx_batch_size ratio_cap response_tokens responses_per_prompt revisions reward_batch_size "
     "reward_requests rollout_batch_size tokens_per_row updates vllm_requests",
     "at least 2": "responses_per_prompt",
     "at least 258": "vocab_size",

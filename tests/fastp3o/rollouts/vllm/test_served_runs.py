@@ -15,6 +15,7 @@ from fastp3o.generate.loop import generate
 from fastp3o.objectives.preferences import DPOConfig
 from fastp3o.packing.pack import derived_seed
 from fastp3o.rollouts import engine_sampler
+from fastp3o.rollouts.turns import kept
 from fastp3o.rollouts.vllm.publisher import IN_MEMORY, remove_abandoned_weights
 from fastp3o.rollouts.vllm.servers import OtherWeightsError, read_completions
 from fastp3o.training import preferences as preference
@@ -39,7 +40,8 @@ def train_like_servers(monkeypatch, run) -> None:
         return torch.cat([response_keys(derived_seed(seed, int(n)), torch.tensor([0]), count) for n in numbers])
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine_sampler, "response_keys", keys)
+        for module in (engine_sampler, kept):
+            patched.setattr(module, "response_keys", keys)
         train(run)
 
 
