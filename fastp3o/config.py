@@ -657,9 +657,7 @@ class RunConfig(Flags):
         0, "Seed of every random choice; the same seed gives the same run.", at_least=0, below=LARGEST_INT
     )
     resume: bool = option(
-        False,
-        "Continue the run in output_dir exactly as if it had not stopped; without one, begin.",
-        changeable=True,
+        False, "Continue the run in output_dir exactly as if it had not stopped; without one, begin.", changeable=True
     )
     overwrite: bool = option(
         False, "Remove what an earlier run has left in output_dir, and begin anew.", changeable=True
@@ -695,10 +693,7 @@ class TrainingRunConfig(RunConfig):
         10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
     )
     report_to: str = option(
-        "tensorboard",
-        "accelerate's trackers, separated by commas (wandb, ...), or none.",
-        changeable=True,
-        python=list,
+        "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True, python=list
     )
     run_name: str | None = option(None, "Name of the run for wandb and trackio.", changeable=True)
     push_to_hub: str | None = option(

@@ -1,43 +1,5 @@
-"""Predicts the memory of P3O's passes from a model's configuration and the lengths. `fastp3o memory` is for users.
-
-Per parameter, in bytes:
-
-    precision        weights    fp32 masters    gradients    AdamW
-    fp32             4          0               4            8
-    bf16-autocast    4 + 2      0               4            8        (+ 2: autocast's copies within a pass)
-    bf16, fp16       2          4               4            8
-
-Masters, gradients and AdamW count only for what trains. The peak is that of a row that finds the gradients of an
-earlier one. With gradient checkpointing the backward pass makes autocast's copies of one layer at a time; the forward
-pass keeps all until the head is done.
-
-A llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size has these activations,
-in elements for each of T tokens in each layer:
-
-    norms · D + item · (4 F + attends · Q + 2 R U / T)      norms = 24, 26 or 16 bytes; item = 4, 2 or 2
-
-U / T is the number of gathered keys over the number of tokens: 1, or more where prompts are shared. Attention saves
-queries, keys, values and its result, which the next matrix product saves as well: attends = 2. Where segments are
-computed one by one, as in fp32, their results are joined in a copy: attends = 3. With gradient checkpointing only the
-input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations are added.
-
-Next to activations, the larger of two moments counts. The head's has the budget for logits and their gradient, or what
-the labelled tokens need if that is less, its weight's gradient, and the last norm's activations. That gradient is
-summed in fp32; in half precision it is rounded once logits are freed, unless a single product gives it in bf16. A
-layer's backward pass has 2 (F + D) elements a token, and the gradient of a head that is tied to the embeddings, which
-waits for theirs. When these come, activations are gone: two such gradients count in place of all of this, if larger.
-
-Without gradients, a layer keeps 3 F elements and four of D (embeddings, its input, that of its feed-forward part, the
-same after the norm), or at its attention three of D, queries, results, and keys and values before and after they are
-gathered. Autocast then copies one weight at a time.
-
-Each of n processes that share a model holds an n-th of fp32 weights, gradients and AdamW's moments, and of frozen
-weights. Embeddings, head, and the layer that computes are whole, in the weights' dtype; so is that layer's gradient,
-until it is added up over the processes in fp32.
-
-Rollouts, before the update, keep 2 R elements of each cached token in each layer. A row of prompts goes through the
-model; then a step makes logits in fp32. Autocast and LoRA add a copy of the weights, in the precision of the passes,
-which is sampled.
+"""Predicts the memory of P3O's passes from a model's configuration and the lengths, by the formula on
+fastp3o/training/memory.md. `fastp3o memory` is for users.
 """
 
 from dataclasses import dataclass, replace
@@ -121,12 +83,7 @@ class Memory:
 
 
 def update_memory(
-    model: Model,
-    lengths: Lengths,
-    precision: Precision,
-    *,
-    checkpointing: bool = False,
-    one_by_one: bool = False,
+    model: Model, lengths: Lengths, precision: Precision, *, checkpointing: bool = False, one_by_one: bool = False
 ) -> Memory:
     """The memory of a policy's update on one device.
 

@@ -151,10 +151,7 @@ class PenaltyConfig(Flags):
         0.0, "Subtracted from the reward of a response without an end-of-sequence.", at_least=0, changeable=True
     )
     length_penalty: float = option(
-        0.0,
-        "Subtracted for each token of a response beyond --length_penalty_after.",
-        at_least=0,
-        changeable=True,
+        0.0, "Subtracted for each token of a response beyond --length_penalty_after.", at_least=0, changeable=True
     )
     length_penalty_after: int = option(
         0,

@@ -15,15 +15,7 @@ from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_l
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room, return_unused_memory
 from fastp3o.rollouts.engine import Engine, layer_shapes
-from fastp3o.rollouts.groups import (
-    POLICY_ITSELF,
-    Ends,
-    Group,
-    Prompt,
-    Sampler,
-    SamplingSettings,
-    sampling_settings,
-)
+from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Sampler, SamplingSettings, sampling_settings
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o_kernels.decoding import response_keys
 

@@ -62,12 +62,7 @@ class MixtureSampler(EngineSampler):
     """A Sampler from the mixture, whose log-probabilities are the mixture's. options: an EngineSampler's."""
 
     def __init__(
-        self,
-        policy: PackedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        other: PackedModel,
-        weight: float,
-        **options: Any,
+        self, policy: PackedModel, tokenizer: PreTrainedTokenizerBase, other: PackedModel, weight: float, **options: Any
     ):
         super().__init__(policy, tokenizer, **options)
         self.other, self.weight = other, weight

@@ -67,12 +67,7 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 
 
 def ppo_clip(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float | None = None
 ) -> Tensor:
     """PPO's clipped ratio of each token or response (arXiv 1707.06347): max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)).
 

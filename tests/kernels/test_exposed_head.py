@@ -11,25 +11,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaForCausalLM,
-    RobertaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, RobertaForCausalLM
 
 from fastp3o_kernels import expose_head, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
 from tests.fastp3o.together import together
 from tests.kernels import exposed_heads
-from tests.kernels.exposed_heads import (
-    CONFIGS,
-    IDS,
-    SIZES,
-    gradients,
-    p3o_of,
-    tiny_causal_lm,
-)
+from tests.kernels.exposed_heads import CONFIGS, IDS, SIZES, gradients, p3o_of, tiny_causal_lm
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -49,9 +49,7 @@ class PairLoss:
             return launch_coefficients(chunked.logprobs, pairs, self.settings, terms)[chunk.tokens], None
         old, tokens = pairs.old_token_logprobs, chunk.tokens
         pairs = replace(
-            pairs,
-            cu_seqlens=pairs.cu_seqlens - tokens.start,
-            old_token_logprobs=None if old is None else old[tokens],
+            pairs, cu_seqlens=pairs.cu_seqlens - tokens.start, old_token_logprobs=None if old is None else old[tokens]
         )
         with torch.enable_grad():
             logprobs = chunked.logprobs[tokens].detach().requires_grad_()

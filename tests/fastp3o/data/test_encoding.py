@@ -52,8 +52,7 @@ def encode(encoder: Encoder, item: Texts) -> Encoded:
 
 
 @pytest.mark.parametrize(
-    ("adds", "first"),
-    [("$A", []), (f"{BOS} $A", [BOS_ID]), (f"$A {EOS}", []), (f"{BOS} $A {EOS}", [BOS_ID])],
+    ("adds", "first"), [("$A", []), (f"{BOS} $A", [BOS_ID]), (f"$A {EOS}", []), (f"{BOS} $A {EOS}", [BOS_ID])]
 )
 def test_a_prompt_gets_the_tokenizers_bos_and_never_its_eos(adds: str, first: list[int]):
     tokenizer = byte_tokenizer(adds)

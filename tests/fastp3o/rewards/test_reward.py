@@ -31,8 +31,7 @@ def returning(result: object) -> FunctionReward:
 
 
 @pytest.mark.parametrize(
-    "result",
-    [(1, True, 0.5, 2), np.array([1, 1, 0.5, 2]), [np.float32(1), np.int64(1), torch.tensor(0.5), 2.0]],
+    "result", [(1, True, 0.5, 2), np.array([1, 1, 0.5, 2]), [np.float32(1), np.int64(1), torch.tensor(0.5), 2.0]]
 )
 def test_numbers_of_every_kind_are_rewards_and_none_for_a_prompt_is_one_that_does_not_apply(rollouts, result):
     assert returning(result)(rollouts).tolist() == [[1.0, 1.0], [0.5, 2.0]]

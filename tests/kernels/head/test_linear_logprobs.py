@@ -2,13 +2,7 @@ import pytest
 import torch
 
 from fastp3o_kernels import Head, linear_logprobs
-from tests.kernels.problems import (
-    CHUNKED,
-    DEVICE,
-    budget_for,
-    random_hidden_states,
-    relative_error,
-)
+from tests.kernels.problems import CHUNKED, DEVICE, budget_for, random_hidden_states, relative_error
 
 
 def run(states, labels, weights, impl, **given):

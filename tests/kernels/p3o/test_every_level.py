@@ -6,11 +6,7 @@ import torch
 from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.interpreted import counted_launches
 from tests.kernels.levels import IMPLEMENTATIONS, P3O_LEVELS, Batch
-from tests.kernels.problems import (
-    CLIPPINGS,
-    DEVICE,
-    budget_for,
-)
+from tests.kernels.problems import CLIPPINGS, DEVICE, budget_for
 from tests.pairwise import pairwise
 
 # Single tokens are clipped only where their log-probs are known.
@@ -81,10 +77,9 @@ def test_launches(monkeypatch, level):
     with counted_launches(monkeypatch) as backward:
         loss.backward()
     pairs, rows = dict.fromkeys(("pair_kernel", "results_kernel"), 1), {"logprobs_kernel": 1}
-    assert (forward, backward) == {
-        "tokens": (pairs, {}),
-        "logits": (rows | pairs, {"dlogits_kernel": 1}),
-    }.get(level, (rows | pairs | {"dlogits_kernel": 1}, {"scale_kernel": 1}))
+    assert (forward, backward) == {"tokens": (pairs, {}), "logits": (rows | pairs, {"dlogits_kernel": 1})}.get(
+        level, (rows | pairs | {"dlogits_kernel": 1}, {"scale_kernel": 1})
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -3,14 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.levels import LENGTHS, Batch
-from tests.kernels.problems import (
-    CHUNKED,
-    DEVICE,
-    as_on_a_gpu,
-    budget_for,
-    random_hidden_states,
-    relative_error,
-)
+from tests.kernels.problems import CHUNKED, DEVICE, as_on_a_gpu, budget_for, random_hidden_states, relative_error
 from tests.pairwise import pairwise
 
 V, D, N = 50, 8, sum(LENGTHS)
