@@ -21,26 +21,18 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
 from fastp3o.models.trainable import whole_model
-from fastp3o.processes import on_main_process, whole_folder
+from fastp3o.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
-
-
-def save_model(
-    accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None = None
-) -> None:
-    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
-
-    dtype: of the written weights; None keeps the model's.
-    """
-    with whole_folder(accelerator, folder) as unfinished:
-        write_model(accelerator, model, tokenizer, unfinished, dtype)
 
 
 def write_model(
     accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None
 ) -> None:
-    """`save_model` into a folder that is not in its place yet."""
+    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
+
+    folder: not in its place yet. dtype: of the written weights; None keeps the model's.
+    """
     whole, weights = whole_model(model.model, dtype)
 
     def write() -> None:

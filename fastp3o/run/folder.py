@@ -20,7 +20,7 @@ from fastp3o.run.manifest import MANIFEST
 
 OURS = re.compile(
     rf"{names.CONFIG}|(?:{'|'.join(names.LOGS)})(?:\.gz)?|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"
-    rf"{names.CALIBRATION}|{names.PROGRESS}|{names.FINISHED_MODEL}|{names.ADAPTER}|{names.BEST_MODEL}|"
+    rf"{names.PROGRESS}|{names.FINISHED_MODEL}|{names.ADAPTER}|{names.BEST_MODEL}|"
     r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 

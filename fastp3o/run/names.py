@@ -11,4 +11,3 @@ FINISHED_MODEL, ADAPTER, BEST_MODEL = "model", "adapter", "best"
 REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
 SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
 VERDICTS = "verdicts.jsonl"  # on pairs of them
-CALIBRATION = "calibration.png"  # of a reward model's last evaluation

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.packing.pack import Examples, pack, process_share
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.processes import on_main_process
-from fastp3o.run.names import CALIBRATION
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 
@@ -87,7 +85,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
-        """Means of the losses, and the calibration of the pairs (`judged`), whose plot goes to the run's folder."""
+        """Means of the losses, and the calibration of the pairs (`judged`)."""
         accelerator = self.context.accelerator
         numbers = process_share(list(range(len(data))), accelerator)
         examples = data[numbers]
@@ -101,8 +99,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
             groups, margins = row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist()
             differences += [(numbers[group], margin) for group, margin in zip(groups, margins, strict=True)]
         all_differences = list(chain.from_iterable(gather_object([differences])))
-        path = Path(self.config.output_dir) / CALIBRATION
-        return means | on_main_process(accelerator, lambda: judged(all_differences, path, self.config.seed))
+        return means | on_main_process(accelerator, lambda: judged(all_differences, self.config.seed))
 
 
 def bradley_terry(

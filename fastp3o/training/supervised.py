@@ -127,7 +127,6 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
             assert held_out is not None
             of_set = task.evaluate(optimizer.model, held_out.select(places))
             metrics |= {f"set/{name}/{metric}": value for metric, value in of_set.items()}
-        # Last: a reward model's plot of its calibration is of all sets.
         metrics |= {} if held_out is None else task.evaluate(optimizer.model, held_out)
         return metrics | (task.samples() if task.samples else {})
 

@@ -19,9 +19,9 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered
-from fastp3o.models.save import save_model
+from fastp3o.models.save import write_model
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.processes import on_every_process, on_main_process
+from fastp3o.processes import on_every_process, on_main_process, whole_folder
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Servers, completion_settings
 
@@ -104,7 +104,8 @@ class Publisher:
         place = self.folder / "policy"
         try:
             on_main_process(self.accelerator, self.folder.mkdir)
-            save_model(self.accelerator, self.policy, self.tokenizer, place, self.precision.weights)
+            with whole_folder(self.accelerator, place) as unfinished:
+                write_model(self.accelerator, self.policy, self.tokenizer, unfinished, self.precision.weights)
             on_main_process(self.accelerator, lambda: self.servers.load(str(place)))
         except OSError as error:  # such as a folder that is gone, or memory that is full
             raise EndpointError(f"the weights cannot be brought to the servers through {place}: {error}") from error

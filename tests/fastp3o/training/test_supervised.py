@@ -184,7 +184,6 @@ def test_parts_of_a_model_learn_rankings_and_the_head_with_them(data, tiny_model
     assert before["accuracy"] == pytest.approx(0.5)
     assert after["accuracy"] > 0.9
     assert after["accuracy_low"] <= after["accuracy"] + 1e-6 <= after["accuracy_high"] + 2e-6
-    assert Path("run/calibration.png").stat().st_size > 10_000
     start = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).state_dict()
     start["score.weight"].zero_()
     trained = AutoModelForSequenceClassification.from_pretrained("run/model").state_dict()
