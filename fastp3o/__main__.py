@@ -48,15 +48,15 @@ def main(command: str | None = None) -> None:
             sys.exit(0 if asked == "__help" else 2)
         sys.argv[:2] = [f"fastp3o {asked}"]
         command = asked
-    run_script((lambda: run_stage(*STAGES[command])) if command in STAGES else found(f"commands.{command}:main"))
 
+    def run() -> None:
+        from fastp3o.cli import parse, parse_chosen
 
-def run_stage(options: str, action: str) -> None:
-    from fastp3o.cli import parse, parse_chosen
+        chosen, action = found(STAGES[command][0]), STAGES[command][1]
+        config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
+        found(action)(config)  # its import takes seconds, which --help does without
 
-    chosen = found(options)
-    config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
-    found(action)(config)  # its import takes seconds, which --help does without
+    run_script(run if command in STAGES else found(f"commands.{command}:main"))
 
 
 def found(place: str) -> Any:

@@ -198,7 +198,9 @@ class Flags:
                 raise UserError(f"--{flag.name} is missing: {flag.metadata['help']}")
         for flag in fields(self):
             value = getattr(self, flag.name)
-            if isinstance(value, str) and value != flag.default and not is_name(value):
+            # Surrogates stand for undecodable bytes.
+            odd = isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value))
+            if odd or (isinstance(value, str) and value != flag.default and not value.strip()):
                 raise UserError(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
             if flag.name == "objective" and value != flag.default:
                 raise UserError(f"--objective is {flag.default} in these options, got {value!r}")
@@ -231,11 +233,6 @@ def conditions(needs: Needs) -> list[Condition]:
         return Condition(flag, f"--{flag}", lambda config: bool(getattr(config, flag)))
 
     return [condition(need) for need in (needs if isinstance(needs, tuple) else (needs,))]
-
-
-def is_name(value: str) -> bool:
-    """Whether it is not blank and has no null character and no surrogates, which stand for undecodable bytes."""
-    return bool(value.strip()) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def plain_value(name: str, value: Any, hint: Any) -> Any:
@@ -307,8 +304,7 @@ class SamplerConfig(Flags):
     sampler: Literal["engine", "transformers", "vllm"] = option(
         "engine",
         "Samples responses with fastp3o's own engine, with transformers' generate, or on vLLM servers, which the user "
-        "starts (fastp3o/rollouts/README.md). On a GPU the engine launches each step as one CUDA graph where the model "
-        "allows it.",
+        "starts (fastp3o/rollouts/README.md).",
     )
     vllm_url: str | None = option(
         None,
@@ -524,11 +520,9 @@ class ModelConfig(LoadingConfig):
     model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub; by default main.")
     precision: PrecisionName = option(
         "auto",
-        "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
-        "bf16-autocast: fp32 weights, and on a GPU a bf16 copy of them that is sampled. "
-        "bf16, fp16: half-precision weights, with fp32 master copies of what trains. "
-        "auto: on a GPU fp16 for P3O and bf16-autocast for the other stages (fp16 where the GPU has no bf16), "
-        "else fp32. Half precision on a GPU also takes fast attention over packed rows, flash-attn if installed.",
+        "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. bf16-autocast: fp32 "
+        "weights, and on a GPU a bf16 copy that is sampled. bf16, fp16: half-precision weights, with fp32 masters of "
+        "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32.",
         changeable=True,
     )
     tokens_per_row: int = option(
@@ -550,8 +544,7 @@ class ModelConfig(LoadingConfig):
     compile_layers: bool = option(
         False,
         "Compile the layers of the models that train and of the reference with torch, which fuses norms, rotary "
-        "positions, gates and residuals. Takes a minute or more at first. Off: a GPU has not been measured, and tests "
-        "on CPUs are of correctness.",
+        "positions, gates and residuals. Takes a minute or more at first; not measured on a GPU.",
         changeable=True,
     )
 

@@ -63,8 +63,13 @@ class Optimizer:
                 raise UserError("--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'") from error
             embeddings = [f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
             make = partial(DividingAdamW8bit, [self.parameters[name] for name in embeddings if name in self.parameters])
+        # First all with the common learning rate, then each submodule with its own.
+        rates = {"": config.learning_rate, **(learning_rates or {})}
+        groups: dict[str, list[nn.Parameter]] = {module: [] for module in rates}
+        for name, parameter in self.parameters.items():
+            groups[next((m for m in rates if m and name.startswith(f"{m}.")), "")].append(parameter)
         self.optimizer = make(
-            parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
+            [{"params": group, "lr": rates[module]} for module, group in groups.items() if group],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -275,14 +280,6 @@ class DividingAdamW(torch.optim.AdamW):
         """Makes the state of a parameter that has made no step."""
         step, moments = torch.zeros((), device=parameter.device), map(torch.zeros_like, [parameter] * 2)
         self.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
-
-
-def parameter_groups(parameters: dict[str, nn.Parameter], rate: float, rates: Mapping[str, float]) -> list[dict]:
-    """AdamW's groups: first all with the common learning rate, then each submodule with its own."""
-    groups: dict[str, list[nn.Parameter]] = {module: [] for module in ("", *rates)}
-    for name, parameter in parameters.items():
-        groups[next((module for module in rates if name.startswith(f"{module}.")), "")].append(parameter)
-    return [{"params": group, "lr": rates.get(module, rate)} for module, group in groups.items() if group]
 
 
 class Masters:

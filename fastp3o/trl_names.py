@@ -77,10 +77,7 @@ TRL_NAMES = {
     "completion_only_loss": ("train_on_prompt",),
     "center_rewards_coefficient": ("centring",),
     "torch_compile": ("compile_layers",),
-    "repetition_penalty": (
-        "not built: it would change the logits that are sampled, so that responses are no samples of the policy. "
-        "ngram_penalty lowers the reward of repeated n-grams",
-    ),
+    "repetition_penalty": ("ngram_penalty, of rewards: with changed logits responses are no samples of the policy",),
 }
 
 

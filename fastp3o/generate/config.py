@@ -22,11 +22,10 @@ class SelectionConfig(Flags):
         "all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged", "revised", "revised_pairs", "none"
     ] = option(
         "best",
-        "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a reward above "
-        "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
-        "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
-        "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged). By --principles: "
-        "revisions for SFT (revised), or preferred to the responses (revised_pairs). none: all are in samples.jsonl.",
+        "What is kept of the responses to a prompt. For SFT: all; the best; those with a reward above --threshold "
+        "(rest); a sample of the policy that is optimal for the reward (rejection_sampling). As preferences: random "
+        "pairs of that sample (rso), all pairs more than --min_gap apart (rs_dpo), random pairs by a judge (judged). "
+        "By --principles: revisions (revised), or preferred to the responses (revised_pairs). none: no file.",
         changeable=True,
     )
     threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)

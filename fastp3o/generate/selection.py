@@ -168,7 +168,13 @@ def judged_records(samples: Iterable[Samples], judge: Judge, *, unfinished: bool
     unfinished: whether responses without an end-of-sequence take part. Raises EndpointError if the judge's endpoint
     refuses or fails: what it has answered is in its file.
     """
-    pairs = [(one.number, one.prompt, *texts) for one in samples for texts in drawn_pairs(one, unfinished, seed)]
+    pairs = []
+    for one in samples:
+        texts = valid_candidates(one, unfinished=unfinished).texts
+        drawn = disjoint_pairs(range(len(texts)), np.random.default_rng([seed, one.number]))
+        # Texts that differ only in white space at their ends are no pair.
+        differ = [(texts[i], texts[j]) for i, j in drawn if texts[i].strip() != texts[j].strip()]
+        pairs += [(one.number, one.prompt, *two) for two in differ]
     try:
         verdicts = judge(
             [plain_text(prompt) for _, prompt, *_ in pairs],
@@ -184,13 +190,6 @@ def judged_records(samples: Iterable[Samples], judge: Judge, *, unfinished: bool
         elif verdict is Verdict.SECOND:
             records.setdefault(number, []).append(preference(prompt, second, first))
     return Judged(records, verdicts.count(Verdict.TIE), verdicts.count(Verdict.NONE))
-
-
-def drawn_pairs(samples: Samples, unfinished: bool, seed: int) -> list[tuple[str, str]]:
-    """The texts of each pair. Texts that differ only in white space at their ends are no pair."""
-    texts = valid_candidates(samples, unfinished=unfinished).texts
-    pairs = disjoint_pairs(range(len(texts)), np.random.default_rng([seed, samples.number]))
-    return [(texts[i], texts[j]) for i, j in pairs if texts[i].strip() != texts[j].strip()]
 
 
 def plain_text(prompt: str | list[Message]) -> str:

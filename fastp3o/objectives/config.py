@@ -88,8 +88,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     rounds_ahead: int = option(
         0,
         "Sample the rollouts of a round this many rounds before it trains, from the policy as it is then. 1 lets vLLM "
-        "servers sample while the round before trains; fastp3o's own samplers gain nothing, but take more for "
-        "experiments on stale rollouts.",
+        "servers sample while the round before trains; fastp3o's own samplers gain nothing.",
         at_least=0,
     )
     mask_truncated: bool = option(
@@ -176,11 +175,6 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
             )
 
     @property
-    def rewards_tokens(self) -> bool:
-        """Whether the objective takes rewards at the tokens at which they come; if not, the sum of a response's."""
-        return False
-
-    @property
     def from_mixture(self) -> int:
         """Number of a prompt's responses, the last ones, that a mixture of policy and reference samples."""
         return 0
@@ -212,9 +206,8 @@ class KLConfig(OnlineConfig):
     kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference.", at_least=0, changeable=True)
     target_kl: float | None = option(
         None,
-        "KL of whole responses to the reference, in nats, that kl_coef is adapted to before each update. It is halved "
-        "if the rollouts' KL is below two thirds of the target, doubled if it is above one and a half times (Schulman "
-        "et al. 2017), and stays while the KL is on its way to the target. By default kl_coef is fixed.",
+        "KL of whole responses to the reference, in nats, that kl_coef is adapted to before each update: halved below "
+        "two thirds of it, doubled above one and a half times (Schulman et al. 2017). By default kl_coef is fixed.",
         above=0,
         changeable=True,
     )

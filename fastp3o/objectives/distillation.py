@@ -35,8 +35,7 @@ class DistillationConfig(OnlineConfig):
     kl: Literal["exact", "sampled"] = option(
         "exact",
         "KL(policy || teacher) of a token. exact: over the vocabulary (GKD). sampled: log pi - log pi_teacher of the "
-        'token is its negative reward in a policy gradient, whose mean is the exact gradient (Thinking Machines 2025, "'
-        'On-Policy Distillation"; MiniLLM, arXiv 2306.08543, also adds the rewards of later tokens).',
+        "token is its negative reward in a policy gradient (Thinking Machines 2025; MiniLLM, arXiv 2306.08543).",
     )
     teacher_context: str | None = option(
         None,

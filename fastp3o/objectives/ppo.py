@@ -70,10 +70,6 @@ class CriticConfig(KLConfig):
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
     )
 
-    @property
-    def rewards_tokens(self) -> bool:
-        return self.process_rewards
-
 
 @options
 class PPOConfig(CriticConfig):

@@ -5,7 +5,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -101,7 +100,7 @@ def pack_groups(groups: Sequence[Group], packing: Packing, numbers: Sequence[int
 def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
     """Prompts and responses side by side, P K of each."""
     responses = [response.text for group in groups for response in group.responses]
-    return for_each_response(groups, [group.prompt.text for group in groups]), responses
+    return [group.prompt.text for group in groups for _ in group.responses], responses
 
 
 def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
@@ -113,13 +112,6 @@ def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
             reply = [{"role": "assistant", "content": response.text}]
             pairs.append((messages, reply) if isinstance(messages, list) else (prompt.text, response.text))
     return [prompt for prompt, _ in pairs], [response for _, response in pairs]
-
-
-def for_each_response(groups: Sequence[Group], values: Sequence[Any]) -> list[Any]:
-    """Values of prompts, [P], repeated for each of their responses, [P K]."""
-    return list(
-        chain.from_iterable([value] * len(group.responses) for value, group in zip(values, groups, strict=True))
-    )
 
 
 def lengths(groups: Sequence[Group]) -> Tensor:

@@ -142,9 +142,8 @@ def logged_group(values: dict[str, Any]) -> LoggedGroup | None:
 
     try:
         responses = [LoggedResponse(**known(LoggedResponse, one)) for one in values["responses"]]
-        whole = responses and all(
-            isinstance(one.text, str) and isinstance(one.reward, float | int) for one in responses
-        )
+        kinds = {(type(one.text), isinstance(one.reward, float | int)) for one in responses}
+        whole = kinds == {(str, True)}
         return LoggedGroup(**known(LoggedGroup, values) | {"responses": responses}) if whole else None
     except (LookupError, TypeError):
         return None

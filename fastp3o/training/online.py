@@ -169,6 +169,7 @@ def make_evaluation(
 
 
 def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
-    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens, by_token=config.rewards_tokens)
+    by_token = getattr(config, "process_rewards", False)
+    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens, by_token=by_token)
     require_finite(context.accelerator, "a reward", rewards["reward"])
     return rewards

@@ -40,13 +40,10 @@ class Publisher:
     the first weights and the first new ones, and after all if `probes_always`, a few responses of each server must
     have the log-probs that the policy gives them.
 
-    Args:
-        longest_sequence: tokens of a prompt and its response at most.
-        version: another number after each optimizer step.
-        probes_always: for policies whose responses train a later one, so that nothing else compares the two.
-        tolerant: whether servers may compute in half precision where the policy does not.
-        logprobs_as_drawn: whether the log-probs of responses must be after temperature and truncation, which vLLM's
-            are not by default.
+    longest_sequence: tokens of a prompt and its response at most. version: another number after each optimizer step.
+    probes_always: for responses that train a later policy, so that nothing else compares the two. tolerant: whether
+    servers may compute in half precision where the policy does not. logprobs_as_drawn: whether log-probs must be after
+    temperature and truncation, which vLLM's are not by default.
 
     Raises EndpointError if a server does not answer, and ValueError for one that cannot take the policy's sequences, or
     a folder that servers do not share.

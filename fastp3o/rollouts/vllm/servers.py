@@ -219,7 +219,8 @@ def read_completions(
 def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) -> None:
     """Raises AnswerError if it is not a response with its end, or of full length, and a log-prob of each token."""
     ids, logprobs = completion
-    if not (ids and whole_numbers(ids) and isinstance(logprobs, list) and len(ids) == len(logprobs)):
+    numbers = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+    if not (ids and numbers and isinstance(logprobs, list) and len(ids) == len(logprobs)):
         raise AnswerError("which has a response without tokens, or without a log-prob of each")
     if not all(type(logprob) in (int, float) and -LARGEST <= logprob <= 1e-3 for logprob in logprobs):
         raise AnswerError("which has a log-prob that is not a finite number of nats")
@@ -230,10 +231,6 @@ def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) ->
             f"which has a response of {len(ids)} tokens, cut short: was the server started with a --max-model-len that "
             f"has no room for {max_tokens}?"
         )
-
-
-def whole_numbers(ids: object) -> bool:
-    return isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
 
 
 def completion_settings(
