@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from fastp3o import UserError, train
-from tests.fastp3o.runs import assert_equal, config, vowels, weights
+from tests.fastp3o.runs import config, vowels
 
 PROMPTS = [{"prompt": f"Say {word}:"} for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ö")]
 
@@ -51,29 +51,6 @@ def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
         assert b"samples at step 2" in stream.buffer.getvalue()
     if isinstance(stream, Lines):
         assert "samples at step 2" in "".join(stream)
-
-
-@pytest.mark.parametrize("awaits", [False, True])
-def test_a_fork_of_a_program_that_trains_may_train(awaits, tiny_model, workplace):
-    children = []
-
-    def forks(prompts, responses):
-        if len(responses) > 1 and not children:
-            children.append(os.fork())
-            if children == [0]:
-                try:
-                    run(tiny_model, "child", awaited_vowels if awaits else vowels, updates=1)
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-        return vowels(prompts, responses)
-
-    async def awaited_forks(prompts, responses):
-        return forks(prompts, responses)
-
-    run(tiny_model, "parent", awaited_forks if awaits else forks, updates=1)
-    assert os.waitpid(children[0], 0)[1] == 0
-    assert_equal(weights("parent"), weights("child"))
 
 
 def test_faulthandlers_signal_is_given_back(tiny_model, workplace):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fastp3o.data.errors import DataError, RecordError
+from fastp3o.data.errors import DataError
 from fastp3o.data.sources import Record, read_records
 
 RECORDS = [{"prompt": "one"}, {"prompt": "two"}]
@@ -67,25 +67,6 @@ def test_json_lines_are_numbered_by_line_and_their_strings_stay_as_they_are(tmp_
     assert list(read_records(str(path), "train")) == [first, last]
     path.write_bytes(MARK)
     assert contents(path) == [], "a byte-order mark alone is no record"
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b'{"prompt": ', "valid JSON"),
-        (b'{"prompt": "\xff"}', "UTF-8"),
-        (b'{"prompt": "a", "prompt": "b"}', "twice"),
-        (b"[" * 100_000, "valid JSON in UTF-8"),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", "valid JSON"),
-    ],
-)
-def test_a_line_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path, line: bytes, said: str):
-    path = tmp_path / "records.jsonl"
-    path.write_bytes(json_lines(RECORDS[0]) + line + b"\n" + json_lines(RECORDS[1]))
-    first, bad, last = contents(path)
-    assert [first, last] == RECORDS
-    assert isinstance(bad, RecordError)
-    assert said in str(bad.at("records.jsonl", 2))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Several sets of evaluation data, and the likeliest responses."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from fastp3o import DPOConfig, P3OConfig, SFTConfig, UserError, train
+from fastp3o import P3OConfig, UserError, train
 from fastp3o.config import Named
 from fastp3o.training.setup import evaluation_sets
 from tests.fastp3o.runs import config, metrics, records
@@ -29,21 +28,6 @@ def test_each_set_has_means_of_its_own_and_all_of_them_together_have_todays(tiny
         assert greedy == pytest.approx(two["greedy/reward"])
     # A model that has learned nothing yet repeats itself where it takes the likeliest token.
     assert metrics("two", "eval.jsonl")[0]["greedy/response_length"] == 6
-
-
-def test_supervised_stages_evaluate_each_set(tiny_model, workplace):
-    common = {"model": tiny_model, "report_to": "none", "precision": "fp32", "batch_size": 8}
-    shared = {"eval_data": "first=sft.jsonl,second=answers.jsonl", "train_data": "sft.jsonl"}
-    Path("answers.jsonl").write_text(json.dumps({"prompt": "Say", "label": " a word"}) + "\n")
-    train(SFTConfig(output_dir="sft", **common, **shared))
-    for line in metrics("sft", "eval.jsonl"):
-        assert min(line["set/first/loss"], line["set/second/loss"]) < line["loss"]
-        assert line["loss"] < max(line["set/first/loss"], line["set/second/loss"])
-    pairs = records("preferences")
-    config_of_pairs = DPOConfig(output_dir="dpo", train_data="preferences.jsonl", **common)
-    train(config_of_pairs, eval_data={"a": pairs[:2], "b": pairs[2:]})
-    for line in metrics("dpo", "eval.jsonl"):
-        assert (2 * line["set/a/loss"] + 6 * line["set/b/loss"]) / 8 == pytest.approx(line["loss"])
 
 
 def test_sets_are_named_sources_and_a_source_with_an_equals_sign_is_none(workplace):

@@ -2,18 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from fastp3o.data.loading import load_preferences
-from fastp3o.errors import UserError
-from fastp3o.evaluation import judge as judges
 from fastp3o.evaluation.verdicts import Verdict
 from fastp3o.generate.loop import generate
 from fastp3o.generate.samples import Samples
 from fastp3o.generate.selection import judged_records, plain_text
-from tests.fastp3o.evaluation.test_judge import JUDGES, prefers_the_longer, question
+from tests.fastp3o.evaluation.test_judge import JUDGES
 from tests.fastp3o.generate.test_generate import config, records
-from tests.fastp3o.local_server import Reply, serving
 
 JUDGED = {"keep": "judged", "reward": None}
 
@@ -63,31 +58,3 @@ def test_judged_pairs_load_as_preferences(workplace, tiny_model, tokenizer):
     assert all(len(line["chosen"]) > len(line["rejected"]) for line in lines)
     examples, _ = load_preferences("judged/kept.jsonl", tokenizer, max_prompt_tokens=32, max_response_tokens=32)
     assert len(examples) == done.records
-
-
-def test_an_endpoints_verdicts_are_kept_and_not_asked_for_again(workplace, tiny_model, monkeypatch):
-    """It is asked in both orders; after it has failed, a resumed run samples nothing and asks for the rest."""
-    endpoint = judges.ChatEndpoint
-    monkeypatch.setattr(judges, "ChatEndpoint", lambda url, model: endpoint(url, model, timeout=5.0, retries=0))
-
-    def run(reply, **changes):
-        """What is generated, and the number of requests."""
-        with serving("/v1/chat/completions", reply, question) as server:
-            url = server.url.removesuffix("/chat/completions")
-            served = {"judge_url": url, "judge_model": "m", "judge_requests": 1, **JUDGED}
-            return generate(config(tiny_model, "run", **served, **changes)), len(server.requests)
-
-    def fails_after_nine(asked):
-        return Reply(500) if asked.number > 9 else prefers_the_longer(asked)
-
-    with pytest.raises(UserError, match="--resume asks for the verdicts that are missing"):
-        run(fails_after_nine)
-    sampled, kept = Path("run/samples.jsonl").read_bytes(), Path("run/verdicts.jsonl").read_text().splitlines()
-    done, asked = run(prefers_the_longer, resume=True)
-    all_verdicts = Path("run/verdicts.jsonl").read_text().splitlines()
-    assert len(kept) == 4
-    assert Path("run/samples.jsonl").read_bytes() == sampled
-    assert all_verdicts[:4] == kept
-    assert asked == 2 * (len(all_verdicts) - 4)
-    assert done.records == len(records("run"))
-    assert all(len(line["chosen"]) > len(line["rejected"]) for line in records("run"))

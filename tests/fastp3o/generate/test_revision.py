@@ -60,9 +60,7 @@ def test_each_round_asks_by_a_principle_of_its_own(principles):
 
     talk = played(settings, ["a", "b", "c", "d", "e"])
     requests = [request for request, _, _ in talk[:4]]
-    assert [list(map(str.strip, requests[i : i + 2])) in read_principles("principles.txt") for i in (0, 2)] == [
-        True
-    ] * 2
+    assert all([*map(str.strip, requests[i : i + 2])] in read_principles("principles.txt") for i in (0, 2))
     assert [over for *_, over in talk] == [False] * 4 + [True]
     assert played(settings, ["a", "b", "c", "d", "e"]) == talk
     drawn = {played(settings, [text], seed)[0][0] for text in "abcdef" for seed in range(3)}

@@ -52,9 +52,7 @@ def test_turns_with_their_rewards_are_in_the_samples(games, tiny_model):
         for text, reward, turns in zip(line["responses"], line["rewards"], line["turns"], strict=True):
             said = [turn["text"] for turn in turns]
             assert text == "".join(f"{one}[{len(one)}]" for one in said[:-1]) + said[-1]
-            assert reward == sum(
-                turn["rewards"].get("turns", 0) + 0.5 * turn["rewards"].get("even", 0) for turn in turns
-            )
+            assert reward == sum(t["rewards"].get("turns", 0) + 0.5 * t["rewards"].get("even", 0) for t in turns)
             several += len(turns) > 1
         assert line["lengths"] == [sum(turn["end"] - turn["start"] for turn in turns) for turns in line["turns"]]
     assert several > 4
@@ -73,13 +71,10 @@ def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokeni
     settings = EvaluateConfig(model=tiny_model, responses_per_prompt=3, **PLAYED)
     one = respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings)
     assert one.rewards.keys() == {"environment", "environment/turns", "environment/even"}
-    assert torch.equal(
-        one.rewards["environment"], one.rewards["environment/turns"] + one.rewards["environment/even"] / 2
-    )
-    assert one.rewards["environment"].max() > one.rewards["environment"].min()
-    assert (
-        one.mean_tokens == lengths(one.groups).mean() < max(len(r.ids) for group in one.groups for r in group.responses)
-    )
+    total, turns, even = one.rewards.values()
+    assert torch.equal(total, turns + even / 2)
+    assert total.max() > total.min()
+    assert one.mean_tokens == lengths(one.groups).mean() < max(len(r.ids) for g in one.groups for r in g.responses)
     save(tiny_model, "other", noise=0.2)
     pair = responses_of_all(WinRateConfig(first=tiny_model, second="other", **PLAYED))
     assert len(set(by_reward(*pair))) > 1
@@ -101,17 +96,14 @@ def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, 
     generate(config(tiny_model, "prefixed", prefix="examples.txt"))
     generate(config(tiny_model, "whole", prompts="whole.jsonl", max_prompt_tokens=64))
     generate(config(tiny_model, "plain"))
-    texts = {
-        name: [line["responses"] for line in records(name, "samples.jsonl")] for name in ("prefixed", "whole", "plain")
-    }
-    assert texts["prefixed"] == texts["whole"] != texts["plain"]
+    names = "prefixed", "whole", "plain"
+    prefixed, same, plain = ([line["responses"] for line in records(name, "samples.jsonl")] for name in names)
+    assert prefixed == same != plain
     assert [line["prompt"] for line in records("prefixed")] == [line["prompt"] for line in prompts]
-    settings = EvaluateConfig(
-        model=tiny_model, prompts="prompts.jsonl", reward="rewards_for_tests:vowels", prefix="examples.txt"
-    )
-    assert [
-        g.prompt.text for g in respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings).groups
-    ] == [line["prompt"] for line in prompts]
+    rewarded = {"reward": "rewards_for_tests:vowels", "prefix": "examples.txt"}
+    settings = EvaluateConfig(model=tiny_model, prompts="prompts.jsonl", **rewarded)
+    groups = respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings).groups
+    assert [group.prompt.text for group in groups] == [line["prompt"] for line in prompts]
     Path("examples.txt").write_text("other")
     with pytest.raises(UserError, match="content another than when the run began: --prefix"):
         generate(config(tiny_model, "prefixed", prefix="examples.txt", resume=True))
@@ -153,9 +145,8 @@ def test_contrast_is_the_difference_of_logprobs_in_fp64(games, tiny_model, token
     got = ContrastReward(frozen, prefix, Packing(120))(groups)
     torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), atol=2e-4, rtol=1e-4)
     generate(config(tiny_model, "run", reward="contrast", prefix="examples.txt"))
-    assert [line["reward"] for line in records("run")] == [
-        max(line["rewards"]) for line in records("run", "samples.jsonl")
-    ]
+    best = [max(line["rewards"]) for line in records("run", "samples.jsonl")]
+    assert [line["reward"] for line in records("run")] == best
     assert len({line["reward"] for line in records("run")}) == 8
     with pytest.raises(UserError, match="--reward contrast compares log-probs with --prefix and without"):
         config(tiny_model, "other", reward="contrast")

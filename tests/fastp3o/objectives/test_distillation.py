@@ -152,17 +152,6 @@ def test_a_student_learns_what_a_context_makes_the_teacher_do_and_resumes(outspo
     assert all(one["reward"] == -one["log_ratio"] for one in logged)
 
 
-def test_the_teacher_of_adapters_is_the_policy_without_them(outspoken):
-    """They begin as nothing, so that the first update's KL is that of whole weights, and then go another way."""
-    kls = {}
-    for folder, changes in {"whole": {}, "adapters": {"lora_rank": 2}, "offloaded": {"offload": True}}.items():
-        train(config(outspoken, folder, DistillationConfig, **RUN, teacher_context="Be brief. ", **changes))
-        kls[folder] = [step["teacher_kl"] for step in metrics(folder)]
-    assert kls["whole"] == kls["offloaded"]
-    assert kls["adapters"][0] == pytest.approx(kls["whole"][0], rel=1e-5)
-    assert kls["adapters"][1] != pytest.approx(kls["whole"][1], rel=1e-5)
-
-
 def test_what_does_not_fit_is_refused(outspoken):
     for changes, message in (
         ({"kl": "sampled", "top_k": 5}, "--kl sampled needs samples of the policy: no --top_k"),

@@ -124,29 +124,6 @@ def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):
     assert KEY not in str(refused.value)
 
 
-def test_https_alone_goes_through_the_proxy_that_is_set_for_it(server, monkeypatch):
-    monkeypatch.setenv(VARIABLE, KEY)
-    monkeypatch.delenv("no_proxy", raising=False)
-
-    def question(port: int) -> int:
-        monkeypatch.setenv("https_proxy", f"http://me:pass%21@127.0.0.1:{port}")
-        return ask("https://judge.example/v1", retries=0)
-
-    heard, asked = answered(question, b"HTTP/1.1 403 Forbidden\r\n\r\n")
-    with pytest.raises(EndpointError, match="does not answer: ProxyError: 403"):
-        asked.result()
-    assert heard.startswith("CONNECT judge.example:443 ")
-    assert "Proxy-Authorization: Basic bWU6cGFzcyE=" in heard
-    assert KEY not in heard
-    # Nothing that is not encrypted goes through a proxy, and nothing to a host that needs none.
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    assert ask(server.url) == 3
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(EndpointError, match="ConnectionRefused"):
-        ask("https://127.0.0.1:1/v1", retries=0)
-
-
 @pytest.mark.parametrize(
     "url",
     ["localhost:80", "ftp://a", "http://a:port", "http://me:pass@a", "http://a?x=1", "http://a b", "http://1.2.3.400"],

@@ -9,7 +9,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import named_sampler
-from fastp3o.rollouts.groups import Prompt, finished, lengths, make_prompts
+from fastp3o.rollouts.groups import Prompt, finished, lengths
 from tests.fastp3o.groups import response_ids, tokenised
 
 both_samplers = pytest.mark.parametrize("name", ["engine", "transformers"])
@@ -34,15 +34,6 @@ def first_tokens(name, policy, tokenizer, n=3000, **settings):
     with torch.no_grad():
         logprobs[list(row.groups)] = labelled_logprobs(policy, row)
     return torch.tensor([response.ids[0] for response in group.responses]), logprobs
-
-
-def test_prompts_have_their_numbers_and_the_columns_of_their_records():
-    examples = {"prompt": ["x", "y"], "prompt_ids": [[1], [2]], "given": ["", ""], "answer": ["[1]", '"two"']}
-    assert make_prompts(examples, [5, 3]) == [
-        Prompt("x", [1], 5, {"answer": [1]}),
-        Prompt("y", [2], 3, {"answer": "two"}),
-    ]
-    assert [prompt.number for prompt in make_prompts(examples)] == [0, 1]
 
 
 @both_samplers

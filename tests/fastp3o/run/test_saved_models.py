@@ -13,8 +13,7 @@ from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.run.card import Training
 from fastp3o.training import sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig
-from fastp3o.training.loop import train
-from tests.fastp3o.runs import assert_equal, config, weights
+from tests.fastp3o.runs import assert_equal, weights
 
 SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}
 SUPERVISED |= {"learning_rate": 1e-2, "lora_rank": 2}
@@ -63,28 +62,6 @@ def test_each_choice_saves_its_folders(workplace, tiny_model):
 def made(settings: RewardModelConfig | P3OConfig, stage: str = "SFT", **kind: bool) -> str:
     training = Training(settings, stage, 3, 7, "fp32", Path("eval.jsonl"))
     return training.card(**({"classifies": False, "adapter": False} | kind))
-
-
-def test_a_run_leaves_a_card_with_each_model(workplace, tiny_model):
-    settings = {"updates": 2, "lora_rank": 2, "save_every": 1, "eval_prompts": "prompts.jsonl", "kl_coef": 0.125}
-    train(config(tiny_model, "run", **settings))
-    for folder in ("model", "adapter", "checkpoint-000001", "checkpoint-000001/adapter"):
-        adapter = folder.endswith("adapter")
-        found = ModelCard.load(Path("run", folder, "README.md"))
-        assert found.data.tags == ["fastp3o", "p3o", "rlhf", *(["lora"] if adapter else [])]
-        assert found.data.library_name == ("peft" if adapter else "transformers")
-        assert found.data.pipeline_tag == "text-generation"
-        assert (found.data.base_model, found.data.datasets, found.data.license) == (None, None, None)
-        step = 1 if "checkpoint" in folder else 2
-        assert f"- steps: {step} of 2, in precision fp32" in found.text
-        assert "- objective: p3o, P3O (arXiv 2310.00212): clipped differences of rewards, [paper]" in found.text
-        assert "- reward: a Python function" in found.text
-        assert "| `kl_coef` | 0.125 |" in found.text
-        assert ("## Evaluation after step 2" in found.text) == (step == 2)
-        assert "| `reward` | " in found.text
-        # Names alone.
-        assert f"`{Path(tiny_model).name}`" in found.text
-        assert not any(place in str(found) for place in (str(Path(tiny_model).parent), "/tmp", "run/"))
 
 
 def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):

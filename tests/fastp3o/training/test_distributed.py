@@ -83,25 +83,6 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
     assert policy.lm_head.weight is policy.model.embed_tokens.weight
 
 
-def test_two_processes_learn_preferences_as_one_does(workplace, tiny_model):
-    dpo = ["preference.py", "--objective", "dpo", *SUPERVISED, *FP32, "--model", tiny_model]
-    dpo += ["--train_data", "preferences.jsonl", "--eval_data", "preferences.jsonl"]
-    unpaired = ["--objective", "kto", "--train_data", "unpaired.jsonl", "--eval_data", "unpaired.jsonl"]
-    sampled = ["--eval_prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--eval_limit", "5"]
-    runs = {
-        "dpo": [*dpo, *sampled],
-        "kto": [*dpo, *unpaired],
-        "adapters": [*dpo, "--objective", "simpo", "--lora_rank", "2", "--gradient_checkpointing", "True"],
-    }
-    train(runs, "one", 1)
-    train(runs, "two", 2)
-    for name in runs:
-        assert furthest(f"one/{name}", f"two/{name}") <= 3e-6, name
-        assert_same_metrics(name)
-        assert_same_metrics(name, "eval.jsonl")
-    assert metrics("two/dpo", "eval.jsonl")[0]["k2"] == 0
-
-
 def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(workplace, tiny_model):
     """The defaults on eight GPUs; and HSDP."""
     runs = {"hsdp": ["p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--prompts_per_minibatch", "2"]}

@@ -9,13 +9,9 @@ from fastp3o.config import SamplerConfig, TrainableConfig
 from fastp3o.context import Context
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import add_lora
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import RLOOConfig
-from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.precision import choose_precision
 from fastp3o.training import build as models
 from fastp3o.training.build import sampled_model
-from fastp3o.training.online import print_warnings
 from fastp3o.training.setup import make_accelerator
 from tests.fastp3o.models.model_families import random_model
 
@@ -34,30 +30,6 @@ def test_engines_of_accelerate_and_processes_that_it_does_not_see_are_refused(mo
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 1)
     with pytest.raises(ValueError, match=says):
         make_accelerator(0, choose_precision("fp32", "fp32"))
-
-
-@pytest.mark.parametrize(
-    ("objective", "changes", "processes", "prompts", "said"),
-    [
-        # A minibatch of as many prompts as processes keeps each of them busy.
-        (P3OConfig, {}, 4, 64, ""),
-        (P3OConfig, {}, 5, 64, "so 1 of 5 processes have nothing"),
-        (P3OConfig, {}, 4, 63, "some come again"),
-        (P3OConfig, {"top_k": 5}, 4, 64, "--sampler_ratio_cap or --old_logprobs sampler corrects"),
-        (P3OConfig, {"top_p": 0.5, "old_logprobs": "sampler"}, 4, 64, ""),
-        (RLOOConfig, {"min_p": 0.5}, 4, 64, ": --sampler_ratio_cap corrects"),
-        (OnlineDPOConfig, {"top_k": 5}, 4, 64, ""),
-    ],
-)
-def test_idle_processes_few_prompts_and_a_biased_gradient_are_said(
-    capsys, objective, changes, processes, prompts, said
-):
-    accelerator = SimpleNamespace(num_processes=processes, print=print)
-    config = objective(model="m", output_dir="o", prompts="p", reward="r", **changes)
-    print_warnings(SimpleNamespace(accelerator=accelerator), config, prompts)
-    printed = capsys.readouterr().out
-    assert said in printed
-    assert bool(said) == bool(printed)
 
 
 @pytest.mark.parametrize("lora", [False, True])

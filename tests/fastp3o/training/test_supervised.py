@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.data.loading import load_rankings
 from fastp3o.models.loading import load_reward_model
-from fastp3o.processes import NotFiniteError
 from fastp3o.training import reward_model, sft
 from fastp3o.training.reward_model import RewardModelConfig, RewardModelling, bradley_terry
 from fastp3o.training.sft import SFTConfig
-from tests.fastp3o.runs import assert_equal, metrics, weights
+from tests.fastp3o.runs import metrics
 
 COMMON = {
     "max_response_tokens": 16,
@@ -54,33 +53,6 @@ def test_the_loss_is_a_mean_over_labelled_tokens_however_they_are_packed(
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
         losses.append(-logprobs if train_on_prompt else -logprobs[len(prompt) - 1 :])
     assert metrics("whole", "eval.jsonl")[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(("at", "precision"), [(2, "fp32"), (3, "fp16"), (4, "fp32")])
-def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, monkeypatch, precision, at):
-    """The next step has been launched by the time the host reads of it, if there is one."""
-    settings = {"epochs": 4, "eval_data": None, "precision": precision}
-    for folder, epochs in (("whole", 4), ("short", at - 1)):
-        sft.train(sft_config(tiny_model, folder, **settings | {"epochs": epochs}))
-
-    original, calls = sft.labelled_logprobs, []
-
-    def fails(model, batch):
-        calls.append(None)
-        return original(model, batch) * (float("nan") if len(calls) == at else 1.0)
-
-    monkeypatch.setattr(sft, "labelled_logprobs", fails)
-    stopped = f"run/stopped-in-00000{at}"
-    with pytest.raises(NotFiniteError, match=f"step {at}: the loss .*model before that is in {stopped}"):
-        sft.train(sft_config(tiny_model, "run", **settings))
-    assert len(calls) == min(at + 1, 4)
-    assert [line["step"] for line in metrics("run")] == [*range(1, at)]
-    assert [path.name for path in Path("run/state").iterdir()] == [f"step-00000{at - 1}"]
-    assert_equal(weights("short"), weights(stopped))
-    monkeypatch.setattr(sft, "labelled_logprobs", original)
-    sft.train(sft_config(tiny_model, "run", resume=True, **settings))
-    assert_equal(weights("whole"), weights("run"))
-    assert [line["loss"] for line in metrics("run")] == [line["loss"] for line in metrics("whole")]
 
 
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 32}

@@ -1,7 +1,5 @@
 """Servers whose answers are no completions of the policy, or of another request."""
 
-import shutil
-
 import pytest
 
 from fastp3o.endpoint import EndpointError
@@ -58,24 +56,3 @@ def test_a_server_that_loses_the_weights_after_its_probe_is_found_before_its_rou
     # The lost round is sampled anew, by the policy as it is now.
     assert metrics("run")[:2] == metrics("whole")[:2]
     assert [line["staleness"] for line in metrics("run")] == [0, 1, 0, 1]
-
-
-def test_a_folder_of_weights_that_goes_away_ends_the_run_with_its_state_saved(workplace, tiny_model):
-    folder = workplace / "shared"
-    folder.mkdir()
-    with standing_in(tiny_model) as server:
-        served = served_by(server) | {"vllm_folder": str(folder)}
-        load = server.load
-
-        def load_and_go(place):
-            load(place)
-            shutil.rmtree(folder)
-
-        server.load = load_and_go
-        with pytest.raises(
-            EndpointError, match=r"update 2: the weights cannot be brought to the servers through .*shared"
-        ):
-            train(config(tiny_model, "run", **served))
-        server.load = load
-        folder.mkdir()
-        train(config(tiny_model, "run", resume=True, **served))
