@@ -165,5 +165,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "rewards_for_tests.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    sys.modules.pop("rewards_for_tests", None)
+    for module in ("rewards_for_tests", "games"):  # which tests write
+        sys.modules.pop(module, None)
     return tmp_path
