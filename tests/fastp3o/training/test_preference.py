@@ -248,6 +248,7 @@ def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, load
     """With several rewards, which ask for columns of the prompts."""
     sampled = {"eval_prompts": "answers.jsonl", "reward": f"{REWARDS}:answered,{REWARDS}:vowels"}
     sampled |= {"reward_weights": "1,-2", "gold_reward": f"{REWARDS}:varied", "max_response_tokens": 8}
+    others = sum(type(thing) is PackedModel for thing in gc.get_objects())  # of an earlier test's thread that hangs
     for objective in ("dpo", "simpo"):
         run(objective, objective, tiny_model, epochs=2, eval_data="preferences.jsonl", **sampled)
         before, after = metrics(objective, "eval.jsonl")
@@ -255,7 +256,7 @@ def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, load
         assert {"reward", "reward_std", "response_length", "missing_eos", "accuracy", "loss"} <= after.keys()
         assert after["reward"] == pytest.approx(after["reward/answered"] - 2 * after["reward/vowels"])
         assert after["reward/answered"] == pytest.approx(after["gold"] + 39 / 8)  # the mean answer
-    assert set(loads.in_memory) == {1}
+    assert set(loads.in_memory) == {others + 1}
     run("kto", "kto", tiny_model, eval_prompts="prompts.jsonl", max_response_tokens=8)
     assert metrics("kto", "eval.jsonl")[-1].keys() & {"kl", "reward", "accuracy"} == {"kl"}
 
