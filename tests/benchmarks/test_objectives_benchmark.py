@@ -20,10 +20,8 @@ def test_every_way_computes_what_we_do(way, name):
     inputs = inputs_module.random_inputs(HEAD, 2048)
     leaves = [inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()]
     given = objectives.make_problem(inputs)
-    if way == "Liger":
-        theirs = objectives.liger(given, name, compiled=False)
-    else:
-        theirs = (TRL if way == "TRL" else WAYS[way])[name](given, name)
+    by_name = TRL if way == "TRL" else WAYS.get(way, {})
+    theirs = objectives.liger(given, name, compiled=False) if way == "Liger" else by_name[name](given, name)
     ours = objectives.ours(given, name)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for gradient, target in zip(*(torch.autograd.grad(loss, leaves) for loss in (ours, theirs)), strict=True):

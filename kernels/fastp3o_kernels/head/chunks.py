@@ -26,8 +26,8 @@ LEAST_LOGITS_SHARE = 1 / 8
 # Products take rows in tiles of so many.
 TILE = 128
 
-# Tokens that go through the head together where their gradients take the place of the logits: more gain nothing in the
-# products, and no longer are in a processor's caches for the softmax.
+# Tokens, about, that go through the head together where their gradients take the place of the logits: more gain nothing
+# in the products, and no longer are in a processor's caches for the softmax.
 ROWS_IN_PLACE = 512
 
 # Rows of both buffers begin at a multiple of this many elements, whatever the vocabulary: matrix products and kernels
@@ -91,7 +91,9 @@ def plan_chunks(
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
     if in_place:
         fitting = min(budget // logits_bytes, N)
-        chunks = list(divide(bounds, min(max(ROWS_IN_PLACE, longest), fitting)))
+        # Even chunks: each reads the weight, and its gradient again, however few its tokens are.
+        even = ceil(N / max(round(N / ROWS_IN_PLACE), 1)) + longest - 1
+        chunks = list(divide(bounds, min(even, fitting)))
         logits_rows = longest_span(chunks)
         return HeadPlan(dtypes, V, row_elements, logits_rows, fitting, chunks, in_place)
     logits_rows = (budget - N * dlogits_bytes) // logits_bytes

@@ -80,9 +80,8 @@ def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokeni
     assert len(set(by_reward(*pair))) > 1
     turn = one.groups[0].responses[0].turns[0]
     same = [Response([1], "a", True, None, (turn._replace(rewards={"turns": value}),)) for value in (0.0, 1.0)]
-    hidden = [
-        type(one)([Group(Prompt("p", [1]), [r])], {"environment": torch.tensor([[n]])}) for n, r in enumerate(same)
-    ]
+    prompt = Prompt("p", [1])
+    hidden = [type(one)([Group(prompt, [r])], {"environment": torch.tensor([[n]])}) for n, r in enumerate(same)]
     assert by_reward(*hidden) == ["second"]
     for kind, more in ((EvaluateConfig, {"model": "m"}), (WinRateConfig, {"first": "a", "second": "b"})):
         with pytest.raises(UserError, match="--reward environment needs an --environment"):
@@ -91,8 +90,8 @@ def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokeni
 
 def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, tokenizer):
     prompts = records(".", "prompts.jsonl")
-    whole = [{"prompt": EXAMPLES + line["prompt"]} for line in prompts]
-    Path("whole.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    whole = (json.dumps({"prompt": EXAMPLES + line["prompt"]}) + "\n" for line in prompts)
+    Path("whole.jsonl").write_text("".join(whole))
     generate(config(tiny_model, "prefixed", prefix="examples.txt"))
     generate(config(tiny_model, "whole", prompts="whole.jsonl", max_prompt_tokens=64))
     generate(config(tiny_model, "plain"))

@@ -145,7 +145,6 @@ def test_a_student_learns_what_a_context_makes_the_teacher_do_and_resumes(outspo
     settings = RUN | evaluated | {"kl": kl, "teacher_context": "Be brief. ", "updates": 16, "save_every": 10}
     steps = train_and_resume(outspoken, "run", DistillationConfig, **settings)
     before, after = (evaluation["kl"] for evaluation in metrics("run", "eval.jsonl"))
-    print(f"{kl}: {before:.2f} to {after:.2f} nats a response")
     assert 0 < after < 0.5 * before
     assert all(step["reward"] == pytest.approx(-step["kl"], rel=1e-4, abs=1e-5) for step in steps)
     logged = [one for group in log.read(Path("run", ROLLOUTS)) for one in group["responses"]]

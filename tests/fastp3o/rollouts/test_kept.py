@@ -26,8 +26,6 @@ OBSERVED = (0, 1, 5, 20, 100)  # tokens
 
 
 class Numbers:
-    """A tokenizer whose texts are numbers."""
-
     eos_token_id = 2
 
     def decode(self, ids, **_) -> str:

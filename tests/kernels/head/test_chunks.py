@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o_kernels.head.chunks import TILE, plan_chunks
+from fastp3o_kernels.head.chunks import ROWS_IN_PLACE, TILE, plan_chunks
 from fastp3o_kernels.head.head import HeadDtypes
 
 DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadDtypes(*[torch.float32] * 3)}
@@ -71,3 +71,10 @@ def test_fillings_are_even_and_their_rows_whole_tiles_where_there_are_many(N, ro
     assert plan.dlogits_rows == N or N - (fillings - 1) * plan.dlogits_rows > plan.dlogits_rows - fillings * TILE
     most = (rows_held * 6 - plan.logits_rows * 4) // 2
     assert plan.dlogits_rows in (N, most) or plan.dlogits_rows % TILE == 0
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40))
+def test_chunks_in_place_are_whole_groups_and_no_more_than_even_ones(lengths):
+    plan = plan_chunks([0, *accumulate(lengths)], 64, DTYPES[4], None, triton=False)
+    assert sum(bool(chunk.spans) for chunk in plan.chunks) <= max(round(sum(lengths) / ROWS_IN_PLACE), 1)
+    assert all(len(chunk.spans) <= 1 for chunk in plan.chunks)
