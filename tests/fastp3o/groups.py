@@ -32,5 +32,9 @@ def groups_of_texts(*groups: Sequence[str], **columns: list) -> list[Group]:
     ]
 
 
+def flat(groups: Sequence[Group]) -> list[Response]:
+    return [response for group in groups for response in group.responses]
+
+
 def response_ids(groups: Sequence[Group]) -> list[list[list[int]]]:
     return token_ids(groups)[1]

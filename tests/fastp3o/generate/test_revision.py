@@ -18,10 +18,10 @@ from fastp3o.generate.revision import read_principles, revising
 from tests.fastp3o.evaluation.test_judge import JUDGES
 from tests.fastp3o.evaluation.test_win_rates import save
 from tests.fastp3o.generate.test_generate import config, contents, records
+from tests.fastp3o.rollouts.environments import LETTERS
 from tests.fastp3o.test_examples import TEMPLATE
 
 PAGE = Path(loop.__file__).parents[1] / "data" / "README.md"
-LETTERS = list("abcdefghijklmnopqrstuvwxyz0123456789,.;:!?-+*/ ")
 REVISED = {"reward": None, "keep": "revised", "principles": "principles.txt", "stop_strings": LETTERS}
 REVISED |= {"max_response_tokens": 8, "keep_unfinished": False, "limit": 4}
 

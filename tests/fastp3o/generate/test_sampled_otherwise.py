@@ -16,30 +16,29 @@ from fastp3o.evaluation.win_rates import by_reward, prompts_for, respond, respon
 from fastp3o.generate.loop import generate
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import FrozenModel
+from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.model import ContrastReward
 from fastp3o.rollouts.groups import Group, Prompt, Response, lengths
 from fastp3o.rollouts.prefix import Prefix
 from tests.fastp3o.evaluation.test_win_rates import save
 from tests.fastp3o.generate.test_generate import config, contents, records
+from tests.fastp3o.groups import flat
+from tests.fastp3o.models.model_families import logprobs_alone
+from tests.fastp3o.rollouts.environments import LETTERS
 
-GAMES = """
-from tests.fastp3o.rollouts.test_trajectories import Echo
-
-class Words(Echo):
-    def reset(self, prompt, word):
-        assert prompt == f"Say {word}:"
-        super().reset(prompt)
-"""
-LETTERS = list("abcdefghijklmnopqrstuvwxyz0123456789,.;:!?-+*/ ")
-PLAYED = {"environment": "games:Words", "reward": "environment", "prompts": "answers.jsonl", "stop_strings": LETTERS}
+PLAYED = {
+    "environment": "tests.fastp3o.rollouts.environments:Words",
+    "reward": "environment",
+    "prompts": "answers.jsonl",
+    "stop_strings": LETTERS,
+}
 PLAYED |= {"max_turns": 3, "max_turn_tokens": 6, "max_response_tokens": 30, "max_prompt_tokens": 32}
 EXAMPLES = "Say moon: moon\nSay sun: sun\n"
 
 
 @pytest.fixture
 def games(workplace):
-    Path("games.py").write_text(GAMES)
     Path("examples.txt").write_text(EXAMPLES)
 
 
@@ -50,9 +49,10 @@ def test_turns_with_their_rewards_are_in_the_samples(games, tiny_model):
     several = 0
     for line in records("run", "samples.jsonl"):
         for text, reward, turns in zip(line["responses"], line["rewards"], line["turns"], strict=True):
-            said = [turn["text"] for turn in turns]
-            assert text == "".join(f"{one}[{len(one)}]" for one in said[:-1]) + said[-1]
-            assert reward == sum(t["rewards"].get("turns", 0) + 0.5 * t["rewards"].get("even", 0) for t in turns)
+            *said, last = (turn["text"] for turn in turns)
+            assert text == "".join(f"{one}[{len(one)}]" for one in said) + last
+            parts = [turn["rewards"] for turn in turns]
+            assert reward == sum(part.get("turns", 0) + 0.5 * part.get("even", 0) for part in parts)
             several += len(turns) > 1
         assert line["lengths"] == [sum(turn["end"] - turn["start"] for turn in turns) for turns in line["turns"]]
     assert several > 4
@@ -63,44 +63,44 @@ def test_turns_with_their_rewards_are_in_the_samples(games, tiny_model):
     for keep in ("best", "rs_dpo"):
         with pytest.raises(UserError, match=f"--keep {keep} would train on what the --environment says"):
             config(tiny_model, "other", keep=keep, **PLAYED)
-    with pytest.raises(ValueError, match="a value, which the environment games:Words asks for"):
+    with pytest.raises(ValueError, match=r"a value, which the environment .*:Words asks for"):
         generate(config(tiny_model, "other", **played | {"prompts": "prompts.jsonl"}))
 
 
 def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokenizer):
     settings = EvaluateConfig(model=tiny_model, responses_per_prompt=3, **PLAYED)
     one = respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings)
-    assert one.rewards.keys() == {"environment", "environment/turns", "environment/even"}
-    total, turns, even = one.rewards.values()
+    total, turns, even = (one.rewards[f"environment{part}"] for part in ("", "/turns", "/even"))
     assert torch.equal(total, turns + even / 2)
     assert total.max() > total.min()
-    assert one.mean_tokens == lengths(one.groups).mean() < max(len(r.ids) for g in one.groups for r in g.responses)
+    assert one.mean_tokens == lengths(one.groups).mean() < max(len(response.ids) for response in flat(one.groups))
     save(tiny_model, "other", noise=0.2)
     pair = responses_of_all(WinRateConfig(first=tiny_model, second="other", **PLAYED))
     assert len(set(by_reward(*pair))) > 1
     turn = one.groups[0].responses[0].turns[0]
     same = [Response([1], "a", True, None, (turn._replace(rewards={"turns": value}),)) for value in (0.0, 1.0)]
-    prompt = Prompt("p", [1])
-    hidden = [type(one)([Group(prompt, [r])], {"environment": torch.tensor([[n]])}) for n, r in enumerate(same)]
+    groups = [[Group(Prompt("p", [1]), [response])] for response in same]
+    hidden = [type(one)(group, {"environment": torch.tensor([[n]])}) for n, group in enumerate(groups)]
     assert by_reward(*hidden) == ["second"]
-    for kind, more in ((EvaluateConfig, {"model": "m"}), (WinRateConfig, {"first": "a", "second": "b"})):
+    kinds = (EvaluateConfig, {"model": "m"}), (WinRateConfig, {"first": "a", "second": "b"})
+    for kind, more in (*kinds, (P3OConfig, {"model": "m", "output_dir": "o"})):
         with pytest.raises(UserError, match="--reward environment needs an --environment"):
             kind(prompts="p", reward="environment", **more)
 
 
 def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, tokenizer):
     prompts = records(".", "prompts.jsonl")
-    whole = (json.dumps({"prompt": EXAMPLES + line["prompt"]}) + "\n" for line in prompts)
-    Path("whole.jsonl").write_text("".join(whole))
+    whole = [{"prompt": EXAMPLES + line["prompt"]} for line in prompts]
+    Path("whole.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
     generate(config(tiny_model, "prefixed", prefix="examples.txt"))
     generate(config(tiny_model, "whole", prompts="whole.jsonl", max_prompt_tokens=64))
     generate(config(tiny_model, "plain"))
-    names = "prefixed", "whole", "plain"
-    prefixed, same, plain = ([line["responses"] for line in records(name, "samples.jsonl")] for name in names)
-    assert prefixed == same != plain
+    names = ("prefixed", "whole", "plain")
+    prefixed, given, plain = ([line["responses"] for line in records(name, "samples.jsonl")] for name in names)
+    assert prefixed == given != plain
     assert [line["prompt"] for line in records("prefixed")] == [line["prompt"] for line in prompts]
-    rewarded = {"reward": "rewards_for_tests:vowels", "prefix": "examples.txt"}
-    settings = EvaluateConfig(model=tiny_model, prompts="prompts.jsonl", **rewarded)
+    given = {"model": tiny_model, "prompts": "prompts.jsonl", "reward": "rewards_for_tests:vowels"}
+    settings = EvaluateConfig(**given, prefix="examples.txt")
     groups = respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings).groups
     assert [group.prompt.text for group in groups] == [line["prompt"] for line in prompts]
     Path("examples.txt").write_text("other")
@@ -130,22 +130,21 @@ def test_contrast_is_the_difference_of_logprobs_in_fp64(games, tiny_model, token
     groups = [Group(Prompt("p", ids(9), n), [Response(ids(12), "r", True) for _ in range(3)]) for n in range(5)]
     prefix = Prefix(tokenizer, "examples.txt")
 
-    def logprob(before: list[int], response: list[int]) -> float:
-        logits = model(torch.tensor([before + response])).logits[0, len(before) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum().item()
+    @torch.no_grad()
+    def logprob(before: list[int], response: Response) -> float:
+        return logprobs_alone(model, before, response.ids).sum().item()
 
-    with torch.no_grad():
-        expected = [
-            [logprob(prefix.ids + g.prompt.ids, r.ids) - logprob(g.prompt.ids, r.ids) for r in g.responses]
-            for g in groups
-        ]
+    def contrast(prompt: list[int], response: Response) -> float:
+        return logprob(prefix.ids + prompt, response) - logprob(prompt, response)
+
+    expected = [[contrast(group.prompt.ids, response) for response in group.responses] for group in groups]
     single = AutoModelForCausalLM.from_pretrained(tiny_model)
     frozen = FrozenModel(PackedModel(single), torch.device("cpu"), None, offload=False)
     got = ContrastReward(frozen, prefix, Packing(120))(groups)
     torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), atol=2e-4, rtol=1e-4)
     generate(config(tiny_model, "run", reward="contrast", prefix="examples.txt"))
-    best = [max(line["rewards"]) for line in records("run", "samples.jsonl")]
-    assert [line["reward"] for line in records("run")] == best
-    assert len({line["reward"] for line in records("run")}) == 8
+    kept = [line["reward"] for line in records("run")]
+    assert kept == [max(line["rewards"]) for line in records("run", "samples.jsonl")]
+    assert len(set(kept)) == 8
     with pytest.raises(UserError, match="--reward contrast compares log-probs with --prefix and without"):
         config(tiny_model, "other", reward="contrast")

@@ -10,10 +10,11 @@ from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts import cache
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.groups import Group, Prompt, Response, pack_groups
+from fastp3o.rollouts.groups import Group, Prompt, pack_groups
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.kept import KeptEngine, KeptTurns
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
+from tests.fastp3o.groups import flat
 from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, random_model
 
 K, TURN, LONGEST, ENDS = 3, 9, 160, [2, 5, 11]
@@ -66,10 +67,6 @@ def sampler(
         turns = kept(first, further, LONGEST)
         first, further, options["end"] = turns, turns.go_on, turns.end
     return TrajectorySampler(first, further, Numbers(), Environments("Ragged", make), observe, **options)
-
-
-def flat(groups: list[Group]) -> list[Response]:
-    return [response for group in groups for response in group.responses]
 
 
 def assert_alike(mine: list[Group], rounds: list[Group]) -> None:

@@ -24,40 +24,12 @@ from fastp3o.rollouts.turns.observation import chat_observations, plain_observat
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.tools import tool_environment
 from fastp3o.run.log import read_updates
-from tests.fastp3o.groups import tokenised
+from tests.fastp3o.groups import flat, tokenised
 from tests.fastp3o.models.model_families import random_model
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
+from tests.fastp3o.rollouts.environments import AsyncEcho, Echo, OneTurn, games
+from tests.fastp3o.runs import assert_equal, copy_at_save_before, metrics, weights
 
 P, K = 6, 3
-
-
-class Echo:
-    """Says how long the turn was. Trajectories have one to three turns, by their first one's length."""
-
-    rewards = {"turns": 1.0, "even": 0.5}  # noqa: RUF012
-
-    def reset(self, prompt):
-        self.turns = 0
-
-    def step(self, text):
-        self.turns += 1
-        self.most = 1 + len(text) % 3 if self.turns == 1 else self.most
-        done = self.turns >= self.most
-        return None if done else f"[{len(text)}]", {"turns": 1, "even": self.turns % 2 == 0}, done
-
-
-class AsyncEcho(Echo):
-    async def step(self, text):
-        await asyncio.sleep(0.001 * (len(text) % 3))
-        return super().step(text)
-
-
-class OneTurn:
-    def reset(self):
-        """Every trajectory begins with its prompt."""
-
-    def step(self, text):
-        return None, float(len(text)), True
 
 
 @pytest.fixture
@@ -81,10 +53,6 @@ def sampled(policy, tokenizer, make, **options):
     return sampler(policy, tokenizer, make, **options)(prompts(tokenizer), K, 1)
 
 
-def flat(groups):
-    return [response for group in groups for response in group.responses]
-
-
 def test_observations_lie_between_turns_and_only_own_tokens_have_logprobs(policy, tokenizer):
     groups = sampled(policy, tokenizer, Echo)
     assert {len(response.turns) for response in flat(groups)} == {1, 2, 3}
@@ -95,8 +63,10 @@ def test_observations_lie_between_turns_and_only_own_tokens_have_logprobs(policy
         for turn, following in pairwise(response.turns):
             text = tokenizer.decode(response.ids[turn.start : turn.end], skip_special_tokens=True)
             assert response.ids[turn.end : following.start] == tokenizer(f"[{len(text)}]").input_ids
-    for shared in (True, False):
-        for row in pack_groups(groups, Packing(tokens_per_row=200, share_prompts=shared)):
+    observed = [group._replace(responses=[r._replace(turns=()) for r in group.responses]) for group in groups]
+    for packing in (Packing(200), Packing(200, share_prompts=False)):
+        for row, whole in zip(pack_groups(groups, packing), pack_groups(observed, packing), strict=True):
+            assert torch.equal(row.ends_at, whole.ends_at)
             expected = [value for g in row.groups for response in groups[g].responses for value in response.logprobs]
             got = labelled_logprobs(policy, row).detach()
             torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
@@ -104,17 +74,6 @@ def test_observations_lie_between_turns_and_only_own_tokens_have_logprobs(policy
     turns = torch.tensor([[float(sum(bool(t.rewards) for t in r.turns)) for r in group.responses] for group in groups])
     assert torch.equal(reward(groups), turns + 0.5 * reward.parts(groups)["even"])
     assert torch.equal(lengths(groups).flatten(), torch.tensor([float(len(r.logprobs)) for r in flat(groups)]))
-
-
-def test_an_observation_has_no_label_and_its_own_prediction_no_gradient(policy, tokenizer):
-    groups = sampled(policy, tokenizer, Echo)
-    (row,) = pack_groups(groups, Packing(tokens_per_row=10_000))
-    plain = [group._replace(responses=[r._replace(turns=()) for r in group.responses]) for group in groups]
-    (whole,) = pack_groups(plain, Packing(tokens_per_row=10_000))
-    observed = sum(b.start - a.end for response in flat(groups) for a, b in pairwise(response.turns))
-    assert len(whole.labels) - len(row.labels) == observed > 0
-    assert set(row.labelled_at.tolist()) < set(whole.labelled_at.tolist())
-    assert torch.equal(row.ends_at, whole.ends_at)
 
 
 def test_one_turn_has_the_bits_of_a_plain_run_and_neither_batch_nor_process_matters(policy, tokenizer):
@@ -136,13 +95,10 @@ def test_trajectories_that_are_too_long_are_cut_and_end_with_a_token_of_the_poli
         assert response.turns[-1].end == len(response.ids)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("no tuple", ("a", 1.0), (3, 1.0, False), (None, 1.0, False), ("a", "1", False), ("a", float("nan"), False)),
-        *(("a", 1.0, 1), ("a", {"x": 1}, True)),
-    ],
-)
+WRONG = ["no tuple", ("a", 1.0), (3, 1.0, False), (None, 1.0, False), ("a", "1", False), ("a", float("nan"), False)]
+
+
+@pytest.mark.parametrize("answer", [*WRONG, ("a", 1.0, 1), ("a", {"x": 1}, True)])
 def test_answers_that_are_none_are_named(policy, tokenizer, answer):
     class Wrong(OneTurn):
         def step(self, text):
@@ -246,14 +202,6 @@ def test_tools_answer_what_a_policy_may_write():
     assert asyncio.run(kind().step("The sum is 3.")) == (None, {"calls": 0, "failed_calls": 0}, True)
 
 
-SETTINGS = {"max_turns": 3, "max_turn_tokens": 4, "max_response_tokens": 24, "reward": "", "updates": 3}
-SETTINGS |= {"stop_strings": list("abcdefghijklmnopqrstuvwxyz0123456789,.;:!?-+*/ ")}
-
-
-def games(tiny_model, folder, config_class=P3OConfig, **changes):
-    return config(tiny_model, folder, config_class, **SETTINGS | changes)
-
-
 @pytest.mark.parametrize("objective", [P3OConfig, GRPOConfig, RLOOConfig, PPOConfig])
 def test_every_objective_trains_on_trajectories(tiny_model, workplace, objective):
     more = {"eval_prompts": "prompts.jsonl", "ngram_penalty": 0.1, "overlong_margin": 4}
@@ -269,13 +217,9 @@ def test_every_objective_trains_on_trajectories(tiny_model, workplace, objective
 
 
 def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_model, workplace):
-    (workplace / "echo_game.py").write_text("from tests.fastp3o.rollouts.test_trajectories import Echo\n")
     settings = {"rounds_ahead": 1, "save_minutes": 1e-9, "dynamic_sampling": 1, "mask_truncated": True}
-    settings |= {
-        "environment": "echo_game:Echo",
-        "reward": "environment,rewards_for_tests:vowels",
-        "reward_weights": "1,0.5",
-    }
+    settings |= {"environment": "tests.fastp3o.rollouts.environments:Echo", "reward_weights": "1,0.5"}
+    settings["reward"] = "environment,rewards_for_tests:vowels"
     train(games(tiny_model, "run", **settings))
     copy_at_save_before("run", "resumed")
     train(games(tiny_model, "resumed", resume=True, **settings))
@@ -283,8 +227,6 @@ def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_
     assert metrics("run") == metrics("resumed")
 
 
-def test_what_does_not_fit_an_environment_is_refused(tiny_model, workplace):
-    with pytest.raises(UserError, match="--reward environment needs an --environment that gives it"):
-        config(tiny_model, "run", P3OConfig, reward="environment")
+def test_what_is_no_environment_is_refused(tiny_model, workplace):
     with pytest.raises(UserError, match="must be a class with the methods reset and step"):
         train(games(tiny_model, "run"), environment=dict, reward="environment")

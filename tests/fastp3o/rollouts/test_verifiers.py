@@ -8,7 +8,7 @@ import pytest
 
 from fastp3o import UserError, train
 from fastp3o.rollouts.turns.tools import verifiers_environment, verifiers_records
-from tests.fastp3o.rollouts.test_trajectories import games
+from tests.fastp3o.rollouts.environments import games
 from tests.fastp3o.runs import metrics
 
 

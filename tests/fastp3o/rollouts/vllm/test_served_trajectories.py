@@ -1,7 +1,6 @@
 """Environments whose turns servers sample, against the engine's rounds of turns."""
 
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -10,48 +9,14 @@ import pytest
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.training.loop import train
-from tests.fastp3o.rollouts.test_trajectories import SETTINGS, AsyncEcho, Echo
+from tests.fastp3o.rollouts.environments import SETTINGS, HangsLater
 from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by, standing_in
 from tests.fastp3o.rollouts.vllm.test_served_runs import assert_close, run, train_like_servers
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.training.test_distributed import furthest
 
-GAME = SETTINGS | {"environment": "games:Greets", "reward": "environment", "max_response_tokens": 14}
-
-
-class Greets(AsyncEcho):
-    """Begins with an observation."""
-
-    def reset(self, prompt):
-        super().reset(prompt)
-        return f"{len(prompt)}?"
-
-
-class Long(Echo):
-    """Three turns."""
-
-    def step(self, text):
-        self.turns += 1
-        return "[", {"turns": 1, "even": 0.1 * len(text)}, self.turns == 3
-
-
-class HangsLater(Echo):
-    """Answers two rounds of 16 trajectories."""
-
-    begun = 0
-
-    def reset(self, prompt):
-        super().reset(prompt)
-        type(self).begun += 1
-
-    def step(self, text):
-        return super().step(text) if self.begun <= 2 * 16 else time.sleep(600)
-
-
-@pytest.fixture(autouse=True)
-def games(workplace: Path) -> None:
-    HangsLater.begun = 0
-    (workplace / "games.py").write_text(f"from {__name__} import Echo, Greets, Long, HangsLater\n")
+GAMES = "tests.fastp3o.rollouts.environments"
+GAME = SETTINGS | {"environment": f"{GAMES}:Greets", "reward": "environment", "max_response_tokens": 14}
 
 
 def game(tiny_model, folder, *servers, **changes):
@@ -64,7 +29,7 @@ def turn_of(server, body):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_trajectories_from_two_servers_are_the_engines(tiny_model, monkeypatch, ahead):
+def test_trajectories_from_two_servers_are_the_engines(workplace, tiny_model, monkeypatch, ahead):
     changes = {"rounds_ahead": ahead, "eval_prompts": "prompts.jsonl", "eval_responses_per_prompt": 3}
     train_like_servers(monkeypatch, game(tiny_model, "engine", **changes))
     with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
@@ -87,7 +52,7 @@ def test_trajectories_from_two_servers_are_the_engines(tiny_model, monkeypatch, 
     assert alone > {4}  # none asks for more than there is room for
 
 
-def test_a_trajectory_goes_on_while_another_waits_for_its_server(tiny_model):
+def test_a_trajectory_goes_on_while_another_waits_for_its_server(workplace, tiny_model):
     turns, third = [], threading.Event()
     with standing_in(tiny_model) as fast, standing_in(tiny_model) as slow:
 
@@ -100,12 +65,12 @@ def test_a_trajectory_goes_on_while_another_waits_for_its_server(tiny_model):
             return StandIn.complete(server, body)
 
         slow.complete, fast.complete = partial(complete, server=slow), partial(complete, server=fast)
-        train(game(tiny_model, "run", fast, slow, updates=1, max_response_tokens=24, environment="games:Long"))
+        train(game(tiny_model, "run", fast, slow, updates=1, max_response_tokens=24, environment=f"{GAMES}:Long"))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_server_that_dies_in_the_third_turn_loses_nothing(tiny_model, ahead):
-    changes = {"rounds_ahead": ahead, "environment": "games:Long", "max_response_tokens": 24}
+def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_model, ahead):
+    changes = {"rounds_ahead": ahead, "environment": f"{GAMES}:Long", "max_response_tokens": 24}
     with standing_in(tiny_model) as server:
 
         def complete(body):
@@ -125,7 +90,7 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(tiny_model, ahead):
             assert_equal(weights("whole"), weights("run"))
 
 
-def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(tiny_model):
+def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(workplace, tiny_model):
     ahead = {"rounds_ahead": 1, "save_minutes": 1e-9}
     with standing_in(tiny_model) as server:
         train(game(tiny_model, "run", server, **ahead))
@@ -134,8 +99,9 @@ def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(tiny_model):
     assert_equal(weights("run"), weights("resumed"))
 
 
-def test_an_environment_that_hangs_ahead_ends_the_run_with_its_state(tiny_model):
-    ahead = {"rounds_ahead": 1, "environment_timeout": 0.5, "environment": "games:HangsLater"}
+def test_an_environment_that_hangs_ahead_ends_the_run_with_its_state(workplace, tiny_model):
+    ahead = {"rounds_ahead": 1, "environment_timeout": 0.5, "environment": f"{GAMES}:HangsLater"}
+    HangsLater.begun = 0
     late = pytest.raises(FunctionError, match=r"update 3: .*has not returned after 0.5 s")
     with standing_in(tiny_model) as server, late:
         train(game(tiny_model, "run", server, **ahead))
@@ -143,9 +109,9 @@ def test_an_environment_that_hangs_ahead_ends_the_run_with_its_state(tiny_model)
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "engine"])
-def test_processes_whose_trajectories_have_other_numbers_of_turns_train_what_one_does(tiny_model, sampler):
+def test_processes_whose_trajectories_have_other_numbers_of_turns_train_what_one_does(workplace, tiny_model, sampler):
     """Weights are spread over the processes, which meet at the beginning and at the end of a call."""
-    changes = GAME | {"stop_strings": '["a", "e", "i", "o", " "]', "rounds_ahead": 1, "environment": "games:Echo"}
+    changes = GAME | {"stop_strings": '["a", "e", "i", "o", " "]', "rounds_ahead": 1, "environment": f"{GAMES}:Echo"}
     changes |= {} if sampler == "vllm" else {"sampler": "engine", "vllm_url": None, "vllm_time_limit": None}
     for processes in (1, 2):
         with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
