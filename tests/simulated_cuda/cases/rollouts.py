@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
+from fastp3o.rollouts.turns.kept import KeptEngine
 from fastp3o_kernels.decoding import response_keys
 from tests.simulated_cuda.host import recorded
 
@@ -14,7 +15,7 @@ KEYS = response_keys(0, torch.arange(2), K)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 # Launches of a step without its layers, and of a layer in torch and transformers.
 STEP, LAYER = 48, 40
-LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.run"), ("fastp3o/rollouts/queue.py", "Queue.results")
+LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.decode"), ("fastp3o/rollouts/queue.py", "Queue.results")
 
 
 def make_policy(*, layers: int = 1, rope: dict | None = None) -> PackedModel:
@@ -44,6 +45,26 @@ def test_the_host_looks_every_few_steps_and_reads_the_results_once():
         assert captured.run(PROMPTS, KEYS)[0] == ids
     assert replayed.launches["graph"] == steps
     assert replayed.places() == plain.places()
+
+
+def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():
+    policy = make_policy().to("cuda")
+    plain, captured = (
+        KeptEngine(6, policy, layer_shapes(policy, 3), Room(2, 4, K, 2 * K, 40), {0}, graph=graph)
+        for graph in (False, True)
+    )
+    found = []
+    for engine in (plain, captured):
+        ids, _ = engine.run(PROMPTS, KEYS)
+        lengths = {n: len(PROMPTS[n // K]) - 1 + len(ids[n // K][n % K]) for n in (0, 2, 3)}
+        given = {n: (length, [ids[n // K][n % K][-1], *[9] * n]) for n, length in lengths.items()}
+        with recorded() as record:
+            turns, _ = engine.go_on(given, KEYS.flatten()[:3] + 1)
+        found.append((ids, turns))
+        assert record.places()[RESULTS] == 1
+        assert set(record.places()) == {LOOK, RESULTS}
+    assert found[0] == found[1]
+    assert record.launches["graph"]
 
 
 def test_launches_of_a_step():
