@@ -17,24 +17,11 @@ TIMES = ("seconds", "tokens_per_second", "peak_memory")
 
 
 def config(tiny_model: str, output_dir: str, config_class: type[Config] = P3OConfig, **changes) -> Config:
-    settings = {
-        "model": tiny_model,
-        "output_dir": output_dir,
-        "prompts": "prompts.jsonl",
-        "reward": "rewards_for_tests:vowels",
-        "updates": 4,
-        "prompts_per_update": 8,
-        "prompts_per_minibatch": 4,
-        "responses_per_prompt": 2,
-        "inner_epochs": 2,
-        "max_response_tokens": 6,
-        "learning_rate": 3e-3,
-        "report_to": "none",
-        "precision": "fp32",
-        "samples_every": 0,
-        # Among the first responses are some with a reward, and none that ends early.
-        "seed": 3,
-    }
+    settings = {"model": tiny_model, "output_dir": output_dir, "prompts": "prompts.jsonl"}
+    settings |= {"updates": 4, "prompts_per_update": 8, "prompts_per_minibatch": 4, "responses_per_prompt": 2}
+    settings |= {"inner_epochs": 2, "max_response_tokens": 6, "learning_rate": 3e-3, "precision": "fp32"}
+    # With this seed, among the first responses are some with a reward, and none that ends early.
+    settings |= {"reward": "rewards_for_tests:vowels", "report_to": "none", "samples_every": 0, "seed": 3}
     return config_class(**(settings | changes))
 
 

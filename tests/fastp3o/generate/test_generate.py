@@ -16,15 +16,9 @@ from fastp3o.run.manifest import CorruptStateError, ResumeError
 from tests.fastp3o.together import together
 
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
-SETTINGS = {
-    "prompts": "prompts.jsonl",  # eight of them
-    "reward": "rewards_for_tests:varied",
-    "responses_per_prompt": 4,
-    "rollout_batch_size": 3,
-    "max_prompt_tokens": 32,
-    "max_response_tokens": 6,
-    "keep_unfinished": True,
-}
+# Of eight prompts.
+SETTINGS = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "keep_unfinished": True}
+SETTINGS |= {"responses_per_prompt": 4, "rollout_batch_size": 3, "max_prompt_tokens": 32, "max_response_tokens": 6}
 
 
 def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:

@@ -48,24 +48,21 @@ def test_principles_are_lines_or_requests(principles):
             read_principles(name)
 
 
-def played(settings, texts: list[str], seed: int = 0) -> list[tuple]:
-    environment = revising(settings(seed=seed), chats=True, room=99).environment.content()
+def played(texts: list[str], seed: int = 0) -> list[tuple]:
+    settings = config("m", "o", revisions=2, seed=seed, **REVISED)
+    environment = revising(settings, chats=True, room=99).environment.content()
     environment.reset("Say tree:")
     return [environment.step(text) for text in texts]
 
 
 def test_each_round_asks_by_a_principle_of_its_own(principles):
-    def settings(seed):
-        return config("m", "o", revisions=2, seed=seed, **REVISED)
-
-    talk = played(settings, ["a", "b", "c", "d", "e"])
-    requests = [request for request, _, _ in talk[:4]]
-    assert all([*map(str.strip, requests[i : i + 2])] in read_principles("principles.txt") for i in (0, 2))
+    talk = played(list("abcde"))
+    requests = [request.strip() for request, _, _ in talk[:4]]
+    assert all(pair in read_principles("principles.txt") for pair in (requests[:2], requests[2:]))
     assert [over for *_, over in talk] == [False] * 4 + [True]
-    assert played(settings, ["a", "b", "c", "d", "e"]) == talk
-    drawn = {played(settings, [text], seed)[0][0] for text in "abcdef" for seed in range(3)}
-    assert len(drawn) == 3
-    assert played(settings, ["a", " "])[-1][-1], "an empty critique ends it"
+    assert played(list("abcde")) == talk
+    assert len({played([text], seed)[0][0] for text in "abcdef" for seed in range(3)}) == 3
+    assert played(["a", " "])[-1][-1], "an empty critique ends it"
 
 
 def test_revisions_come_after_critiques_and_are_data(principles, tiny_model, tokenizer, monkeypatch):
@@ -109,8 +106,7 @@ def test_in_chats_the_template_writes_the_requests(principles, tiny_model, token
     chat = copy.deepcopy(tokenizer)
     chat.chat_template = TEMPLATE
     (line,) = records("run", "samples.jsonl")
-    for record in records("run"):
-        assert record["prompt"] == [user]
+    assert all(record["prompt"] == [user] for record in records("run"))
     asked = dict(map(tuple, read_principles("principles.txt")))
     whole = [turns for turns in line["turns"] if len(turns) == 3]
     assert len(whole) > 2

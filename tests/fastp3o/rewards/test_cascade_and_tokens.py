@@ -45,15 +45,11 @@ def test_each_reward_answers_for_what_those_before_it_have_passed_on(rollouts):
     # What the first has answered nobody else is asked for.
     cascade.rewards["rule"].function = lambda prompts, responses, log_metric: [2.0] * 4
     assert rewarded({"reward": cascade}, rollouts)["reward"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert len(asked) == 2
-
-
-def test_a_cascade_fails_as_its_rewards_do_and_no_later_one_is_asked(rollouts):
-    later = []
-    last = FunctionReward("tests:last", None, lambda prompts, responses: later.append(responses) or [1.0] * 4)
+    # It fails as its rewards do.
+    cascade.rewards["rule"].function = lambda prompts, responses, log_metric: 1 / 0
     with pytest.raises(FunctionError, match="tests:f"):
-        Cascade({"f": passing(lambda prompts, responses: 1 / 0), "last": last})(rollouts)
-    assert not later
+        cascade(rollouts)
+    assert len(asked) == 2
 
 
 def test_an_environment_and_an_endpoint_pass_on_what_they_have_no_reward_for():
@@ -100,23 +96,20 @@ def run(tiny_model, folder, reward, **changes):
     return metrics(folder)
 
 
-def late(prompts, responses, completion_ids):
-    return [[0.0] * (len(ids) - 1) + [float(len(set(ids)))] for ids in completion_ids]
-
-
-def early(prompts, responses, completion_ids):
-    return [values[::-1] for values in late(prompts, responses, completion_ids)]
-
-
 def silent(prompts, responses):
     return [None] * len(responses)
 
 
 def test_ppo_sees_rewards_at_their_tokens(workplace, tiny_model):
-    (at_the_end, _), (off, _), (at_the_start, _) = (
-        run(tiny_model, "late", late),
-        run(tiny_model, "off", early, process_rewards=False),
-        run(tiny_model, "early", early),
+    def late(prompts, responses, completion_ids):
+        return [[0.0] * (len(ids) - 1) + [float(len(set(ids)))] for ids in completion_ids]
+
+    def early(prompts, responses, completion_ids):
+        return [values[::-1] for values in late(prompts, responses, completion_ids)]
+
+    runs = {"late": (late, True), "off": (early, False), "early": (early, True)}
+    at_the_end, off, at_the_start = (
+        run(tiny_model, folder, reward, process_rewards=sees)[0] for folder, (reward, sees) in runs.items()
     )
     assert off["value_loss"] == pytest.approx(at_the_end["value_loss"], rel=1e-5)
     assert at_the_start["reward"] == at_the_end["reward"]
@@ -127,7 +120,7 @@ def test_a_reward_that_always_answers_is_the_last(workplace, tiny_model, tokeniz
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("judge")
     tokenizer.save_pretrained("judge")
     with pytest.raises(UserError, match="answers for every response: `else` after it does nothing"):
-        run(tiny_model, "run", [["judge", early]])
+        run(tiny_model, "run", [["judge", silent]])
     line, _ = run(tiny_model, "cascade", [[silent, "judge"]])
     assert (line["reward/silent_answered"], line["reward/judge_answered"]) == (0.0, 1.0)
     assert torch.tensor(line["reward"]).isfinite()

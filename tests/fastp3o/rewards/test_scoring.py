@@ -42,14 +42,9 @@ def test_penalties_are_subtracted_and_told(rollouts, reward):
 def test_each_penalty_by_hand():
     responses = [[5, 0], [5, 6, 5, 6, 5, 6], [7, 7, 7, 0], [1, 2, 3, 4, 5, 6, 7, 8]]
     groups = [Group(Prompt("", [1]), [Response(ids, "", ids[-1] == 0) for ids in responses])]
-    config = PenaltyConfig(
-        missing_eos_penalty=2.0,
-        length_penalty=0.5,
-        length_penalty_after=3,
-        ngram_penalty=10.0,
-        ngram_length=2,
-        overlong_margin=4,
-    )
+    ngrams = {"ngram_penalty": 10.0, "ngram_length": 2}
+    lengths = {"length_penalty": 0.5, "length_penalty_after": 3, "overlong_margin": 4}
+    config = PenaltyConfig(missing_eos_penalty=2.0, **lengths, **ngrams)
     found = {name: values.tolist() for name, values in penalties(groups, config, longest=8).items()}
     assert found == {
         "penalty/missing_eos": [[0, 2, 0, 2]],

@@ -35,11 +35,10 @@ def test_at_its_ends_the_mixture_is_one_of_the_two(policies, tokenizer, weight):
 def test_tokens_come_with_the_log_probabilities_of_the_mixture(policies, tokenizer):
     for prompt, responses in MixtureSampler(policies[0], tokenizer, policies[1], 0.3, **LIMITS)(GIVEN, 2, 5):
         for response in responses:
-            row = torch.tensor([prompt.ids + response.ids])
             logits = []
             for policy in policies:
                 with policy.with_own_attention() as model:
-                    logits.append(model(row).logits[0, len(prompt.ids) - 1 : -1])
+                    logits.append(model(torch.tensor([prompt.ids + response.ids])).logits[0, len(prompt.ids) - 1 : -1])
             mixed = (0.7 * logits[0].log_softmax(-1) + 0.3 * logits[1].log_softmax(-1)).log_softmax(-1)
             expected = mixed[range(len(response.ids)), response.ids]
             torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=1e-4)

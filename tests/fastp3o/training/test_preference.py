@@ -28,6 +28,7 @@ from fastp3o.training import reference_logprobs, supervised
 from fastp3o.training.preferences import train, with_other_prompts
 from fastp3o.training.reference_logprobs import ReferenceLogprobs, read_logprobs, write_logprobs
 from fastp3o_kernels import losses
+from tests.fastp3o.evaluation.test_win_rates import save
 from tests.fastp3o.models.model_families import logprobs_alone
 from tests.fastp3o.runs import metrics, weights, weights_of_start
 
@@ -42,27 +43,15 @@ def data_file(objective: str) -> str:
 
 
 def run(objective: str, output_dir: str, model: str, **changes) -> None:
-    settings = {
-        "train_data": data_file(objective),
-        "batch_size": 4,
-        "report_to": "none",
-        "precision": "fp32",
-        **LENGTHS,
-        **ADAM,
-    }
+    settings = {"train_data": data_file(objective), "batch_size": 4, "report_to": "none", "precision": "fp32"}
+    settings |= LENGTHS | ADAM
     train(OFFLINE_OBJECTIVES[objective](**(settings | {"model": model, "output_dir": output_dir} | changes)))
 
 
 @pytest.fixture
-def other_model(tiny_model, tokenizer, workplace) -> str:
+def other_model(tiny_model, workplace) -> str:
     """The tiny model, some way off."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained("other")
-    tokenizer.save_pretrained("other")
+    save(tiny_model, "other", noise=0.05)
     return "other"
 
 
@@ -81,12 +70,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def plain_logprob(model: nn.Module, prompt: list[int], response: list[int]) -> Tensor:
-    """log π of one response from all logits, in fp64."""
-    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
-
-
 def pairs_loss(objective: str, policy: nn.Module, reference: nn.Module, tokenizer) -> tuple[Tensor, Tensor]:
     """The objective's loss, and the negative log-probability of a chosen response's token, means over examples."""
     examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
@@ -94,7 +77,7 @@ def pairs_loss(objective: str, policy: nn.Module, reference: nn.Module, tokenize
     for example in examples:
         prompt, chosen, rejected = (example[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
         own, other = (
-            torch.stack([plain_logprob(model, prompt, ids) for ids in (chosen, rejected)])[None]
+            torch.stack([logprobs_alone(model, prompt, ids).sum() for ids in (chosen, rejected)])[None]
             for model in (policy, reference)
         )
         found.append(LOSSES[objective](own, other, torch.tensor([[len(chosen), len(rejected)]])))
@@ -107,7 +90,8 @@ def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> tuple[Tensor
     examples = list(examples)
 
     def log_ratio(prompt: list[int], response: list[int]) -> Tensor:
-        return plain_logprob(policy, prompt, response) - plain_logprob(reference, prompt, response).detach()
+        own, other = (logprobs_alone(model, prompt, response).sum() for model in (policy, reference))
+        return own - other.detach()
 
     # Two responses to each prompt lie together: the last one before them is the second to the prompt before.
     others = [examples[number // 2 * 2 - 1] for number in range(len(examples))]
@@ -237,9 +221,8 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
     run("ipo", "second", tiny_model, lora_rank=2, **shared)
     assert loads.references == 1
     assert f"found in {file}" in capsys.readouterr().out
-    for number, changes in enumerate(
-        [{"reference": other_model}, {"limit": 6}, {"precision": "fp16"}, {"temperature": 0.5}]
-    ):
+    others = [{"reference": other_model}, {"limit": 6}, {"precision": "fp16"}, {"temperature": 0.5}]
+    for number, changes in enumerate(others):
         run("dpo", str(number), tiny_model, **shared, **changes)
     assert len(reference_files("shared")) == 5
 

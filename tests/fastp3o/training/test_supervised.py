@@ -13,16 +13,10 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.training import reward_model, sft
 from fastp3o.training.reward_model import RewardModelConfig, RewardModelling, bradley_terry
 from fastp3o.training.sft import SFTConfig
-from tests.fastp3o.runs import metrics
+from tests.fastp3o.runs import metrics, records
 
-COMMON = {
-    "max_response_tokens": 16,
-    "epochs": 30,
-    "batch_size": 8,
-    "learning_rate": 1e-2,
-    "report_to": "none",
-    "precision": "fp32",
-}
+COMMON = {"max_response_tokens": 16, "epochs": 30, "batch_size": 8, "learning_rate": 1e-2}
+COMMON |= {"report_to": "none", "precision": "fp32"}
 
 
 def sft_config(tiny_model, output_dir, **changes):
@@ -46,8 +40,8 @@ def test_the_loss_is_a_mean_over_labelled_tokens_however_they_are_packed(
         assert whole["loss"] == pytest.approx(parts["loss"], rel=1e-4)
 
     model, losses = AutoModelForCausalLM.from_pretrained(tiny_model), []
-    for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"):
-        prompt, response = tokenizer(f"Say {word}:").input_ids, tokenizer(f" {word}").input_ids
+    for record in records("sft"):
+        prompt, response = tokenizer(record["prompt"]).input_ids, tokenizer(record["label"]).input_ids
         ids = torch.tensor([*prompt, *response, tokenizer.eos_token_id])
         with torch.no_grad():
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
@@ -61,17 +55,13 @@ LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 32}
 @pytest.fixture
 def data(workplace: Path) -> Path:
     """Rankings of two to five, and preferences with and without a margin."""
-    words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
-    ranked = [
-        {"prompt": f"Say {word}:", "ranked_responses": [f" {word}", *(" z" * n for n in range(1, 2 + number % 4))]}
-        for number, word in enumerate(words)
-    ]
-    pairs = [
-        {"prompt": f"Say {word} please:", "chosen": f" {word}", "rejected": " zzz", "margin": margin}
-        for word, margin in zip(words, (1, 0.5, None, 0, 2, 1, 3.5, 0), strict=True)
-    ]
-    for name, records in (("ranked", ranked), ("margins", pairs)):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    ranked, pairs = [], []
+    for number, (pair, margin) in enumerate(zip(records("preferences"), (1, 0.5, None, 0, 2, 1, 3.5, 0), strict=True)):
+        pairs.append(pair | {"prompt": f"{pair['prompt']} please", "margin": margin})
+        worse = [" z" * n for n in range(1, 2 + number % 4)]
+        ranked.append({"prompt": pair["prompt"], "ranked_responses": [pair["chosen"], *worse]})
+    for name, lines in (("ranked", ranked), ("margins", pairs)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return workplace
 
 
