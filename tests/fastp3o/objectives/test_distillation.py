@@ -59,16 +59,15 @@ def kls_and_logprobs(student, teacher, prompt: list[int], context: list[int], id
     return kls, s.gather(1, at)[:, 0], t.gather(1, at)[:, 0].detach()
 
 
-def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True))
+def gradients(loss: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
 
 
-def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Up to the rounding of norms and rotary positions, which transformers computes in fp32."""
-    largest = max(gradient.norm() for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert (got[name] - gradient).norm() <= 1e-6 * (gradient.norm() + largest), name
+    largest = max(gradient.norm() for gradient in expected)
+    for mine, gradient in zip(got, expected, strict=True):
+        assert (mine - gradient).norm() <= 1e-6 * (gradient.norm() + largest)
 
 
 @pytest.mark.parametrize("packing", [Packing(30, True), Packing(1000, True), Packing(1000, False)])
@@ -86,12 +85,11 @@ def test_the_exact_loss_and_its_gradients_are_those_of_dense_kls(packing, contex
     groups[1].responses[1] = Response(ids(6), "", True, turns=(Turn(0, 2), Turn(4, 6)))  # with an observation
     policy, student, teacher = models()
     kls, of_teacher = [], [[] for _ in groups]
-    for p, group in enumerate(groups):
-        for k, response in enumerate(group.responses):
-            kl, _, logprobs = kls_and_logprobs(student, teacher, group.prompt.ids, context, response.ids)
-            for span in response.spans:
-                of_teacher[p].append(logprobs[slice(*span)])
-                kls += [kl[slice(*span)]] if mask is None or mask[p, k] else []
+    for p, k in product(range(4), range(2)):
+        prompt, response = groups[p].prompt.ids, groups[p].responses[k]
+        kl, _, logprobs = kls_and_logprobs(student, teacher, prompt, context, response.ids)
+        of_teacher[p] += [logprobs[slice(*span)] for span in response.spans]
+        kls += [kl[slice(*span)] for span in response.spans if mask is None or mask[p, k]]
     expected = torch.cat(kls)
     objective, (rows, divisor) = minibatch("exact", policy, teacher, context, groups, packing, mask)
     parts = [objective.loss(policy, one, divisor) for one, _ in rows]
@@ -119,7 +117,7 @@ def test_the_sampled_gradient_is_on_average_the_exact_one_and_not_that_of_whole_
     target, of_whole = gradients(held, student), gradients(whole, student)
     for mean in means.values():
         assert_close(gradients(mean, policy.model), target)
-    assert max((of_whole[name] - gradient).norm() / gradient.norm() for name, gradient in target.items()) > 0.1
+    assert max((other - own).norm() / own.norm() for other, own in zip(of_whole, target, strict=True)) > 0.1
 
 
 @pytest.fixture

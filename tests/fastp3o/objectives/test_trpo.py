@@ -21,7 +21,7 @@ from tests.fastp3o.models.model_families import FOURS, random_model
 from tests.fastp3o.objectives.test_runs import train_and_resume
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
-COUNTED, NOTHING = torch.tensor([[True, False, True, True], [False] * 4]), torch.zeros(2, 4, dtype=torch.bool)
+COUNTED = torch.tensor([[True, False, True, True], [False] * 4])
 counted_or_all = pytest.mark.parametrize("counted", [None, COUNTED], ids=["all", "counted"])
 
 
@@ -55,10 +55,9 @@ class Dense:
     def __init__(self, counted: Tensor | None):
         rows = batches(policy := tiny_policy(), counted)
         places = [(g, k) for one in rows for g in one.row.groups for k in range(4)]
-        advantages = torch.cat([one.prepared["advantages"] for one in rows])
-        by_response = dict(zip(places, advantages.split([len(FOURS.responses[g][k]) for g, k in places]), strict=True))
         self.places = [place for place in places if counted is None or counted[place]]
-        self.advantages = torch.cat([by_response[place] for place in self.places])
+        counts = torch.tensor([place in self.places for place in places for _ in FOURS.responses[place[0]][place[1]]])
+        self.advantages = torch.cat([one.prepared["advantages"] for one in rows])[counts]
         self.labels = torch.tensor([token for g, k in self.places for token in FOURS.responses[g][k]])
         self.policy, self.start = policy, vector_of(policy.parameters()).detach()
         self.before = self.logprobs(self.start)
@@ -118,7 +117,7 @@ def test_the_line_search_goes_back_to_the_bound_and_refuses_what_is_no_better(mo
     done = step(tiny_policy(), None, max_kl=1e-3)
     assert 4 <= done["line_search_steps"] <= 7
     assert 6e-4 < done["trpo_kl"] <= 1e-3
-    for sign, counted in ((1, NOTHING), (-1, None)):  # -1: downhill
+    for sign, counted in ((1, torch.zeros(2, 4, dtype=torch.bool)), (-1, None)):  # -1: downhill
         monkeypatch.setattr(trpo, "conjugate_gradients", lambda product, target, *_, sign=sign: sign * target)
         done = step(policy := tiny_policy(), counted, line_search_steps=3)
         assert (done["line_search_steps"], done["trpo_kl"], done["surrogate_gain"]) == (3, 0.0, 0.0)

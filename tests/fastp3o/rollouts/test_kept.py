@@ -70,8 +70,8 @@ def sampler(
 
 
 def assert_alike(mine: list[Group], rounds: list[Group]) -> None:
-    assert [(r.ids, r.turns, r.finished) for r in flat(mine)] == [(r.ids, r.turns, r.finished) for r in flat(rounds)]
     for one, other in zip(flat(mine), flat(rounds), strict=True):
+        assert (one.ids, one.turns, one.finished) == (other.ids, other.turns, other.finished)
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=1e-5)
 
 
@@ -109,15 +109,14 @@ def test_trajectories_differ_in_what_matters():
 
 
 def test_each_token_is_computed_once(monkeypatch):
-    policy, computed = policy_of("llama"), []
-    whole = PackedModel.hidden_states
+    computed, whole = [], PackedModel.hidden_states
 
     def counting(self, input_ids, *rest, **options):
         computed.append(input_ids.numel())
         return whole(self, input_ids, *rest, **options)
 
     monkeypatch.setattr(PackedModel, "hidden_states", counting)
-    turns = sampler(policy)
+    turns = sampler(policy_of("llama"))
     turns(PROMPTS[:1], 1, 0)  # tries the policy
     for seed in range(1, 9):
         computed.clear()

@@ -23,29 +23,27 @@ from tests.kernels.problems import (
 )
 
 HEAD = {"bias": True, "softcap": 6.0, "temperature": 1.3}
+KNOWN = {
+    "groups": ragged_groups(),
+    "clipping": st.sampled_from(CLIPPINGS),
+    "kl_reward": st.sampled_from(["current", "rollout"]),
+    "held": st.integers(1, 60),
+    "masked": st.booleans(),
+    "apart": st.sampled_from([None, 0.5, 30.0]),
+    "seed": st.integers(0, 10**6),
+}
 
 
 @pytest.mark.parametrize("level", ["logits", "hidden"])
 @settings(max_examples=20, deadline=None)
-@given(
-    groups=ragged_groups(),
-    V=st.integers(2, 40),
-    clipping=st.sampled_from(CLIPPINGS),
-    kl_reward=st.sampled_from(["current", "rollout"]),
-    held=st.integers(1, 60),
-    impl=st.sampled_from(["eager", None]),
-    masked=st.booleans(),
-    apart=st.sampled_from([None, 0.5, 30.0]),
-    seed=st.integers(0, 10**6),
-)
-def test_it_is_the_paper_in_fp64(level, groups, V, clipping, kl_reward, held, impl, masked, apart, seed):
-    K, lengths = groups
-    given = {"K": K, "masked": masked, "apart": apart, "seed": seed, "clipping": clipping, "kl_reward": kl_reward}
-    batch = Batch(level, lengths, V, **given, **HEAD).to(torch.float64)
+@given(V=st.integers(2, 40), impl=st.sampled_from(["eager", None]), known=st.fixed_dictionaries(KNOWN))
+def test_it_is_the_paper_in_fp64(level, V, impl, known):
+    (K, lengths), held = known.pop("groups"), known.pop("held")
+    batch = Batch(level, lengths, V, K=K, **known, **HEAD).to(torch.float64)
     output, gradients = batch.run(impl, memory_budget=2 * budget_for(held, V))
     leaves = batch.leaves()
     logits = leaves[0] if level == "logits" else batch.policy(leaves).logits()
-    expected = oracle(batch.pairs, logits, clipping, kl_reward)
+    expected = oracle(batch.pairs, logits, known["clipping"], known["kl_reward"])
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, leaves)), rtol=1e-9, atol=1e-12)
 
@@ -53,27 +51,18 @@ def test_it_is_the_paper_in_fp64(level, groups, V, clipping, kl_reward, held, im
 @pytest.mark.parametrize("level", ["logits", "hidden", "objective", "log-probs"])
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    groups=ragged_groups(),
     V=vocabularies(2, 90),
-    clipping=st.sampled_from(CLIPPINGS),
-    kl_reward=st.sampled_from(["current", "rollout"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     impl=st.sampled_from(CHUNKED),
-    held=st.integers(1, 60),
-    bias=st.booleans(),
-    softcap=st.sampled_from([None, 5.0]),
-    temperature=st.sampled_from([1.0, 0.7]),
-    masked=st.booleans(),
-    apart=st.sampled_from([None, 0.5, 30.0]),
     gpu=st.sampled_from(GPU_ARITHMETIC),
-    seed=st.integers(0, 10**6),
+    known=st.fixed_dictionaries(
+        KNOWN
+        | {"bias": st.booleans(), "softcap": st.sampled_from([None, 5.0]), "temperature": st.sampled_from([1.0, 0.7])}
+    ),
 )
-def test_kernels_and_chunks_are_as_exact_as_eager(
-    level, groups, V, clipping, kl_reward, dtype, impl, held, bias, softcap, temperature, masked, apart, gpu, seed
-):
-    K, lengths = groups
-    given = {"K": K, "masked": masked, "apart": apart, "seed": seed, "clipping": clipping, "kl_reward": kl_reward}
-    batch = Batch(level, lengths, V, dtype=dtype, bias=bias, softcap=softcap, temperature=temperature, **given)
+def test_kernels_and_chunks_are_as_exact_as_eager(level, V, dtype, impl, gpu, known):
+    (K, lengths), held = known.pop("groups"), known.pop("held")
+    batch = Batch(level, lengths, V, K=K, dtype=dtype, **known)
     if level == "log-probs":
         batch.pairs.labels[::7] = -100
     expected, targets = batch.to(torch.float64).run("eager")
