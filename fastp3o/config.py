@@ -280,20 +280,14 @@ class SamplerConfig(Flags):
     """Options of sampling responses."""
 
     temperature: float = option(
-        1.0,
-        "The policy is softmax(logits / temperature): that samples, and has all log-probs (old, new, of the "
-        "reference). Below 1 likely tokens are likelier.",
-        above=0,
+        1.0, "The policy is softmax(logits / temperature), in rollouts and in all log-probs.", above=0
     )
     top_k: int = option(0, "Sample only from the k most likely tokens; 0: from all.", at_least=0)
     top_p: float = option(
         1.0, "Sample only from the most likely tokens that together have this probability.", above=0, at_most=1
     )
     min_p: float = option(
-        0.0,
-        "Sample only from tokens with at least this share of the most likely one's probability.",
-        at_least=0,
-        at_most=1,
+        0.0, "Sample only tokens with this share of the likeliest one's probability, or more.", at_least=0, at_most=1
     )
     stop_strings: str | None = option(
         None,
@@ -308,37 +302,23 @@ class SamplerConfig(Flags):
     )
     vllm_url: str | None = option(
         None,
-        "vLLM servers of equal models, separated by commas (http://localhost:8000); they share the prompts. The "
-        "environment variable VLLM_API_KEY holds their key, if they have one.",
+        "vLLM servers of equal models, separated by commas (http://localhost:8000); VLLM_API_KEY holds their key.",
         needs="sampler=vllm",
         changeable=True,
     )
     vllm_folder: str | None = option(
-        None,
-        "Folder in which the servers find new weights, on a file system that they share with this machine. By default "
-        "in memory, for servers on this machine.",
-        needs="vllm_url",
-        changeable=True,
+        None, "Folder of new weights that servers share; by default in memory here.", needs="vllm_url", changeable=True
     )
     vllm_requests: int = option(
-        64,
-        "Prompts that each process asks the servers for at once, each with all of its responses.",
-        at_least=1,
-        needs="vllm_url",
-        changeable=True,
+        64, "Prompts that each process asks the servers for at once.", at_least=1, needs="vllm_url", changeable=True
     )
     vllm_time_limit: float = option(
-        1800.0,
-        "Seconds that a server may take to answer, or to load weights.",
-        above=0,
-        needs="vllm_url",
-        changeable=True,
+        1800.0, "Seconds that a server has to answer, or to load weights.", above=0, needs="vllm_url", changeable=True
     )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)
     rollout_memory: float | None = option(
         None,
-        "GB for the engine's keys and values on one device, freed before the update; with less, fewer prompts are "
-        "sampled at once. By default a part of the free memory.",
+        "GB for the engine's keys and values on one device; by default a part of the free memory.",
         above=0,
         needs="sampler=engine",
         changeable=True,
@@ -376,9 +356,7 @@ class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = option(
-        "adamw",
-        "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861); those of embeddings and of "
-        "tensors below 4096 elements stay in fp32. In one process.",
+        "adamw", "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861), in one process."
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
     lr_schedule: ScheduleName = option(
@@ -407,9 +385,7 @@ class DataConfig(Flags):
         512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.", at_least=1
     )
     max_characters: int = option(
-        LONGEST_TEXT,
-        "Longest prompt or response of a record, in characters: much longer ones take minutes to tokenise.",
-        at_least=1,
+        LONGEST_TEXT, "Longest prompt or response, in characters: far longer ones take minutes to tokenise.", at_least=1
     )
     chat_template_kwargs: str | None = option(
         None,
@@ -462,29 +438,17 @@ class TrainableConfig(Flags):
     lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
     use_rslora: bool = option(False, "LoRA's scale is alpha / √rank (rsLoRA, arXiv 2312.03732).", needs="lora_rank")
     lora_targets: str = option(
-        "all-linear",
-        "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
-        needs="lora_rank",
-        python=list,
+        "all-linear", "Adapted modules, comma-separated; all-linear: all but the head.", needs="lora_rank", python=list
     )
     lora_dropout: float = option(
-        0.0,
-        "Dropout of the adapters' inputs, in training passes alone: rollouts, evaluations and references have none. "
-        "Refused where the loss compares the policy with itself before an update.",
-        at_least=0,
-        below=1,
-        needs="lora_rank",
+        0.0, "Dropout of the adapters' inputs, in training passes alone.", at_least=0, below=1, needs="lora_rank"
     )
     quantize: Literal["4bit", "8bit"] | None = option(
-        None,
-        "Bits of the frozen base's linear layers, by bitsandbytes: 4bit (QLoRA: NF4, double quantization) or 8bit. In "
-        "one process; by default the base is not quantized.",
-        needs="lora_rank",
+        None, "Bits of the frozen base, by bitsandbytes: 4bit (QLoRA: NF4) or 8bit. In one process.", needs="lora_rank"
     )
     lora_save: Literal["both", "merged", "adapter"] = option(
         "both",
-        "What is saved. merged: the whole model, adapters merged, in model/. adapter: the adapter alone, in adapter/, "
-        "as peft has it, which needs its base. both: each in its folder.",
+        "merged: the whole model, in model/. adapter: the adapter alone, which needs its base, in adapter/. both.",
         needs="lora_rank",
         changeable=True,
     )
@@ -526,17 +490,11 @@ class ModelConfig(LoadingConfig):
         changeable=True,
     )
     tokens_per_row: int = option(
-        TOKENS_PER_ROW,
-        "Tokens of one packed row, prompts included: of one forward and backward pass on one device.",
-        at_least=1,
-        changeable=True,
+        TOKENS_PER_ROW, "Tokens of a packed row, prompts included, which is one pass.", at_least=1, changeable=True
     )
     share_prompts: bool = option(True, "Compute the prompt of several responses once.", changeable=True)
     shard_size: int = option(
-        0,
-        "Processes that hold one model together (HSDP); 0: all. With those of one node, nodes communicate less.",
-        at_least=0,
-        changeable=True,
+        0, "Processes that hold a model together (HSDP), such as those of a node; 0: all.", at_least=0, changeable=True
     )
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass to save memory.", changeable=True
@@ -571,30 +529,20 @@ class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
     environment: str | None = option(
-        None,
-        "Class of an environment that answers the policy's turns, as module:Class (fastp3o/rollouts/README.md). "
-        "--reward environment is what it gives.",
+        None, "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md)."
     )
     max_turns: int = option(8, "Turns of a response at most.", at_least=1, needs="environment")
     max_turn_tokens: int = option(
-        128,
-        "Tokens of a turn at most; --max_response_tokens are those of all turns and observations.",
-        at_least=1,
-        needs="environment",
+        128, "Tokens of a turn; --max_response_tokens: of all turns and observations.", at_least=1, needs="environment"
     )
     observation_role: Literal["text", "user", "tool"] = option(
-        "text",
-        "What observations are: plain text behind the turn, or messages of this role by the chat template.",
-        needs="environment",
+        "text", "Observations are plain text behind the turn, or messages of this role in a chat.", needs="environment"
     )
     environment_timeout: float | None = option(
         None, "Seconds that environments may take to answer a round of turns.", above=0, needs="environment"
     )
     environment_errors: Literal["stop", "end"] = option(
-        "stop",
-        "An environment that raises stops the run, with its state saved; or it ends its trajectory, which keeps the "
-        "rewards so far (environment_failures).",
-        needs="environment",
+        "stop", "An environment that raises stops the run, or ends its trajectory alone.", needs="environment"
     )
 
 
@@ -607,30 +555,16 @@ class EvaluationConfig(Flags):
         None, "Use only this many evaluation examples, the first.", at_least=1, needs=EVALUATION_DATA
     )
     eval_every: int = option(
-        0,
-        "Evaluate every this many steps; 0: only at the beginning and at the end.",
-        at_least=0,
-        needs=EVALUATION_DATA,
-        changeable=True,
+        0, "Evaluate every this many steps; 0: only first and last.", at_least=0, needs=EVALUATION_DATA, changeable=True
     )
     keep_best: str | None = option(
-        None,
-        "Keep the model of the best evaluation by this metric, such as reward or loss, in the folder best/.",
-        needs=EVALUATION_DATA,
-        changeable=True,
+        None, "Keep the best model by this metric of evaluations, in best/.", needs=EVALUATION_DATA, changeable=True
     )
     best_is: Literal["highest", "lowest"] | None = option(
-        None,
-        "Whether the highest or the lowest value is the best; by default the lowest loss, and the highest of all else.",
-        needs="keep_best",
-        changeable=True,
+        None, "Which value is best; by default the lowest loss, else the highest.", needs="keep_best", changeable=True
     )
     early_stopping: int = option(
-        0,
-        "End the run after this many evaluations in a row that are not better than the best; 0: never.",
-        at_least=0,
-        needs="keep_best",
-        changeable=True,
+        0, "End after so many evaluations without a new best; 0: never.", at_least=0, needs="keep_best", changeable=True
     )
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
@@ -676,11 +610,7 @@ class TrainingRunConfig(RunConfig):
         0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
     )
     keep_checkpoints: int = option(
-        0,
-        "Checkpoints of --save_every that are kept, the newest; 0: all.",
-        at_least=0,
-        needs="save_every",
-        changeable=True,
+        0, "Newest checkpoints of --save_every that are kept; 0: all.", at_least=0, needs="save_every", changeable=True
     )
     save_minutes: float = option(
         10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
@@ -690,10 +620,7 @@ class TrainingRunConfig(RunConfig):
     )
     run_name: str | None = option(None, "Name of the run for wandb and trackio.", changeable=True)
     push_to_hub: str | None = option(
-        None,
-        "Upload the finished model, with its adapter and card, to this repository of the Hugging Face Hub (model or "
-        "organisation/model). The token is that of `hf auth login`, or HF_TOKEN.",
-        changeable=True,
+        None, "Upload the finished model to this repository of the Hugging Face Hub (`hf auth login`).", changeable=True
     )
     hub_private: bool = option(
         False, "Make the repository private, if it is new.", needs="push_to_hub", changeable=True

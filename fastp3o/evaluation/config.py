@@ -16,9 +16,7 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
 
     prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
     prefix: str | None = option(
-        None,
-        "File of text that stands before every prompt that is sampled, such as examples (URIAL, arXiv 2312.01552). "
-        "Rewards, judges and data do not see it, and --max_prompt_tokens does not count it.",
+        None, "File of text before every sampled prompt (URIAL, arXiv 2312.01552), which rewards and data do not see."
     )
     offload: bool = option(False, "Keep reward models on the CPU between uses.", changeable=True)
 
@@ -40,20 +38,12 @@ class JudgeConfig(Flags):
         None, "A judge, as module:function (see FunctionJudge in evaluation/judge.py).", needs=JUDGED, changeable=True
     )
     judge_url: str | None = option(
-        None,
-        "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
-        "variable OPENAI_API_KEY holds its key, if it needs one.",
-        needs=JUDGED,
-        changeable=True,
+        None, "OpenAI-compatible URL of a judge; OPENAI_API_KEY holds its key, if any.", needs=JUDGED, changeable=True
     )
     judge_model: str | None = option(None, "Name of the model at judge_url.", changeable=True)
     judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url", changeable=True)
     verdicts: str | None = option(
-        None,
-        "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again, "
-        "but answers without a verdict are.",
-        needs="judge_url",
-        changeable=True,
+        None, "JSONL file of judge_url's verdicts, which are not asked for again.", needs="judge_url", changeable=True
     )
 
     def __post_init__(self) -> None:

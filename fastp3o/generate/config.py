@@ -30,32 +30,20 @@ class SelectionConfig(Flags):
     )
     threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
     min_gap: float = option(
-        0.0,
-        "--keep rs_dpo keeps pairs whose rewards differ by more than this (τ log(η/(1-η)) of RS-DPO).",
-        at_least=0,
-        needs="keep=rs_dpo",
-        changeable=True,
+        0.0, "Kept pairs differ by more (RS-DPO: τ log(η/(1-η))).", at_least=0, needs="keep=rs_dpo", changeable=True
     )
     beta: float = option(
         0.5,
-        "KL coefficient of the policy that --keep rejection_sampling and rso sample: responses are accepted with "
-        "probability exp((r - highest r) / beta) (RSO: 0.5).",
+        "KL coefficient: a response is accepted with probability exp((r - highest r) / beta) (RSO: 0.5).",
         above=0,
         needs=REJECTION_SAMPLING,
         changeable=True,
     )
     accept: int = option(
-        2,
-        "Responses to each prompt that --keep rejection_sampling and rso accept (RSO: 8 of 64).",
-        at_least=1,
-        needs=REJECTION_SAMPLING,
-        changeable=True,
+        2, "Accepted responses to each prompt (RSO: 8 of 64).", at_least=1, needs=REJECTION_SAMPLING, changeable=True
     )
     keep_unfinished: bool = option(
-        False,
-        "Also keep responses that were cut at --max_response_tokens. Training adds an end-of-sequence to them, and so "
-        "teaches to stop there.",
-        changeable=True,
+        False, "Also keep responses that were cut off: training on them teaches to stop there.", changeable=True
     )
 
     def __post_init__(self) -> None:

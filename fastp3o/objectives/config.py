@@ -26,9 +26,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(
-        None,
-        "Prompts of the evaluation; a fixed set gives comparable frontiers. Several sets with their own metrics: "
-        "NAME=SOURCE,NAME=SOURCE.",
+        None, "Prompts of the evaluation. Several sets with their own metrics: NAME=SOURCE,NAME=SOURCE."
     )
     reference: str | None = option(
         None, "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA."
@@ -37,11 +35,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
         0, "The policy's own weights become the reference after every this many updates; 0: it stays.", at_least=0
     )
     reference_decay: float = option(
-        0.0,
-        "The reference becomes decay * reference + (1 - decay) * policy after each update, an exponential mean; 0: it "
-        "stays.",
-        at_least=0,
-        below=1,
+        0.0, "Each update makes the reference decay * itself + (1 - decay) * policy; 0: it stays.", at_least=0, below=1
     )
     offload: bool = option(False, "Keep reference and reward model on the CPU between uses.", changeable=True)
 
@@ -53,10 +47,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
         64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64).", at_least=1
     )
     prompts_per_minibatch: int = option(
-        4,
-        "Prompts of one optimizer step, over all processes (first author: 4 at 1 B); 0: all of the round's, of DAPO a "
-        "16th and of GSPO a fourth, or the nearest part that divides them.",
-        at_least=0,
+        4, "Prompts of a step of all processes (first author: 4); 0: all, of DAPO a 16th, of GSPO a fourth.", at_least=0
     )
     responses_per_prompt: int = option(
         2, "K: responses to each prompt (paper: 2); more give all K (K − 1) / 2 pairs, averaged.", at_least=2
@@ -64,21 +55,14 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
 
     old_logprobs: Literal["policy", "sampler"] = option(
-        "policy",
-        "Old log-probs, which ratios compare with. policy: the policy's own before an update's first step. sampler: "
-        "those with which the responses were sampled, so that ratios are exact to what sampled.",
+        "policy", "What ratios compare with: log-probs of the policy before an update's steps, or the sampler's own."
     )
     sampler_ratio_cap: float = option(
-        0.0,
-        "C of the truncated importance weights min(pi_old / pi_sampler, C) of losses, for a sampler that computes "
-        "otherwise than the policy does, such as in another precision (Yao et al. 2025: 2); 0: no weights.",
-        at_least=0,
+        0.0, "Cap of the losses' importance weights pi_old / pi_sampler (Yao et al. 2025: 2); 0: none.", at_least=0
     )
 
     ptx_data: str | None = option(
-        None,
-        "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files. All of "
-        "--split are used, whatever --limit; --max_prompt_tokens and --max_response_tokens cut them.",
+        None, "Texts of a pretraining mix, in the layouts of demonstrations. All of --split are used, whatever --limit."
     )
     ptx_coef: float = option(
         1.0, "Weight of the mix's added loss, in nats per token.", above=0, needs="ptx_data", changeable=True
@@ -104,28 +88,16 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
         False, "Also evaluate the likeliest responses, as greedy/reward etc.", needs="eval_prompts", changeable=True
     )
     eval_at: str = option(
-        "",
-        "Evaluate after these updates too, separated by commas; early ones show where a frontier bends.",
-        needs="eval_prompts",
-        python=list,
-        changeable=True,
+        "", "Evaluate after these updates too, separated by commas.", needs="eval_prompts", python=list, changeable=True
     )
     samples_every: int = option(
         20, "Print a table of sample responses every this many updates; 0 never.", at_least=0, changeable=True
     )
     log_rollouts: int = option(
-        1,
-        "Log rollouts every this many updates, in rollouts.jsonl and in tables of trackers; 0 never. "
-        "scripts/rollouts.py prints them.",
-        at_least=0,
-        changeable=True,
+        1, "Log rollouts every this many updates, for scripts/rollouts.py; 0 never.", at_least=0, changeable=True
     )
     log_rollouts_prompts: int = option(
-        8,
-        "Prompts of an update whose rollouts are logged, where they can be the same ones in every epoch; 0: all.",
-        at_least=0,
-        needs="log_rollouts",
-        changeable=True,
+        8, "Prompts of an update whose rollouts are logged; 0: all.", at_least=0, needs="log_rollouts", changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -223,16 +195,10 @@ class RewardScalingConfig(OnlineConfig):
     """Scaling of rewards for objectives that see only their differences."""
 
     reward_scaling: Literal["difference", "absolute", "none"] = option(
-        "difference",
-        "Divide rewards by the running standard deviation of the reward differences of a pair; absolute: "
-        "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); none.",
+        "difference", "Divide rewards by the running deviation of their differences; absolute: of themselves; none."
     )
     reward_clip: float = option(
-        10.0,
-        "Bound on scaled reward differences, or on scaled rewards with reward_scaling=absolute (first author: 10); "
-        "0 for none.",
-        at_least=0,
-        changeable=True,
+        10.0, "Bound on what is scaled, differences or rewards (first author: 10); 0 none.", at_least=0, changeable=True
     )
 
     def scaler(self) -> Scaler:

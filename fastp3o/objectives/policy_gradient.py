@@ -182,9 +182,7 @@ class REINFORCEConfig(RLOOConfig):
 
     objective: str = objective_name("reinforce")
     reward_scaling: Literal["absolute", "none"] = option(
-        "none",
-        "absolute: divide rewards by their running standard deviation; none. Differences within a prompt, which other "
-        "objectives scale, would be a baseline of their own.",
+        "none", "absolute: divide rewards by their running standard deviation; none."
     )
 
     def scaler(self) -> Scaler:
@@ -239,9 +237,7 @@ class GRPOConfig(ClippedConfig):
     kl_coef: float = 0.04
     kl_estimator: KLEstimator = "k3"
     loss_mean: LossMean = option(
-        "sequence",
-        "sequence: the mean over a response's tokens, then over responses (GRPO); token: the mean over all tokens of a "
-        "minibatch (DAPO); constant: the sum over a response's tokens by max_response_tokens (Dr. GRPO).",
+        "sequence", "Over a response's tokens; token: a minibatch's (DAPO); constant: by max_response_tokens (Dr. GRPO)"
     )
 
     def build(self) -> "GRPO":

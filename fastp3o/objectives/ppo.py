@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # functions import what they need of `models`: with transform
     from fastp3o.models.packed_model import PackedModel
 
 PENALTY = ("step_bound=penalty", "step_bound=both")
+CLIP = ("step_bound=clip", "step_bound=both")
 
 
 @options
@@ -50,9 +51,7 @@ class CriticConfig(KLConfig):
         0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
     )
     process_rewards: bool = option(
-        True,
-        "Rewards of turns come at their turn's last token, and those of functions that reward tokens at theirs, where "
-        "advantages see them. Off: all of it at the response's last token.",
+        True, "Rewards of turns and of tokens come where they arise, and advantages see them. Off: at the last token."
     )
     critic_learning_rate: float = option(
         1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
@@ -77,31 +76,16 @@ class PPOConfig(CriticConfig):
 
     objective: str = objective_name("ppo")
     clip_range: float = option(
-        0.2,
-        "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).",
-        above=0,
-        needs=("step_bound=clip", "step_bound=both"),
-        changeable=True,
+        0.2, "Epsilon of the clip of a token's ratio (Schulman et al. 2017: 0.2).", above=0, needs=CLIP, changeable=True
     )
     step_bound: Literal["clip", "penalty", "both"] = option(
-        "clip",
-        "What keeps an update's steps small. clip: ratios of tokens count within 1 ± clip_range. penalty: a KL to the "
-        "policy before the update, in the loss (Schulman et al. 2017, section 4); both.",
+        "clip", "clip: ratios count within 1 ± clip_range; penalty: a KL to the policy before, in the loss; both."
     )
     step_kl_coef: float = option(
-        1.0,
-        "Weight of that KL; with step_kl_target its first one, which matters little.",
-        above=0,
-        needs=PENALTY,
-        changeable=True,
+        1.0, "Weight of that KL; with step_kl_target its first one.", above=0, needs=PENALTY, changeable=True
     )
     step_kl_target: float | None = option(
-        None,
-        "That KL after an update, in nats per token: step_kl_coef is doubled after one with 1.5 times as much, and "
-        "halved after one with less than two thirds (Schulman et al. 2017: 0.003 to 0.03). By default it is fixed.",
-        above=0,
-        needs=PENALTY,
-        changeable=True,
+        None, "That KL in nats per token, to which step_kl_coef is adapted.", above=0, needs=PENALTY, changeable=True
     )
     entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats per token.", at_least=0, changeable=True)
 

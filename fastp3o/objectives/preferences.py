@@ -44,24 +44,16 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
 
     objective: str
     reference: str | None = option(
-        None,
-        "The reference policy, whose log-probs of the data are computed once; by default the starting model. A stage "
-        "of sDPO (arXiv 2403.19270) starts from the model of the one before.",
+        None, "The reference policy; by default the starting model, as in each stage of sDPO (arXiv 2403.19270)."
     )
     reference_logprobs: str | None = option(
         None, "Folder of the reference's log-probs, for runs on the same data; by default output_dir.", changeable=True
     )
     eval_prompts: str | None = option(
-        None,
-        "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward, as the "
-        "online stage does. --eval_split and --eval_limit are of these, too.",
+        None, "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward."
     )
     reward: str = option(
-        "",
-        "Reward of sampled responses in evaluations: a reward model (folder or hub name), a function, as "
-        "module:function, or the URL of a service that scores responses. The weighted sum of several, separated by "
-        "commas.",
-        needs="eval_prompts",
+        "", "Reward of sampled responses in evaluations, as of the online stage.", needs="eval_prompts"
     )
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
@@ -373,11 +365,7 @@ class DiscoPOP(PairLoss):
 
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
     tau: float = option(
-        0.05,
-        "Tau: width of the blend, in units of the scaled difference (paper: 0.05). From 0.11 on, steps favour the "
-        "chosen response everywhere.",
-        above=0,
-        changeable=True,
+        0.05, "Tau: the blend's width (paper: 0.05). From 0.11 on, steps favour the chosen.", above=0, changeable=True
     )
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -409,11 +397,7 @@ class KTOConfig(PreferenceConfig):
         0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
     )
     desirable_weight: float = option(
-        1.0,
-        "Weight of desirable responses. In the paper the weight times their number is 1 to 4/3 times that of "
-        "undesirable ones.",
-        above=0,
-        changeable=True,
+        1.0, "Weight of desirable responses (paper: 1 to 4/3 times the others', by number).", above=0, changeable=True
     )
     undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
 

@@ -28,11 +28,7 @@ class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
     reward_columns: str = option(
-        "",
-        "Columns of the prompts' data, separated by commas, that go to endpoints, and to functions that take any "
-        "(**columns). Columns that functions ask for by name need not be listed.",
-        needs="reward",
-        python=list,
+        "", "Columns of the data, separated by commas, for endpoints and **columns.", needs="reward", python=list
     )
     reward_requests: int = option(
         8, "Concurrent requests of one process to an endpoint.", at_least=1, needs=URL, changeable=True
@@ -42,18 +38,13 @@ class RemoteConfig(Flags):
     )
     reward_timeout: float | None = option(
         None,
-        f"Seconds that an endpoint has for one request (by default {REQUEST_SECONDS:g}), "
-        f"and a function for one call (by default {CALL_SECONDS:g}).",
+        f"Seconds of an endpoint's request (default {REQUEST_SECONDS:g}), or a function's call ({CALL_SECONDS:g}).",
         above=0,
         needs=URL_OR_FUNCTION,
         changeable=True,
     )
     reward_retries: int = option(
-        5,
-        "Further attempts if an endpoint is busy, broken or away, after 1, 2, 4, ... s.",
-        at_least=0,
-        needs=URL,
-        changeable=True,
+        5, "Further attempts where an endpoint fails, after 1, 2, 4, ... s.", at_least=0, needs=URL, changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -92,20 +83,14 @@ class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     reward: str = required(
-        "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of a "
-        "service that scores responses. The weighted sum of several, separated by commas. In `A else B`, B rewards the "
-        "responses for which A says None."
+        "What is maximised: a reward model (folder or hub name), a function, as module:function, or a service's URL. The "
+        "weighted sum of several, separated by commas. In `A else B`, B rewards the responses for which A says None."
     )
     reward_weights: str = option(
-        "",
-        "A weight for each of the rewards, separated by commas; by default all are 1. 0: only logged.",
-        needs="reward",
-        python=list,
+        "", "A weight of each reward, separated by commas, by default 1. 0: only logged.", needs="reward", python=list
     )
     gold_reward: str | None = option(
-        None,
-        "A second reward, read in evaluations only: the one that the first stands for, if it is known.",
-        needs="eval_prompts",
+        None, "A second reward, of evaluations only: the one that the first stands for, if known.", needs="eval_prompts"
     )
 
     def __post_init__(self) -> None:
@@ -154,31 +139,16 @@ class PenaltyConfig(Flags):
         0.0, "Subtracted for each token of a response beyond --length_penalty_after.", at_least=0, changeable=True
     )
     length_penalty_after: int = option(
-        0,
-        "Tokens of a response that --length_penalty leaves free.",
-        at_least=0,
-        needs="length_penalty",
-        changeable=True,
+        0, "Tokens of a response that length_penalty leaves free.", at_least=0, needs="length_penalty", changeable=True
     )
     ngram_penalty: float = option(
-        0.0,
-        "Subtracted in proportion to the share of a response's n-grams of tokens that repeat an earlier one.",
-        at_least=0,
-        changeable=True,
+        0.0, "Subtracted times the share of a response's n-grams that repeat earlier ones.", at_least=0, changeable=True
     )
     ngram_length: int = option(
-        3,
-        "n of the n-grams that --ngram_penalty counts, in tokens.",
-        at_least=1,
-        needs="ngram_penalty",
-        changeable=True,
+        3, "n of the n-grams that ngram_penalty counts, in tokens.", at_least=1, needs="ngram_penalty", changeable=True
     )
     overlong_margin: int = option(
-        0,
-        "DAPO's overlong shaping: the penalty rises from 0 to 1 over this many last tokens before "
-        "--max_response_tokens.",
-        at_least=0,
-        changeable=True,
+        0, "DAPO's overlong shaping: a penalty from 0 to 1 over this many last tokens.", at_least=0, changeable=True
     )
 
     def check_penalties(self, longest: int) -> None:
