@@ -636,9 +636,7 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
         if self.quantize and self.compile_layers:
             raise UserError("--quantize and --compile_layers exclude each other: quantized layers are not compiled")
         if self.lora_dropout and self.compile_layers:
-            raise UserError(
-                "--lora_dropout and --compile_layers exclude each other: a resumed run, compiled anew, drops others"
-            )
+            raise UserError("--lora_dropout and --compile_layers exclude each other: a resumed run drops other inputs")
         if self.quantize and isinstance(self, SamplerConfig) and self.sampler == "vllm":
             raise UserError("--quantize and --sampler vllm exclude each other: servers would sample from other weights")
 

@@ -90,8 +90,7 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
             raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
         if f"keep={self.keep}" in REJECTION_SAMPLING and self.accept >= self.responses_per_prompt:
             raise UserError(
-                f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt}): "
-                "all of them would be accepted"
+                f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt})"
             )
 
     @property

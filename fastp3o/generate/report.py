@@ -1,7 +1,6 @@
 """Writes the samples that are kept, and sums up the run."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -10,8 +9,8 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.files import whole_file
 from fastp3o.generate.config import JUDGED, NOTHING, PAIRS, GenerateConfig
-from fastp3o.generate.samples import Samples, SamplesFile
-from fastp3o.generate.selection import Judged, Record, judged_records, kept_records
+from fastp3o.generate.samples import SamplesFile
+from fastp3o.generate.selection import Judged, judged_records, kept_records
 from fastp3o.run.names import VERDICTS
 
 
@@ -40,12 +39,16 @@ class Generated:
 
 def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Generated:
     """Writes the records that are kept, in the order of the prompts. Raises UserError if there are none."""
-    choose, judged = chooser(config, samples)
+    judged: Judged | None = None
+    if config.keep == JUDGED:
+        judge = load_judge(config, Path(config.verdicts) if config.verdicts else samples.path.with_name(VERDICTS))
+        assert judge is not None
+        judged = judged_records(samples, judge, unfinished=config.keep_unfinished, seed=config.seed)
     rewards, kept = [], []
     made = Generated() if judged is None else Generated(ties=judged.ties, unanswered=judged.unanswered)
     with whole_file(path) as file:
         for sample in samples:
-            chosen = choose(sample)
+            chosen = judged.records.get(sample.number, []) if judged else kept_records(sample, config, config.seed)
             for record in chosen:
                 line = json.dumps(record | sample.template_fields, ensure_ascii=False, allow_nan=False) + "\n"
                 file.write(line.encode())
@@ -68,16 +71,6 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
             )
     made.mean_reward, made.mean_kept = (fmean(values) if values else None for values in (rewards, kept))
     return made
-
-
-def chooser(config: GenerateConfig, samples: SamplesFile) -> tuple[Callable[[Samples], list[Record]], Judged | None]:
-    """A function for the records of one prompt's samples; and what a judge has said, if one is asked."""
-    if config.keep != JUDGED:
-        return lambda one: kept_records(one, config, config.seed), None
-    judge = load_judge(config, Path(config.verdicts) if config.verdicts else samples.path.with_name(VERDICTS))
-    assert judge is not None
-    judged = judged_records(samples, judge, unfinished=config.keep_unfinished, seed=config.seed)
-    return lambda one: judged.records.get(one.number, []), judged
 
 
 def summary(generated: Generated, config: GenerateConfig, path: Path) -> str:

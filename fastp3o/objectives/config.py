@@ -105,7 +105,11 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
             parts = gcd(self.prompts_per_update, self.paper_minibatches)
             object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update // parts)
         super().__post_init__()
-        self.check_penalties(self.max_response_tokens)
+        longest = self.max_response_tokens
+        if (free := self.length_penalty_after) >= longest:
+            raise UserError(f"--length_penalty_after must be below --max_response_tokens ({longest}), got {free}")
+        if (margin := self.overlong_margin) > longest:
+            raise UserError(f"--overlong_margin must be at most --max_response_tokens ({longest}), got {margin}")
         if self.environment and self.from_mixture:
             raise UserError("--environment and --mixture exclude each other: a mixture samples responses of one turn")
         if self.reference_every and self.reference_decay:
@@ -113,10 +117,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
         if self.reference_moves and self.lora_rank:
             raise UserError("--reference_every and --reference_decay need whole weights that train: no --lora_rank")
         if self.lora_dropout and self.compares_with_old:
-            raise UserError(
-                "--lora_dropout would make ratios random: the loss of this objective compares the policy with itself "
-                "before the update. Leave it out"
-            )
+            raise UserError("--lora_dropout would make ratios random: this objective compares the policy with itself")
         if self.eval_at and not all(part.strip().isdecimal() for part in self.eval_at.split(",")):
             raise UserError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:
@@ -125,9 +126,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
             raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
         from_sampler = self.old_logprobs == "sampler"
         if self.sampler_ratio_cap and from_sampler:
-            raise UserError(
-                "--sampler_ratio_cap and --old_logprobs sampler exclude each other: both correct for the same"
-            )
+            raise UserError("--sampler_ratio_cap and --old_logprobs sampler exclude each other: both correct the same")
         flag = "--old_logprobs sampler" if from_sampler else "--sampler_ratio_cap"
         if self.sampler_ratio_cap or from_sampler:
             if self.sampler == "transformers":
@@ -137,9 +136,7 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
         if from_sampler and not self.compares_with_old:
             raise UserError("--old_logprobs sampler changes no ratio: the loss of this objective has none")
         if self.from_mixture and self.truncates:
-            raise UserError(
-                "--top_k, --top_p and --min_p exclude a mixture with the reference: its responses must be samples of it"
-            )
+            raise UserError("--top_k, --top_p and --min_p exclude a mixture, whose responses must be samples of it")
         if self.prompts_per_update % self.prompts_per_minibatch:
             raise UserError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "

@@ -53,9 +53,7 @@ class RemoteConfig(Flags):
         if not all(columns) or len(set(columns)) < len(columns):
             raise UserError(f"--reward_columns must be different names and commas, got {self.reward_columns!r}")
         if not set(columns).isdisjoint(TEXTS):
-            raise UserError(
-                f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
-            )
+            raise UserError(f"--reward_columns must be other than {' and '.join(TEXTS)}, got {self.reward_columns!r}")
         if ENVIRONMENT in self.single_scorers and not getattr(self, "environment", True):
             raise UserError("--reward environment needs an --environment that gives it")
 
@@ -83,7 +81,7 @@ class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     reward: str = required(
-        "What is maximised: a reward model (folder or hub name), a function, as module:function, or a service's URL. The "
+        "What is maximised: a reward model (folder or hub name), a function, as module:function, or a URL. The "
         "weighted sum of several, separated by commas. In `A else B`, B rewards the responses for which A says None."
     )
     reward_weights: str = option(
@@ -150,18 +148,6 @@ class PenaltyConfig(Flags):
     overlong_margin: int = option(
         0, "DAPO's overlong shaping: a penalty from 0 to 1 over this many last tokens.", at_least=0, changeable=True
     )
-
-    def check_penalties(self, longest: int) -> None:
-        """Raises UserError if a penalty does not fit `longest`, the tokens that a response may have."""
-        if self.length_penalty_after >= longest:
-            raise UserError(
-                f"--length_penalty_after must be below --max_response_tokens ({longest}), "
-                f"got {self.length_penalty_after}"
-            )
-        if self.overlong_margin > longest:
-            raise UserError(
-                f"--overlong_margin must be at most --max_response_tokens ({longest}), got {self.overlong_margin}"
-            )
 
 
 def reward_names(names: str) -> list[str]:

@@ -55,9 +55,7 @@ class StepGraph:
                 except Exception as error:  # whatever a model does that a graph cannot hold
                     self.fails = True
                     torch.cuda.synchronize()
-                    logger.warning(
-                        f"sampling runs without a CUDA graph, several times slower: a step failed with: {error}"
-                    )
+                    logger.warning(f"sampling runs without a CUDA graph, several times slower: a step failed: {error}")
                     return None
             # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):

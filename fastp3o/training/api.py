@@ -195,8 +195,7 @@ def records(option: str, content: Any) -> Named:
     table = isinstance(content, Mapping) or type(content).__name__ == "DataFrame"
     if table or not isinstance(content, Iterable) or iter(content) is content:
         raise UserError(
-            f"{option} must be a Dataset or a list of records, such as splits['train'] or a DataFrame's "
-            f"to_dict('records'), got a {type(content).__name__}"
+            f"{option} must be a Dataset or a list of records (to_dict('records')), got a {type(content).__name__}"
         )
     return Named(f"<{option}>", content)
 
@@ -230,9 +229,7 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model.name_or_path)
     except Exception as error:  # transformers' and the hub's errors share no base class
-        raise UserError(
-            f"model was loaded from {model.name_or_path}, which has no tokenizer ({error}): give tokenizer="
-        ) from error
+        raise UserError(f"{model.name_or_path} has no tokenizer ({error}): give tokenizer=") from error
 
 
 def refuse_adapters(option: str, model: Any) -> None:

@@ -135,10 +135,7 @@ def sampled_model(
         if dtype == precision.weights and not (merges and fits):
             return SampledModel(policy, None)
     elif bytes_per_parameter * parameters // mesh.size(-1) + parameters * dtype.itemsize >= memory:
-        accelerator.print(
-            "warning: rollouts need a whole policy in each process, which may not fit its memory: --sampler vllm takes "
-            "them to servers"
-        )
+        accelerator.print("warning: rollouts need a whole policy in each process; --sampler vllm takes them to servers")
     return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
 
 

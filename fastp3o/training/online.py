@@ -112,7 +112,7 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
         )
     if total < config.prompts_per_update:
         context.accelerator.print(
-            f"--prompts_per_update is {config.prompts_per_update}, and there are {total} prompts: some come again"
+            f"--prompts_per_update is {config.prompts_per_update}, of {total} prompts: some come again"
         )
     corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
     if config.truncates and config.assumes_own_samples and not corrected:

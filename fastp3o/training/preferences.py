@@ -75,9 +75,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
             self.samples = sampled_evaluation(context, config, model, LoadedForEachUse(load))
         if config.reference_logprobs and not config.needs_reference:
             # No error, since sweeps over objectives give all of them the same folder.
-            context.accelerator.print(
-                f"warning: --reference_logprobs does nothing: --objective {config.objective} has no reference"
-            )
+            context.accelerator.print("warning: --reference_logprobs does nothing without a reference")
         if config.needs_reference:
             weights = on_main_process(context.accelerator, lambda: model_fingerprint(config.reference or config.model))
             tempered = () if config.temperature == 1 else (config.temperature,)

@@ -96,10 +96,7 @@ def tracker_names(report_to: str) -> list[str] | None:
     chosen = [name.strip() for name in report_to.split(",")]
     available = [tracker.value for tracker in get_available_trackers()]
     if missing := [name for name in chosen if name not in available]:
-        raise UserError(
-            f"--report_to: {', '.join(missing)} is not installed or not a tracker of accelerate's; "
-            f"there are {', '.join([*available, 'none'])}"
-        )
+        raise UserError(f"--report_to: {', '.join(missing)} is none of the trackers {', '.join([*available, 'none'])}")
     return chosen
 
 

@@ -121,8 +121,7 @@ class Publisher:
         for place, url in enumerate(urls):
             if min(answers[place][0].logprobs) < -CERTAIN:
                 raise UserError(
-                    f"{url} gives log-probs before temperature and truncation, and the run needs those with which it "
-                    "draws: start it with --logprobs-mode processed_logprobs"
+                    f"{url} gives log-probs before temperature and truncation: set --logprobs-mode processed_logprobs"
                 )
 
     def probe(self, seed: int) -> None:
@@ -164,18 +163,14 @@ class Publisher:
                 for n in range(len(prefix))
             ]
             if sum(map(bool, same)) < len(pairs) / 2 or fmean(gaps) > self.tolerance:
-                raise OtherWeightsError(
-                    f"{url} has lost the policy's weights since it took them, and sampled from others: was it started "
-                    "anew?"
-                )
+                raise OtherWeightsError(f"{url} has lost the policy's weights: was it started anew?")
 
     def require_small(self, gaps: list[float]) -> None:
         for url, gap in zip(self.servers.urls, gaps, strict=True):
             if not gap <= self.tolerance:
                 raise OtherWeightsError(
                     f"{url} does not sample from the policy: its log-probs are {gap:.2g} nats a token off the policy's "
-                    f"own, more than {self.tolerance:g}, though it answered that it had loaded the weights. It kept "
-                    "others, or its --dtype is not the run's --precision"
+                    f"own, more than {self.tolerance:g}. It kept others, or its --dtype is not the run's --precision"
                 )
 
     @torch.no_grad()

@@ -130,10 +130,7 @@ class Servers:
         """
         for url, answer in zip(self.urls, self.post_to_all("/reset_prefix_cache", {}), strict=True):
             if not (isinstance(answer, dict) and answer.get("success") is True):
-                raise EndpointError(
-                    f"{url} has not dropped the keys and values of older weights: it still answers requests of "
-                    "others, and a run needs its servers for itself"
-                )
+                raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
 
     def post_to_all(self, path: str, body: object) -> list[Any]:
         """The answers of all servers, in their order. Raises EndpointError if one refuses or fails."""
@@ -143,8 +140,7 @@ class Servers:
                 return place, self.endpoint(self.urls[place], path).post(body, json.loads, stopped)
             except EndpointError as error:
                 raise EndpointError(
-                    f"{error}. New weights need a server that was started with VLLM_SERVER_DEV_MODE=1 and sees "
-                    "--vllm_folder"
+                    f"{error}. New weights need VLLM_SERVER_DEV_MODE=1, and a server that sees --vllm_folder"
                 ) from error
 
         answers = dict(Answers(ask, range(len(self.urls)), len(self.urls)))
@@ -219,18 +215,15 @@ def read_completions(
 def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) -> None:
     """Raises AnswerError if it is not a response with its end, or of full length, and a log-prob of each token."""
     ids, logprobs = completion
-    numbers = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
-    if not (ids and numbers and isinstance(logprobs, list) and len(ids) == len(logprobs)):
+    whole = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+    if not (ids and whole and isinstance(logprobs, list) and len(ids) == len(logprobs)):
         raise AnswerError("which has a response without tokens, or without a log-prob of each")
     if not all(type(logprob) in (int, float) and -LARGEST <= logprob <= 1e-3 for logprob in logprobs):
         raise AnswerError("which has a log-prob that is not a finite number of nats")
     if len(ids) > max_tokens or any(token in end_ids for token in ids[:-1]):
         raise AnswerError(f"which has a response that goes on after its end, or after {max_tokens} tokens")
     if len(ids) < max_tokens and ids[-1] not in end_ids:
-        raise AnswerError(
-            f"which has a response of {len(ids)} tokens, cut short: was the server started with a --max-model-len that "
-            f"has no room for {max_tokens}?"
-        )
+        raise AnswerError(f"which has a response of {len(ids)} tokens, cut short: is its --max-model-len too small?")
 
 
 def completion_settings(

@@ -33,7 +33,7 @@ FLAGS = [
     ("preference", "--eval_prompts p --reward_timeout 9", "--reward_timeout does nothing without a URL or a function"),
     ("preference", "--eval_prompts p --gold_reward r", "--gold_reward does nothing without --reward"),
     ("p3o", "--reward_columns a,a", "--reward_columns must be different names"),
-    ("p3o", "--reward_columns responses", "--reward_columns must be other names than prompts and responses"),
+    ("p3o", "--reward_columns responses", "--reward_columns must be other than prompts and responses"),
     *[
         ("p3o", f"--reward {TWO} --reward_weights={weights}", "--reward_weights must be 2 finite numbers, as many as")
         for weights in ("1", "1,nan", "1,", "0,0")
@@ -48,7 +48,7 @@ FLAGS = [
     ("p3o", "--sampler_ratio_cap 0.5", "--sampler_ratio_cap must be 0 or at least 1, got 0.5"),
     ("p3o", "--sampler_ratio_cap 2 --sampler transformers", "--sampler_ratio_cap needs log-probs of the sampler"),
     ("p3o", "--old_logprobs sampler --sampler transformers", "--old_logprobs sampler needs log-probs of the sampler"),
-    ("p3o", "--sampler_ratio_cap 2 --old_logprobs sampler", "exclude each other: both correct for the same"),
+    ("p3o", "--sampler_ratio_cap 2 --old_logprobs sampler", "exclude each other: both correct the same"),
     ("online", "--old_logprobs sampler", "--old_logprobs sampler changes no ratio"),
     ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
     ("sft", "--lora_rank 2 --lora_dropout 0.1 --compile_layers", "--lora_dropout and --compile_layers exclude"),
@@ -66,7 +66,7 @@ FLAGS = [
         ("online", f"--objective nash_md --{flags}", message)
         for flags, message in {
             "responses_per_prompt 3": "--responses_per_prompt must be even: half are the mixture's",
-            "top_p 0.9": "exclude a mixture with the reference",
+            "top_p 0.9": "exclude a mixture",
             "old_logprobs sampler": "needs log-probs of the sampler, and responses of --mixture have none",
             "lora_rank 2": "--mixture samples from a reference of its own",
             "offload": "--mixture and --offload exclude each other",
@@ -79,7 +79,7 @@ FLAGS = [
         "--reference does nothing without --eval_prompts or an --objective with a reference",
     ),
     ("generate", "--keep rso --accept 1", "--accept must be at least 2"),
-    ("generate", "--keep rso --accept 8", "--accept (8) must be below --responses_per_prompt (8): all of them would"),
+    ("generate", "--keep rso --accept 8", "--accept (8) must be below --responses_per_prompt (8)"),
     ("generate", "--keep rs_dpo --responses_per_prompt 1", "--responses_per_prompt must be at least 2"),
     ("memory", "--lora_rank 2 --quantize 4bit", "--quantize: the memory of quantized bases is not predicted"),
     ("make_tiny_llama", "--heads 3", "--hidden_size must be an even multiple of --heads"),
@@ -105,7 +105,7 @@ USES = [
     ("generate", "--reward https://a/score?key=secret", "without user, got 'https://a/score'"),
     ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
     ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
-    ("p3o", "--report_to nosuch", "--report_to: nosuch is not installed or not a tracker of accelerate's"),
+    ("p3o", "--report_to nosuch", "--report_to: nosuch is none of the trackers"),
     ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),
     ("p3o", "--eval_prompts prompts.jsonl --eval_split test", "prompts.jsonl: there is no split 'test'"),
     ("online", "--ptx_data prompts.jsonl", "prompts.jsonl record 1: expected the fields of one of the layouts"),
