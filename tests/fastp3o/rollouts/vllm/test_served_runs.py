@@ -124,7 +124,7 @@ WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
         ("", {"version": "0.29.1"}, {}, "is vLLM 0.29, and 0.30 or newer is needed"),
         ("", {"room": 20}, {}, "takes sequences of 20 tokens, and prompt and response may have 518"),
         ("no reload", {}, {}, "VLLM_SERVER_DEV_MODE=1"),
-        ("busy", {}, {}, "it still answers requests of others"),
+        ("busy", {}, {}, "it answers others' requests"),
         ("slow", {"from_completion": 6}, {"vllm_time_limit": 0.7}, r"no end of .* within 0.7 s \(attempts: 2\)"),
     ],
 )
