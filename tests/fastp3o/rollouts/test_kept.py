@@ -56,15 +56,15 @@ def policy_of(family: str) -> PackedModel:
 
 
 def sampler(
-    policy, *, kept: type[KeptTurns] | None = KeptTurns, make=Ragged, batch=6, memory=None
+    policy, *, kept: type[KeptTurns] | None = KeptTurns, make=Ragged, batch=6, memory=None, longest=LONGEST
 ) -> TrajectorySampler:
     first, further = (
         EngineSampler(policy, Numbers(), max_response_tokens=TURN, batch_size=n, memory=memory)
         for n in (batch, batch * K)
     )
-    options = {"max_turns": 5, "longest": LONGEST}
+    options = {"max_turns": 5, "longest": longest}
     if kept is not None:
-        turns = kept(first, further, LONGEST)
+        turns = kept(first, further, longest)
         first, further, options["end"] = turns, turns.go_on, turns.end
     return TrajectorySampler(first, further, Numbers(), Environments("Ragged", make), observe, **options)
 
@@ -96,6 +96,16 @@ def test_kept_turns_are_those_of_rounds_and_their_log_probabilities_a_packed_row
     static = sampler(policy, kept=Static)
     for prompts in (PROMPTS, PROMPTS[1:4], PROMPTS[::-1]):
         assert_alike(static(prompts, K, 7), [next(g for g in rounds if g.prompt == prompt) for prompt in prompts])
+
+
+@pytest.mark.parametrize("kept", [KeptTurns, Static])
+def test_trajectories_that_are_full_are_cut_as_in_rounds(kept):
+    policy, full = policy_of("llama"), 0
+    for longest in range(TURN, 20, 2):
+        rounds = sampler(policy, kept=None, longest=longest)(PROMPTS, K, 7)
+        assert_alike(sampler(policy, kept=kept, longest=longest)(PROMPTS, K, 7), rounds)
+        full += sum(len(response.ids) == longest and len(response.turns) > 1 for response in flat(rounds))
+    assert full > 5
 
 
 def test_trajectories_differ_in_what_matters():
