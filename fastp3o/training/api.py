@@ -195,7 +195,8 @@ def records(option: str, content: Any) -> Named:
     table = isinstance(content, Mapping) or type(content).__name__ == "DataFrame"
     if table or not isinstance(content, Iterable) or iter(content) is content:
         raise UserError(
-            f"{option} must be a Dataset or a list of records (to_dict('records')), got a {type(content).__name__}"
+            f"{option} must be a Dataset or a list of records, such as splits['train'] or a DataFrame's "
+            f"to_dict('records'), got a {type(content).__name__}"
         )
     return Named(f"<{option}>", content)
 
