@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from fastp3o.rollouts.turns.environment import Environments
+
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -34,3 +36,22 @@ def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
     printed, left = PRINTED_AND_LEFT[path.stem]
     assert printed in capsys.readouterr().out
     assert all(Path(name).exists() for name in left)
+
+
+def test_the_desk_pays_each_part_once_and_takes_its_files_with_it():
+    desk = runpy.run_path(str(EXAMPLES / "files_environment.py"))["Desk"]
+    environments = Environments("files_environment:Desk", desk)
+    assert (sum(environments.weights.values()), environments.columns) == (pytest.approx(1), ["answers"])
+    (one,), texts = environments.begin([{"answers": {"name": "Ada", "city": "New York"}}])
+    assert texts == ["desk/\n"]
+    turns = "open form, save, cd .., cd desk, cd desk, open form, set name Ada, set name Alan, set job ?, save, "
+    turns += "set name Ada, set city New York, save ../out, save, done"
+    steps = [environments.step([one], [turn])[0] for turn in turns.split(", ")]
+    paid = [{name: gain for name, gain in step.rewards.items() if gain} for step in steps]
+    half = {"form": 0.5}
+    assert paid == [{}, {}, {}, {"nav": 1}, {}, {"ui": 1}, half, {}, {}, {"file": 1}, {}, half, {}, {}, {"goal": 1}]
+    assert [step.done for step in steps] == [False] * 14 + [True]
+    assert steps[-1].observation == "name: Ada\ncity: New York\n"
+    assert sorted(path.name for path in one.folder.rglob("*")) == ["desk", "form", "saved"]
+    environments.close([one])
+    assert not one.folder.exists()

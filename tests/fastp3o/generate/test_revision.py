@@ -13,8 +13,11 @@ from fastp3o.__main__ import main
 from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.errors import UserError
 from fastp3o.generate import loop
+from fastp3o.generate.config import SelectionConfig
 from fastp3o.generate.loop import generate
 from fastp3o.generate.revision import read_principles, revising
+from fastp3o.generate.samples import Samples
+from fastp3o.generate.selection import kept_records
 from tests.fastp3o.evaluation.test_judge import JUDGES
 from tests.fastp3o.evaluation.test_win_rates import save
 from tests.fastp3o.generate.test_generate import config, contents, records
@@ -61,8 +64,25 @@ def test_each_round_asks_by_a_principle_of_its_own(principles):
     assert all(pair in read_principles("principles.txt") for pair in (requests[:2], requests[2:]))
     assert [over for *_, over in talk] == [False] * 4 + [True]
     assert played(list("abcde")) == talk
-    assert len({played([text], seed)[0][0] for text in "abcdef" for seed in range(3)}) == 3
+    assert (
+        len({played(["a"], seed)[0][0] for seed in range(9)})
+        == len({played([text])[0][0] for text in "abcdefghi"})
+        == 3
+    )
+    assert len({tuple(request for request, *_ in played("abc", seed)[::2]) for seed in range(60)}) == 9
     assert played(["a", " "])[-1][-1], "an empty critique ends it"
+
+
+def test_a_cut_critique_is_no_revision():
+    turns = [[{"text": text} for text in texts] for texts in ("a", "ab", "abc", "abcd", "ab ", "aba")]
+    one = Samples(0, "Say:", {}, ["x"] * 6, [1] * 6, [False] * 6, [], turns)
+    for keep, unfinished, expected in (
+        ("revised", True, ["c", "a"]),
+        ("revised_pairs", True, ["c"]),
+        ("revised", False, []),
+    ):
+        kept = kept_records(one, SelectionConfig(keep=keep, keep_unfinished=unfinished), seed=0)
+        assert [record.get("completion", record.get("chosen")) for record in kept] == expected
 
 
 def test_revisions_come_after_critiques_and_are_data(principles, tiny_model, tokenizer, monkeypatch):

@@ -102,7 +102,8 @@ def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, 
     given = {"model": tiny_model, "prompts": "prompts.jsonl", "reward": "rewards_for_tests:vowels"}
     settings = EvaluateConfig(**given, prefix="examples.txt")
     groups = respond(tiny_model, tokenizer, prompts_for(tokenizer, settings), settings).groups
-    assert [group.prompt.text for group in groups] == [line["prompt"] for line in prompts]
+    given = [(line["prompt"], tokenizer(line["prompt"]).input_ids) for line in prompts]
+    assert [(group.prompt.text, group.prompt.ids) for group in groups] == given
     Path("examples.txt").write_text("other")
     with pytest.raises(UserError, match="content another than when the run began: --prefix"):
         generate(config(tiny_model, "prefixed", prefix="examples.txt", resume=True))
