@@ -5,11 +5,12 @@ removed last.
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -36,10 +37,18 @@ def read_text(path: str, flag: str) -> str:
     return text
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a whole file, replacing an existing one."""
+def write_file(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> str:
+    """Writes a whole file, replacing an existing one. Returns its SHA-256.
+
+    content: text, bytes, or blocks of bytes, of which one at a time is in memory.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    digest = hashlib.sha256()
     with whole_file(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        for block in [content] if isinstance(content, bytes) else content:
+            file.write(block)
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

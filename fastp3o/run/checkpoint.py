@@ -1,17 +1,13 @@
 """The folder of a run's states: saves them, finds the newest whole one, loads it.
 
-A state has named tensors as safetensors, and the random generators of each process as JSON. Each process writes its
-part of the tensors, and any number of processes reads them. This is torch's distributed checkpoint with its safetensors
-storage, which has no pickle; its default storage does. The run's own random choices depend on seed and step only, but a
-reward function may draw from the global generators.
+A state has named tensors as safetensors, and the random generators of each process as JSON. The run's own random
+choices depend on seed and step only, but a reward function may draw from the global generators.
 """
 
 import json
 import random
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.errors import UserError
@@ -31,37 +25,7 @@ from fastp3o.files import clear_leftovers, remove, sync, temporary_sibling, writ
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
 from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, read_manifest, require_files
-
-BYTES_PER_FILE = 2**30  # a file is put together in memory before it is written
-
-
-def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes plain tensors, which are equal on every process, and DTensors, of which each process writes its shards."""
-    numbers, total = {}, 0  # the file of each tensor, from 1; the same on every process
-    for name, tensor in tensors.items():
-        numbers[name] = 1 + total // BYTES_PER_FILE
-        total += tensor.numel() * tensor.element_size()
-    with plain_errors():
-        writer = HuggingFaceStorageWriter(str(folder), numbers, save_distributed=True)
-        checkpoint.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors of the saved shapes in place, whatever their sharding."""
-    with plain_errors():
-        reader = HuggingFaceStorageReader(str(folder))
-        checkpoint.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Drops the warning that there is one process, and raises the error that torch wraps with its traceback."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            yield
-        except checkpoint.CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from error
+from fastp3o.run.tensors import load_tensors, save_tensors
 
 
 def generator_states() -> dict[str, Any]:
@@ -165,10 +129,9 @@ class States:
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
         pending = {} if self.pending is None else self.pending.saved(progress.step)
         with whole_folder(self.accelerator, place) as unfinished:
-            save_tensors(unfinished, tensors)
-            on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress, pending))
-            files = on_main_process(self.accelerator, lambda: sorted(path.name for path in unfinished.iterdir()))
-            checksums = self.checksums(unfinished, files)
+            sums = save_tensors(unfinished / f"{self.process}.safetensors", tensors)
+            sums |= on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress, pending))
+            checksums = dict(gather_object([*sums.items()]))
             processes = self.accelerator.num_processes
             manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
             on_main_process(self.accelerator, lambda: manifest.write(unfinished))
@@ -176,21 +139,16 @@ class States:
         on_main_process(self.accelerator, self.prune)
 
     @property
-    def generators_file(self) -> str:
-        return f"process-{self.accelerator.process_index:05}.json"
+    def process(self) -> str:
+        """The name of this process's files."""
+        return f"process-{self.accelerator.process_index:05}"
 
-    def write_numbers(self, folder: Path, progress: Progress, pending: dict[str, Any]) -> None:
-        write_file(folder / self.generators_file, json.dumps(progress.generators))
+    def write_numbers(self, folder: Path, progress: Progress, pending: dict[str, Any]) -> dict[str, str]:
+        """Returns the SHA-256 of each file that this process has written."""
+        contents: dict[str, Any] = {f"{self.process}.json": progress.generators}
         if self.accelerator.is_main_process:
-            write_file(folder / COUNTERS, json.dumps(progress.counters))
-            if pending:
-                write_file(folder / PENDING, json.dumps(pending))
-
-    def checksums(self, folder: Path, files: Sequence[str]) -> dict[str, str]:
-        """The checksums of files in a folder; each process reads its share of them."""
-        share = files[self.accelerator.process_index :: self.accelerator.num_processes]
-        sums = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
-        return dict(gather_object(sums))
+            contents |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
+        return {name: write_file(folder / name, json.dumps(content)) for name, content in contents.items()}
 
     def clear_leftovers(self) -> None:
         """Removes unfinished saves of earlier processes."""
@@ -239,11 +197,14 @@ class States:
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""
+        # Each process reads its share.
+        names = sorted(manifest.checksums)[self.accelerator.process_index :: self.accelerator.num_processes]
         try:
-            checksums = self.checksums(path, sorted(manifest.checksums))
+            sums = on_every_process(self.accelerator, lambda: [(name, checksum(path / name)) for name in names])
         except OSError as error:
             return f"{Path(error.filename).name} cannot be read ({error.strerror})"
-        changed = sorted(name for name, expected in manifest.checksums.items() if checksums[name] != expected)
+        found = dict(gather_object(sums))
+        changed = sorted(name for name, expected in manifest.checksums.items() if found[name] != expected)
         return f"{changed[0]} has another checksum than when it was written" if changed else None
 
     def load(self, manifest: Manifest) -> Progress:
@@ -277,6 +238,6 @@ class States:
         for name, part in self.parts.items():
             if name in counters:  # a part that an older fastp3o did not have begins anew
                 part.load_state_dict(counters[name])
-        generators = folder / self.generators_file
+        generators = folder / f"{self.process}.json"
         if generators.exists():
             restore_generators(json.loads(generators.read_text()))
