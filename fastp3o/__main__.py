@@ -1,5 +1,6 @@
 """The command `fastp3o COMMAND ...`, also as `python -m fastp3o COMMAND ...` and under torchrun."""
 
+import gc
 import sys
 from importlib import import_module
 from typing import Any
@@ -54,7 +55,13 @@ def main(command: str | None = None) -> None:
 
         chosen, action = found(STAGES[command][0]), STAGES[command][1]
         config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
-        found(action)(config)  # its import takes seconds, which --help does without
+        # Its import takes seconds, which --help does without, and makes objects that stay: the garbage collector, which
+        # would look through them again and again, would add a third.
+        gc.disable()
+        act = found(action)
+        gc.freeze()
+        gc.enable()
+        act(config)
 
     run_script(run if command in STAGES else found(f"commands.{command}:main"))
 

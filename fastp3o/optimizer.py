@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from fastp3o.config import OptimizerConfig
 from fastp3o.errors import UserError
@@ -77,9 +77,14 @@ class Optimizer:
         )
         if config.warmup_steps > steps:
             raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
-        # transformers' constant schedule leaves out the warm-up.
-        name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-        self.schedule = get_scheduler(name, self.optimizer, config.warmup_steps, steps)
+        if config.lr_schedule == "constant":
+            # transformers' leaves out the warm-up, and its schedules import peft.
+            warmup = config.warmup_steps
+            self.schedule = LambdaLR(self.optimizer, lambda step: step / warmup if step < warmup else 1.0)
+        else:
+            from transformers import get_scheduler
+
+            self.schedule = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps, steps)
         self.learning_rate = self.next_learning_rate()
         self.replicas = 1 if mesh is None else accelerator.num_processes // mesh.size(-1)
         self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
