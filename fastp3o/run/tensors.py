@@ -1,11 +1,10 @@
 """The tensors of a state: a safetensors file from each process, which any number of processes reads.
 
-This is torch's distributed checkpoint, whose plan says which process writes which parts. Its reader of safetensors
-serves; its writer holds each file twice in memory, and its others write pickles.
+This is torch's distributed checkpoint, whose plan says which process writes which parts. Its own writer of safetensors
+holds each file twice in memory, and its others write pickles.
 """
 
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -35,7 +33,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     path: of this process's file, beside those of the others. Returns the file's SHA-256 by its name; nothing if this
     process has no part.
     """
-    writer = Writer(path)
+    writer = StreamingWriter(path)
     with plain_errors():
         checkpoint.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     return writer.checksums
@@ -59,50 +57,31 @@ def plain_errors() -> Iterator[None]:
             raise next(iter(error.failures.values()))[0] from error
 
 
-class Writer(checkpoint.StorageWriter):
-    """Writes the parts of the plan that are this process's, block after block, so that no copy of a file is made."""
+class StreamingWriter(HuggingFaceStorageWriter):
+    """Writes what the plan gives this process into one file, without a copy of it in memory."""
 
     def __init__(self, path: Path):
-        self.path = path
+        super().__init__(str(path.parent), save_distributed=True)
+        self.file = path
         self.checksums: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        offsets, parts = {}, {}
-        for item in plan.items:
-            offsets[item.index.fqn] = {"saved_offsets": list(cast(Any, item.tensor_data).chunk.offsets)}
-            parts[item.index.fqn] = cast(Tensor, planner.resolve_data(item)).detach()
+        parts = {item.index.fqn: cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items}
+        offsets = {item.index.fqn: list(cast(Any, item.tensor_data).chunk.offsets) for item in plan.items}
         assert len(parts) == len(plan.items), "a process has one part of a tensor"
         if parts:
-            self.checksums[self.path.name] = write_file(self.path, blocks(parts, offsets))
-        written: Future[list[WriteResult]] = Future()
-        written.set_result([WriteResult(item.index, parts[item.index.fqn].nbytes, None) for item in plan.items])
-        return written
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The files say what is where."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
+            self.checksums[self.file.name] = write_file(self.file, blocks(parts, offsets))
+        nothing_to_add: Future[list[WriteResult]] = Future()
+        nothing_to_add.set_result([])
+        return nothing_to_add
 
 
-def blocks(parts: dict[str, Tensor], offsets: dict[str, Any]) -> Iterator[bytes | memoryview]:
+def blocks(parts: dict[str, Tensor], offsets: dict[str, list[int]]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file. offsets: where each part begins in its whole tensor, for torch's reader."""
     # Wide elements come first, so that all are aligned.
     names = sorted(parts, key=lambda name: (-parts[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
+    sharding = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": sharding}}
     end = 0
     for name in names:
         begin, end = end, end + parts[name].nbytes
