@@ -150,7 +150,7 @@ class Optimizer:
             raise error
 
     def next_learning_rate(self) -> float:
-        return self.schedule.get_last_lr()[0]
+        return float(self.schedule.get_last_lr()[0])
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
