@@ -36,7 +36,7 @@ from transformers import (
 from benchmarks.measure import CLOCK
 from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.run import names as run_files
 from fastp3o.run import report as reporting
 from fastp3o.training import loop, setup

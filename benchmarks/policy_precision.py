@@ -25,7 +25,7 @@ from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import Precision, choose_precision

@@ -20,7 +20,7 @@ from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.precision import choose_precision
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Sampler, make_prompts

@@ -15,11 +15,11 @@ HOMES = {
     "run.result": ("Result",),
     "training.api": ("train",),
     "training.config": ("RewardModelConfig", "SFTConfig"),
-    "objectives.distillation": ("DistillationConfig",),
-    "objectives.p3o": ("P3OConfig", "PPGConfig"),
-    "objectives.ppo": ("PPOConfig",),
-    "objectives.trpo": ("TRPOConfig",),
-    "objectives.policy_gradient": (
+    "objectives.config.distillation": ("DistillationConfig",),
+    "objectives.config.p3o": ("P3OConfig", "PPGConfig"),
+    "objectives.config.ppo": ("PPOConfig",),
+    "objectives.config.trpo": ("TRPOConfig",),
+    "objectives.config.policy_gradient": (
         "DAPOConfig",
         "DrGRPOConfig",
         "GRPOConfig",
@@ -29,7 +29,7 @@ HOMES = {
         "REINFORCEConfig",
         "RLOOConfig",
     ),
-    "objectives.preferences": (
+    "objectives.config.preferences": (
         "APODownConfig",
         "APOZeroConfig",
         "BPOConfig",

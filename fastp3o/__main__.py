@@ -28,11 +28,11 @@ COMMANDS = {
 STAGES = {
     "sft": ("training.config:SFTConfig", "training.sft:train"),
     "reward": ("training.config:RewardModelConfig", "training.reward_model:train"),
-    "p3o": ("objectives.p3o:P3OConfig", "training.loop:train"),
+    "p3o": ("objectives.config.p3o:P3OConfig", "training.loop:train"),
     "online": ("objectives.online:OBJECTIVES", "training.loop:train"),
-    "ppo": ("objectives.ppo:PPOConfig", "training.loop:train"),
-    "online_dpo": ("objectives.preferences:OnlineDPOConfig", "training.loop:train"),
-    "preference": ("objectives.preferences:OFFLINE_OBJECTIVES", "training.preferences:train"),
+    "ppo": ("objectives.config.ppo:PPOConfig", "training.loop:train"),
+    "online_dpo": ("objectives.config.preferences:OnlineDPOConfig", "training.loop:train"),
+    "preference": ("objectives.config.preferences:OFFLINE_OBJECTIVES", "training.preferences:train"),
     "generate": ("generate.config:GenerateConfig", "generate.loop:generate"),
 }
 
@@ -55,8 +55,8 @@ def main(command: str | None = None) -> None:
 
         chosen, action = found(STAGES[command][0]), STAGES[command][1]
         config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
-        # Its import takes seconds, which --help does without, and makes objects that stay: the garbage collector, which
-        # would look through them again and again, would add a third.
+        # Its import takes seconds, which --help does without, and makes objects that stay: collecting garbage meanwhile
+        # would take a third as long again.
         gc.disable()
         act = found(action)
         gc.freeze()

@@ -81,8 +81,8 @@ def in_any(*packages: str) -> Callable[[str], bool]:
 
 
 def concrete_objective(name: str) -> bool:
-    shared = ("fastp3o.objectives.base", "fastp3o.objectives.config", "fastp3o.objectives.kl_coefficient")
-    return name.startswith("fastp3o.objectives.") and name not in shared
+    shared = ("base", "config", "config.base", "kl_coefficient")
+    return name.startswith("fastp3o.objectives.") and name.removeprefix("fastp3o.objectives.") not in shared
 
 
 @pytest.fixture(scope="module")

@@ -3,57 +3,17 @@
 If the teacher sees a context that the policy does not, this is context distillation.
 """
 
-from collections.abc import Mapping
 from copy import deepcopy
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o.config import Condition, Needs, objective_name, option, options
-from fastp3o.errors import UserError
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, masked_tokens, with_count
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head, linear_distillation
 from fastp3o_kernels.losses import k2
-
-OTHERS = Condition("objective", "another objective: distillation reads neither rewards nor ratios", lambda _: False)
-REFUSED = "missing_eos_penalty length_penalty ngram_penalty overlong_margin dynamic_sampling sampler_ratio_cap"
-
-
-@options
-class DistillationConfig(OnlineConfig):
-    """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a context makes it say."""
-
-    compares_with_old: ClassVar[bool] = False
-    assumes_own_samples: ClassVar[bool] = False
-    reads_rewards: ClassVar[bool] = False
-    further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(REFUSED.split(), OTHERS)
-    objective: str = objective_name("distillation")
-    kl: Literal["exact", "sampled"] = option(
-        "exact",
-        "KL(policy || teacher) of a token. exact: over the vocabulary (GKD). sampled: log pi - log pi_teacher of the "
-        "token is its negative reward in a policy gradient (Thinking Machines 2025; MiniLLM, arXiv 2306.08543).",
-    )
-    teacher_context: str | None = option(
-        None,
-        "Text before each prompt that the teacher alone sees (context distillation, arXiv 2112.00861, 2209.15189): "
-        "before a chat's first message, too, but behind a beginning-of-sequence token. The text of a special token is "
-        'that token, so it can be a message as the chat template writes it. A file\'s: "$(cat FILE)".',
-    )
-    reward: str = option("", "Only logged, as --reward of other objectives; by default minus the KL to the teacher.")
-    prompts_per_minibatch: int = 0
-    inner_epochs: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kl == "sampled" and self.truncates:
-            raise UserError("--kl sampled needs samples of the policy: no --top_k, --top_p or --min_p, or --kl exact")
-
-    def build(self) -> "Distillation":
-        return Distillation(self)
 
 
 class Distillation(Objective):

@@ -1,7 +1,7 @@
 """The online objectives, by the names that `fastp3o online --objective` takes."""
 
-from fastp3o.objectives import distillation, p3o, policy_gradient, ppo, preferences, trpo
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.config import distillation, p3o, policy_gradient, ppo, preferences, trpo
+from fastp3o.objectives.config.base import OnlineConfig
 
 OBJECTIVES: dict[str, type[OnlineConfig]] = {
     "p3o": p3o.P3OConfig,

@@ -1,36 +1,17 @@
 """Pairwise Proximal Policy Optimization (P3O) and its unclipped gradient (PPG), arXiv 2310.00212."""
 
 from dataclasses import fields, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o.config import objective_name, option, options
-from fastp3o.errors import UserError
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, masked_tokens
-from fastp3o.objectives.config import KLConfig, RewardScalingConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.rewards.scaling import scaler_of_differences
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
-from fastp3o_kernels.p3o.settings import DEFAULTS, Clipping, KLReward
-
-HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
-
-
-@options
-class P3OConfig(RewardScalingConfig, KLConfig):
-    """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
-
-    clipping: Clipping = option(DEFAULTS.clipping, HELP["clipping"])
-    clip_range: float = option(DEFAULTS.clip_range, HELP["clip_range"], above=0, changeable=True)
-    ratio_cap: float = option(DEFAULTS.ratio_cap, HELP["ratio_cap"], at_least=1)
-    kl_coef: float = option(DEFAULTS.kl_coef, HELP["kl_coef"], at_least=0, changeable=True)
-    kl_reward: KLReward = option(DEFAULTS.kl_reward, HELP["kl_reward"])
-    objective: str = objective_name("p3o")
-
-    def build(self) -> "P3O":
-        return P3O(self)
+from fastp3o_kernels.p3o.settings import DEFAULTS
 
 
 class P3O(Objective):
@@ -39,12 +20,12 @@ class P3O(Objective):
     kl: KLCoefficient
 
     def __init__(self, config: P3OConfig):
-        chosen = {name: getattr(config, name) for name in HELP}
+        chosen = {name: getattr(config, name) for name in (setting.name for setting in fields(P3OSettings))}
         chosen["sampler_ratio_cap"] = config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap
         self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)
         self.old_is_policy = config.old_logprobs == "policy"
-        self.scaler = config.scaler()
+        self.scaler = scaler_of_differences(config.reward_scaling, config.reward_clip)
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
     def clip_range(self, length: float) -> float | None:
@@ -91,27 +72,3 @@ class P3O(Objective):
         sums = torch.stack([means[name] for name in counts]) * count
         metrics = dict(zip(counts, torch.stack([sums, count], dim=1), strict=True))
         return loss, metrics | {"ratio_max": means["ratio_max"]}
-
-
-@options
-class PPGConfig(P3OConfig):
-    """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
-
-    objective: str = objective_name("ppg")
-    clipping: Literal["none"] = option("none", "The gradient has nothing to clip.")
-    prompts_per_minibatch: int = 0
-    inner_epochs: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fixed = {
-            "old_logprobs": "policy",
-            "clip_range": DEFAULTS.clip_range,
-            "ratio_cap": DEFAULTS.ratio_cap,
-            "kl_reward": DEFAULTS.kl_reward,
-            "inner_epochs": 1,
-            "prompts_per_minibatch": self.prompts_per_update,
-        }
-        if wrong := {name: value for name, value in fixed.items() if getattr(self, name) != value}:
-            problems = (f"--{name} must be {value}, got {getattr(self, name)}" for name, value in wrong.items())
-            raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")

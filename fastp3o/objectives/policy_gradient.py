@@ -8,12 +8,10 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 from abc import abstractmethod
 from dataclasses import replace
 from itertools import chain
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o.config import objective_name, option, options
 from fastp3o.objectives.base import (
     GroupwiseObjective,
     LossAndMetrics,
@@ -24,34 +22,14 @@ from fastp3o.objectives.base import (
     sampler_ratio_metrics,
     with_count,
 )
-from fastp3o.objectives.config import KLConfig, RewardScalingConfig
+from fastp3o.objectives.config import policy_gradient as configs
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rewards.scaling import AbsoluteScaler, Scaler, pairs
+from fastp3o.rewards.scaling import AbsoluteScaler, pairs, scaler_of_differences
 from fastp3o_kernels import Groups
 from fastp3o_kernels import losses as formulas
 
-KLEstimator = Literal["k1", "k2", "k3"]
-LossMean = Literal["sequence", "token", "constant"]
 TOKEN_KL = {"k2": formulas.k2, "k3": formulas.k3}
-
-
-@options
-class PolicyGradientConfig(RewardScalingConfig, KLConfig):
-    """Advantages, KL and entropy."""
-
-    reward_scaling: Literal["difference", "absolute", "none"] = "none"
-    reward_clip: float = 0.0
-    kl_estimator: KLEstimator = option(
-        "k1",
-        "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
-        "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
-        "each token, in the loss; k2's gradient is that of the KL, k3's that of the opposite KL.",
-        needs="kl_coef",
-    )
-    entropy_coef: float = option(
-        0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.", at_least=0, changeable=True
-    )
 
 
 class PolicyGradient(GroupwiseObjective):
@@ -61,12 +39,12 @@ class PolicyGradient(GroupwiseObjective):
     """
 
     kl: KLCoefficient
+    loss_mean: str = "sum"
 
-    def __init__(self, config: PolicyGradientConfig, *, loss_mean: str = "sum"):
-        self.config, self.loss_mean = config, loss_mean
-        self.sampler_ratio_cap = config.sampler_ratio_cap
+    def __init__(self, config: configs.PolicyGradientConfig):
+        self.config, self.sampler_ratio_cap = config, config.sampler_ratio_cap
         self.outputs = ("entropy",) if config.entropy_coef else ()
-        self.scaler = config.scaler()
+        self.scaler = scaler_of_differences(config.reward_scaling, config.reward_clip)
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
@@ -153,19 +131,6 @@ class PolicyGradient(GroupwiseObjective):
 # not moved since it sampled, so a round is one pass by default.
 
 
-@options
-class RLOOConfig(PolicyGradientConfig):
-    """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
-
-    compares_with_old: ClassVar[bool] = False
-    objective: str = objective_name("rloo")
-    prompts_per_minibatch: int = 0
-    inner_epochs: int = 1
-
-    def build(self) -> "RLOO":
-        return RLOO(self)
-
-
 class RLOO(PolicyGradient):
     """−A log π(y|x), A the reward less the mean of the prompt's other responses (Kool et al. 2019)."""
 
@@ -176,24 +141,12 @@ class RLOO(PolicyGradient):
         return formulas.reinforce(groups.logprobs, groups["advantages"])
 
 
-@options
-class REINFORCEConfig(RLOOConfig):
-    """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
-
-    objective: str = objective_name("reinforce")
-    reward_scaling: Literal["absolute", "none"] = option(
-        "none", "absolute: divide rewards by their running standard deviation; none."
-    )
-
-    def scaler(self) -> Scaler:
-        return AbsoluteScaler(self.reward_clip, scale=self.reward_scaling == "absolute")
-
-    def build(self) -> "REINFORCE":
-        return REINFORCE(self)
-
-
 class REINFORCE(RLOO):
     """−A log π(y|x), A the reward less the mean over the update."""
+
+    def __init__(self, config: configs.REINFORCEConfig):
+        super().__init__(config)
+        self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """The rewards; `prepare` subtracts the baseline."""
@@ -213,71 +166,14 @@ class REINFORCE(RLOO):
 # configuration; every setting is an option of each.
 
 
-@options
-class ClippedConfig(PolicyGradientConfig):
-    """Clipped ratios, and advantages within a prompt's responses. A round makes the steps of each paper: one for GRPO
-    (arXiv 2402.03300) and Dr. GRPO (2503.20783), 16 for DAPO (2503.14476), 4 for GSPO (2507.18071).
-    """
-
-    prompts_per_minibatch: int = 0
-    inner_epochs: int = 1
-    responses_per_prompt: int = option(
-        8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
-    )
-    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, below=1, changeable=True)
-    clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
-    scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
-
-
-@options
-class GRPOConfig(ClippedConfig):
-    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
-
-    objective: str = objective_name("grpo")
-    kl_coef: float = 0.04
-    kl_estimator: KLEstimator = "k3"
-    loss_mean: LossMean = option(
-        "sequence", "Over a response's tokens; token: a minibatch's (DAPO); constant: by max_response_tokens (Dr. GRPO)"
-    )
-
-    def build(self) -> "GRPO":
-        return GRPO(self, loss_mean=self.loss_mean)
-
-
-@options
-class DrGRPOConfig(GRPOConfig):
-    """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
-
-    objective: str = objective_name("dr_grpo")
-    kl_coef: float = 0.0
-    loss_mean: LossMean = "constant"
-    scale_advantages: bool = False
-
-
-@options
-class DAPOConfig(GRPOConfig):
-    """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
-
-    paper_minibatches: ClassVar[int] = 16
-    objective: str = objective_name("dapo")
-    clip_high: float = 0.28
-    kl_coef: float = 0.0
-    loss_mean: LossMean = "token"
-    dynamic_sampling: int = 3
-
-
-@options
-class GRPOPlusConfig(DAPOConfig):
-    """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
-
-    objective: str = objective_name("grpo_plus")
-    mask_truncated: bool = True
-
-
 class GRPO(PolicyGradient):
     """Clipped ratios of tokens."""
 
-    config: ClippedConfig
+    config: configs.ClippedConfig
+
+    def __init__(self, config: configs.ClippedConfig):
+        super().__init__(config)
+        self.loss_mean = config.loss_mean if isinstance(config, configs.GRPOConfig) else "sequence"
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return formulas.group_advantages(rewards, scale=self.config.scale_advantages)
@@ -304,25 +200,10 @@ class GRPO(PolicyGradient):
         return {name: self.metric_sum(groups, value) for name, value in values.items()}
 
 
-@options
-class GSPOConfig(ClippedConfig):
-    """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
-
-    paper_minibatches: ClassVar[int] = 4
-    objective: str = objective_name("gspo")
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-
-    def build(self) -> "GSPO":
-        return GSPO(self, loss_mean="sequence")
-
-
 class GSPO(GRPO):
     """One clipped ratio for each response, the geometric mean of its tokens' ratios."""
 
-    config: GSPOConfig
+    config: configs.GSPOConfig
 
     def clip_range(self, length: float) -> float | None:
         """The log-ratio of a response is that of the mean over its tokens, times their number."""
@@ -343,25 +224,10 @@ class GSPO(GRPO):
 # --- REBEL: a quadratic loss of pairs instead of clipping.
 
 
-@options
-class REBELConfig(PolicyGradientConfig):
-    """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
-
-    assumes_own_samples: ClassVar[bool] = False
-    objective: str = objective_name("rebel")
-    eta: float = option(
-        1.0, "Step size: pairs' log-ratios are drawn to eta times the difference of rewards.", above=0, changeable=True
-    )
-    kl_coef: float = 0.0
-
-    def build(self) -> "REBEL":
-        return REBEL(self)
-
-
 class REBEL(PolicyGradient):
     """Regression to relative rewards: log-ratios of pairs become their differences of rewards; the mean over pairs."""
 
-    config: REBELConfig
+    config: configs.REBELConfig
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return rewards

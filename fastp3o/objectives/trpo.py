@@ -11,10 +11,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fastp3o.config import PrecisionName, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Minibatches, SumOverProcesses, with_count
-from fastp3o.objectives.ppo import ActorCritic, CriticConfig, clipped_value_loss, sum_and_count
+from fastp3o.objectives.config.trpo import TRPOConfig
+from fastp3o.objectives.ppo import ActorCritic, clipped_value_loss, sum_and_count
 from fastp3o_kernels import Head, linear_distillation
 
 # Nats per token: the KL at which its gradients are taken for their difference. Nearer, fp32 would round them away.
@@ -22,40 +22,18 @@ NEAR = 1e-5
 SURROGATE, KL = 0, 1
 
 
-@options
-class TRPOConfig(CriticConfig):
-    """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it, with PPO's critic.
-
-    The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and minibatches are the critic's.
-    """
-
-    objective: str = objective_name("trpo")
-    precision: PrecisionName = "fp32"
-    max_kl: float = option(0.01, "Bound on an update's KL, in nats per token (TRPO: 0.01).", above=0, changeable=True)
-    cg_steps: int = option(10, "Steps of conjugate gradients (Spinning Up: 10).", at_least=1, changeable=True)
-    cg_damping: float = option(0.1, "Added to the Fisher matrix (Spinning Up: 0.1).", at_least=0, changeable=True)
-    line_search_steps: int = option(10, "Tries, each 0.8 of the last (Spinning Up: 10).", at_least=1, changeable=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.precision != "fp32" or self.quantize == "8bit":
-            raise UserError("--objective trpo needs --precision fp32, and no --quantize 8bit, for small differences")
-        if self.ptx_data or self.sampler_ratio_cap:
-            raise UserError("--objective trpo excludes --ptx_data and --sampler_ratio_cap: its step knows neither")
-
-    def build(self) -> "TRPO":
-        from fastp3o.models.sharding import number_of_processes
-
-        if number_of_processes() > 1:
-            raise UserError("--objective trpo trains in one process, which must hold all of the policy")
-        return TRPO(self)
-
-
 class TRPO(ActorCritic):
     """The optimizer moves the critic alone. After that the policy makes its one step of the update."""
 
     config: TRPOConfig
     step_metrics: Mapping[str, float] = {}  # of the last update
+
+    def __init__(self, config: TRPOConfig):
+        from fastp3o.models.sharding import number_of_processes
+
+        super().__init__(config)
+        if number_of_processes() > 1:
+            raise UserError("--objective trpo trains in one process, which must hold all of the policy")
 
     @property
     def adaptive_metrics(self) -> dict[str, float]:

@@ -65,6 +65,12 @@ class Scaler(ABC):
         self.sum_of_squares = state_dict["sum_of_squares"]
 
 
+def scaler_of_differences(kind: str, clip: float) -> "Scaler":
+    """For losses that see only differences. kind: what is divided, `difference`, `absolute` or `none`."""
+    scaler = AbsoluteScaler if kind == "absolute" else DifferenceScaler
+    return scaler(clip, scale=kind != "none")
+
+
 class DifferenceScaler(Scaler):
     """Rewards become their distance from the prompt's mean, divided by the deviation of all differences of pairs so far
     and kept within ±clip/2, so that no difference exceeds `clip`.

@@ -20,8 +20,8 @@ from fastp3o.context import Callback, Caller
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.named_function import FunctionError
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.preferences import PreferenceConfig
+from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError

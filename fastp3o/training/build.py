@@ -19,8 +19,8 @@ from fastp3o.models.reference import InContext, MovingReference, Reference, Seco
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.distillation import DistillationConfig
+from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.processes import on_every_process, on_main_process
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import cascaded, short_names
@@ -42,7 +42,7 @@ from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
 if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.evaluation.config import SamplingConfig
-    from fastp3o.objectives.preferences import PreferenceConfig
+    from fastp3o.objectives.config.preferences import PreferenceConfig
 
 # Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
 WHILE_TRAINING = 16

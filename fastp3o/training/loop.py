@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from fastp3o.context import Caller
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.pack import derived_seed, shuffled
 from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import TOKEN_REWARDS

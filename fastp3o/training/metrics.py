@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch, Objective
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
 from fastp3o.rewards.scaling import differences, tied

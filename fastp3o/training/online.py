@@ -15,7 +15,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
-from fastp3o.objectives.config import MixtureConfig, OnlineConfig
+from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -21,7 +22,8 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics
-from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
+from fastp3o.objectives.config.preferences import KTOConfig, PreferenceConfig
+from fastp3o.objectives.preferences import fixed_pair_sums, kto_sums
 from fastp3o.packing.pack import Examples, by_group, pack
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.processes import on_main_process
@@ -31,7 +33,7 @@ from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sa
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
 from fastp3o.training.setup import load_held_out
 from fastp3o.training.supervised import SupervisedTask, train_supervised
-from fastp3o_kernels import Head, LinearLossOutput, linear_loss, sequence_logprobs
+from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequence_logprobs
 from fastp3o_kernels.losses import kto_reference_point
 
 
@@ -55,10 +57,12 @@ class Preferences(SupervisedTask[PreferenceRow]):
 
     Before the first step the reference's log-probs are computed, or found in their file; then the reference is dropped.
 
-    columns: the responses whose log-probs they are; those of one tuple share their prompt in a row.
+    sums: the loss of P groups, summed, and its metrics, from a configuration and these. columns: the responses whose
+    log-probs they are; those of one tuple share their prompt in a row.
     """
 
     config: PreferenceConfig
+    sums: Callable[[Any, Groups], LossAndMetrics]
     columns: tuple[tuple[str, ...], ...]
     load_model = staticmethod(partial(load_policy, trains=True))
 
@@ -115,7 +119,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                self.config.sums,
+                partial(self.sums, self.config),
                 responses_per_group=row.responses_per_prompt or 1,
                 response_tensors=row.response_tensors,
                 divisor=divisor,
@@ -132,6 +136,7 @@ class PreferencePairs(Preferences):
     """A chosen and a rejected response to each prompt, which they share in the row."""
 
     load_examples = staticmethod(load_preferences)
+    sums = staticmethod(fixed_pair_sums)
     columns = (("chosen_ids", "rejected_ids"),)
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
@@ -149,6 +154,7 @@ class UnpairedPreferences(Preferences):
     """
 
     load_examples = staticmethod(load_unpaired_preferences)
+    sums = staticmethod(kto_sums)
     columns = (("response_ids",), ("mismatched_ids",))
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:

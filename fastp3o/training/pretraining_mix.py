@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.pack import derived_seed, examples_of_step, own_part, pack
 from fastp3o.packing.packed_row import PackedRow

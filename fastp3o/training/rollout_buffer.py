@@ -13,7 +13,7 @@ from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.named_function import FunctionError
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
 from fastp3o.rewards.scaling import tied
 from fastp3o.rollouts.groups import Ends, Group, Prompt, Response, Sampler, Turn, lengths, make_prompts

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from safetensors.torch import load_file
 
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 
 Config = TypeVar("Config", bound=OnlineConfig)
 

@@ -11,14 +11,15 @@ from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.config import Flags, conditions, objective_name, option, options
 from fastp3o.errors import UserError
+from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
+from fastp3o.objectives.config.policy_gradient import GRPOConfig
+from fastp3o.objectives.config.ppo import PPOConfig
+from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.objectives.online import OBJECTIVES
-from fastp3o.objectives.p3o import P3OConfig, PPGConfig
-from fastp3o.objectives.policy_gradient import GRPOConfig
-from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 from fastp3o.trl_names import TRL_NAMES, hint
+from fastp3o_kernels import P3OSettings
 
 CONFIGS = [P3OConfig, PPGConfig, PPOConfig, GRPOConfig, SFTConfig, RewardModelConfig, *OFFLINE_OBJECTIVES.values()]
 GIVEN = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
@@ -141,6 +142,13 @@ def test_an_objective_is_refused_or_explained_by_its_name(capsys, classes, argum
     said = capsys.readouterr()
     assert message in (said.out if "--help" in arguments else said.err)
     assert ended.value.code == (0 if "--help" in arguments else 2)
+
+
+def test_the_options_of_p3o_are_the_settings_of_its_loss():
+    for setting in (one for one in fields(P3OSettings) if one.name != "sampler_ratio_cap"):  # 0 in the trainer: none
+        flag = P3OConfig.__dataclass_fields__[setting.name]
+        assert (flag.default, flag.metadata["help"]) == (setting.default, setting.metadata["help"])
+        assert flag.metadata.get("choices") == setting.metadata.get("choices")
 
 
 def test_objectives_begin_with_the_responses_and_steps_of_their_papers():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shapes import TRIAL
-from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.training import loop as online
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft

@@ -16,7 +16,7 @@ from fastp3o.evaluation.win_rates import by_reward, prompts_for, respond, respon
 from fastp3o.generate.loop import generate
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import FrozenModel
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.model import ContrastReward
 from fastp3o.rollouts.groups import Group, Prompt, Response, lengths

@@ -16,7 +16,7 @@ from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o_kernels import p3o_loss

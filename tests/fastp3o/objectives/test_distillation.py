@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import InContext, SecondModel
-from fastp3o.objectives.distillation import DistillationConfig
+from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.groups import Group, Response, Turn
 from fastp3o.run import log

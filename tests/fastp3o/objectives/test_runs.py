@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fastp3o.objectives.base import Microbatch, mean_kl
+from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.online import OBJECTIVES
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import DAPOConfig
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
 

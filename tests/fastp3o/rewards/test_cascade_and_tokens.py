@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification
 
 from fastp3o import UserError, train
 from fastp3o.named_function import FunctionError
-from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import PenaltyConfig, cascaded, reward_names, short_names
 from fastp3o.rewards.environment import EnvironmentReward

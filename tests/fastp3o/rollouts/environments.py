@@ -6,7 +6,7 @@ A flag names one as `tests.fastp3o.rollouts.environments:Echo`.
 import asyncio
 import time
 
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from tests.fastp3o.runs import config
 
 # Of the tiny model's first tokens, enough end a turn.

@@ -7,7 +7,7 @@ import pytest
 from fastp3o.config import SamplerConfig
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.training.loop import train
 from tests.fastp3o.groups import tokenised

@@ -12,9 +12,9 @@ import torch
 from fastp3o import UserError, train
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.named_function import FunctionError
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import GRPOConfig, RLOOConfig
-from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.policy_gradient import GRPOConfig, RLOOConfig
+from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rollouts.engine_sampler import EngineSampler

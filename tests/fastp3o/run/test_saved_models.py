@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.run.card import Training
 from fastp3o.training import sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig

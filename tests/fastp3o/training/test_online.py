@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.preferences import NashMDConfig, OnlineDPOConfig
+from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.preferences import NashMDConfig, OnlineDPOConfig
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training import sft

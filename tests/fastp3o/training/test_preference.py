@@ -20,7 +20,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.processes import NotFiniteError
 from fastp3o.training import build as models

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastp3o.errors import UserError
-from fastp3o.objectives.policy_gradient import GRPOConfig
-from fastp3o.objectives.preferences import NashMDConfig
+from fastp3o.objectives.config.policy_gradient import GRPOConfig
+from fastp3o.objectives.config.preferences import NashMDConfig
 from fastp3o.training.loop import train
 from tests.fastp3o.models.model_families import logprobs_alone
 from tests.fastp3o.rollouts.vllm.stand_in import standing_in

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.run.report import LateNumbers
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft

@@ -13,9 +13,9 @@ from accelerate.state import AcceleratorState
 from numpy import frombuffer
 from safetensors.torch import load_file
 
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.objectives.preferences import DPOConfig, KTOConfig, OnlineDPOConfig, SimPOConfig
+from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.ppo import PPOConfig
+from fastp3o.objectives.config.preferences import DPOConfig, KTOConfig, OnlineDPOConfig, SimPOConfig
 from fastp3o.run import log
 from fastp3o.script import run_script
 from fastp3o.training import loop as online

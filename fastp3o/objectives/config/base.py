@@ -1,24 +1,27 @@
 """Flags that online objectives share."""
 
+from importlib import import_module
 from math import gcd
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fastp3o.config import EnvironmentConfig, StageConfig, option, options, required
 from fastp3o.errors import UserError
-from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
-from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
+
+if TYPE_CHECKING:
+    from fastp3o.objectives.base import Objective
 
 
 @options
 class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
-    compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether
-    the gradient is a mean over samples of the policy; if not, any responses serve. reads_rewards: whether the loss
-    does. paper_minibatches: steps of a pass in the objective's paper.
+    objective_class: what trains, `module:class`. compares_with_old: whether the loss compares the policy's log-probs
+    with the old ones. assumes_own_samples: whether the gradient is a mean over samples of the policy; if not, any
+    responses serve. reads_rewards: whether the loss does. paper_minibatches: steps of a pass in the objective's paper.
     """
 
+    objective_class: ClassVar[str]
     compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
     reads_rewards: ClassVar[bool] = True
@@ -163,9 +166,10 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     def evaluated_at(self) -> set[int]:
         return {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
 
-    def build(self) -> Objective:
+    def build(self) -> "Objective":
         """The objective that this configuration trains with."""
-        raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
+        module, _, name = self.objective_class.partition(":")
+        return getattr(import_module(f"fastp3o.objectives.{module}"), name)(self)
 
 
 @options
@@ -197,10 +201,6 @@ class RewardScalingConfig(OnlineConfig):
     reward_clip: float = option(
         10.0, "Bound on what is scaled, differences or rewards (first author: 10); 0 none.", at_least=0, changeable=True
     )
-
-    def scaler(self) -> Scaler:
-        scaler = AbsoluteScaler if self.reward_scaling == "absolute" else DifferenceScaler
-        return scaler(self.reward_clip, scale=self.reward_scaling != "none")
 
 
 @options

@@ -1,0 +1,43 @@
+"""Options of on-policy distillation."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from fastp3o.config import Condition, Needs, objective_name, option, options
+from fastp3o.errors import UserError
+from fastp3o.objectives.config.base import OnlineConfig
+
+OTHERS = Condition("objective", "another objective: distillation reads neither rewards nor ratios", lambda _: False)
+
+REFUSED = "missing_eos_penalty length_penalty ngram_penalty overlong_margin dynamic_sampling sampler_ratio_cap"
+
+
+@options
+class DistillationConfig(OnlineConfig):
+    """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a context makes it say."""
+
+    objective_class: ClassVar[str] = "distillation:Distillation"
+    compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = False
+    further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(REFUSED.split(), OTHERS)
+    objective: str = objective_name("distillation")
+    kl: Literal["exact", "sampled"] = option(
+        "exact",
+        "KL(policy || teacher) of a token. exact: over the vocabulary (GKD). sampled: log pi - log pi_teacher of the "
+        "token is its negative reward in a policy gradient (Thinking Machines 2025; MiniLLM, arXiv 2306.08543).",
+    )
+    teacher_context: str | None = option(
+        None,
+        "Text before each prompt that the teacher alone sees (context distillation, arXiv 2112.00861, 2209.15189): "
+        "before a chat's first message, too, but behind a beginning-of-sequence token. The text of a special token is "
+        'that token, so it can be a message as the chat template writes it. A file\'s: "$(cat FILE)".',
+    )
+    reward: str = option("", "Only logged, as --reward of other objectives; by default minus the KL to the teacher.")
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl == "sampled" and self.truncates:
+            raise UserError("--kl sampled needs samples of the policy: no --top_k, --top_p or --min_p, or --kl exact")

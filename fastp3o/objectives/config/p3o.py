@@ -1,0 +1,48 @@
+"""Options of P3O and PPG."""
+
+from typing import ClassVar, Literal
+
+from fastp3o.config import objective_name, option, options
+from fastp3o.errors import UserError
+from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
+
+
+@options
+class P3OConfig(RewardScalingConfig, KLConfig):
+    """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
+
+    objective_class: ClassVar[str] = "p3o:P3O"
+    clipping: Literal["joint", "separate", "none", "token"] = option(
+        "joint", "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant)."
+    )
+    clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).", above=0, changeable=True)
+    ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1)
+    kl_coef: float = option(
+        0.05, "Beta, the weight of the KL to the reference (first author: 0.05).", at_least=0, changeable=True
+    )
+    kl_reward: Literal["current", "rollout"] = option(
+        "current", "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box)."
+    )
+    objective: str = objective_name("p3o")
+
+
+@options
+class PPGConfig(P3OConfig):
+    """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
+
+    objective: str = objective_name("ppg")
+    clipping: Literal["none"] = option("none", "The gradient has nothing to clip.")
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fixed = {
+            "old_logprobs": "policy",
+            **{name: getattr(P3OConfig, name) for name in ("clip_range", "ratio_cap", "kl_reward")},
+            "inner_epochs": 1,
+            "prompts_per_minibatch": self.prompts_per_update,
+        }
+        if wrong := {name: value for name, value in fixed.items() if getattr(self, name) != value}:
+            problems = (f"--{name} must be {value}, got {getattr(self, name)}" for name, value in wrong.items())
+            raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")

@@ -1,0 +1,135 @@
+"""Options of policy gradients with an advantage for each response."""
+
+from typing import ClassVar, Literal
+
+from fastp3o.config import objective_name, option, options
+from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+LossMean = Literal["sequence", "token", "constant"]
+
+
+@options
+class PolicyGradientConfig(RewardScalingConfig, KLConfig):
+    """Advantages, KL and entropy."""
+
+    reward_scaling: Literal["difference", "absolute", "none"] = "none"
+    reward_clip: float = 0.0
+    kl_estimator: KLEstimator = option(
+        "k1",
+        "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
+        "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
+        "each token, in the loss; k2's gradient is that of the KL, k3's that of the opposite KL.",
+        needs="kl_coef",
+    )
+    entropy_coef: float = option(
+        0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.", at_least=0, changeable=True
+    )
+
+
+@options
+class RLOOConfig(PolicyGradientConfig):
+    """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
+
+    objective_class: ClassVar[str] = "policy_gradient:RLOO"
+    compares_with_old: ClassVar[bool] = False
+    objective: str = objective_name("rloo")
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+
+
+@options
+class REINFORCEConfig(RLOOConfig):
+    """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
+
+    objective_class: ClassVar[str] = "policy_gradient:REINFORCE"
+    objective: str = objective_name("reinforce")
+    reward_scaling: Literal["absolute", "none"] = option(
+        "none", "absolute: divide rewards by their running standard deviation; none."
+    )
+
+
+@options
+class ClippedConfig(PolicyGradientConfig):
+    """Clipped ratios, and advantages within a prompt's responses. A round makes the steps of each paper: one for GRPO
+    (arXiv 2402.03300) and Dr. GRPO (2503.20783), 16 for DAPO (2503.14476), 4 for GSPO (2507.18071).
+    """
+
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+    responses_per_prompt: int = option(
+        8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
+    )
+    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, below=1, changeable=True)
+    clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
+    scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
+
+
+@options
+class GRPOConfig(ClippedConfig):
+    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
+
+    objective_class: ClassVar[str] = "policy_gradient:GRPO"
+    objective: str = objective_name("grpo")
+    kl_coef: float = 0.04
+    kl_estimator: KLEstimator = "k3"
+    loss_mean: LossMean = option(
+        "sequence", "Over a response's tokens; token: a minibatch's (DAPO); constant: by max_response_tokens (Dr. GRPO)"
+    )
+
+
+@options
+class DrGRPOConfig(GRPOConfig):
+    """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
+
+    objective: str = objective_name("dr_grpo")
+    kl_coef: float = 0.0
+    loss_mean: LossMean = "constant"
+    scale_advantages: bool = False
+
+
+@options
+class DAPOConfig(GRPOConfig):
+    """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
+
+    paper_minibatches: ClassVar[int] = 16
+    objective: str = objective_name("dapo")
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+    loss_mean: LossMean = "token"
+    dynamic_sampling: int = 3
+
+
+@options
+class GRPOPlusConfig(DAPOConfig):
+    """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
+
+    objective: str = objective_name("grpo_plus")
+    mask_truncated: bool = True
+
+
+@options
+class GSPOConfig(ClippedConfig):
+    """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
+
+    objective_class: ClassVar[str] = "policy_gradient:GSPO"
+    paper_minibatches: ClassVar[int] = 4
+    objective: str = objective_name("gspo")
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+
+
+@options
+class REBELConfig(PolicyGradientConfig):
+    """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
+
+    objective_class: ClassVar[str] = "policy_gradient:REBEL"
+    assumes_own_samples: ClassVar[bool] = False
+    objective: str = objective_name("rebel")
+    eta: float = option(
+        1.0, "Step size: pairs' log-ratios are drawn to eta times the difference of rewards.", above=0, changeable=True
+    )
+    kl_coef: float = 0.0

@@ -1,0 +1,58 @@
+"""Options of PPO and of its critic."""
+
+from typing import ClassVar, Literal
+
+from fastp3o.config import objective_name, option, options
+from fastp3o.objectives.config.base import KLConfig
+
+PENALTY = ("step_bound=penalty", "step_bound=both")
+
+CLIP = ("step_bound=clip", "step_bound=both")
+
+
+@options
+class CriticConfig(KLConfig):
+    """A critic, and the advantages of tokens that come of it."""
+
+    gae_lambda: float = option(
+        0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
+    )
+    process_rewards: bool = option(
+        True, "Rewards of turns and of tokens come where they arise, and advantages see them. Off: at the last token."
+    )
+    critic_learning_rate: float = option(
+        1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
+    )
+    value_coef: float = option(
+        0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
+    )
+    value_clip_range: float = option(
+        0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
+    )
+    reward_scaling: Literal["absolute", "none"] = option(
+        "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
+    )
+    reward_clip: float = option(
+        10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
+    )
+
+
+@options
+class PPOConfig(CriticConfig):
+    """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
+
+    objective_class: ClassVar[str] = "ppo:PPO"
+    objective: str = objective_name("ppo")
+    clip_range: float = option(
+        0.2, "Epsilon of the clip of a token's ratio (Schulman et al. 2017: 0.2).", above=0, needs=CLIP, changeable=True
+    )
+    step_bound: Literal["clip", "penalty", "both"] = option(
+        "clip", "clip: ratios count within 1 ± clip_range; penalty: a KL to the policy before, in the loss; both."
+    )
+    step_kl_coef: float = option(
+        1.0, "Weight of that KL; with step_kl_target its first one.", above=0, needs=PENALTY, changeable=True
+    )
+    step_kl_target: float | None = option(
+        None, "That KL in nats per token, to which step_kl_coef is adapted.", above=0, needs=PENALTY, changeable=True
+    )
+    entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats per token.", at_least=0, changeable=True)

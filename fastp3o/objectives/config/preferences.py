@@ -1,0 +1,339 @@
+"""Options of preferences between responses, given once (offline) or by the rewards of fresh responses (online)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from fastp3o.config import Condition, Flags, Needs, PolicyConfig, SupervisedConfig, objective_name, option, options
+from fastp3o.errors import UserError
+from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
+from fastp3o.rewards.config import RewardConfig
+
+
+@options
+class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
+    """Learning from fixed preferences; objectives add their own settings.
+
+    offload: models that only evaluations need wait on the CPU.
+    """
+
+    anchor: ClassVar[str] = "ref"
+    offload: ClassVar[bool] = True
+    further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
+        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"), "eval_prompts"
+    ) | {
+        "gold_reward": "reward",
+        "reference": (
+            "eval_prompts",
+            Condition("objective", "an --objective with a reference", lambda config: config.needs_reference),
+        ),
+    }
+
+    objective: str
+    reference: str | None = option(
+        None, "The reference policy; by default the starting model, as in each stage of sDPO (arXiv 2403.19270)."
+    )
+    reference_logprobs: str | None = option(
+        None, "Folder of the reference's log-probs, for runs on the same data; by default output_dir.", changeable=True
+    )
+    eval_prompts: str | None = option(
+        None, "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward."
+    )
+    reward: str = option(
+        "", "Reward of sampled responses in evaluations, as of the online stage.", needs="eval_prompts"
+    )
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss takes log-probs of a reference."""
+        return bool(self.anchor)
+
+
+@options
+class PairLoss(Flags):
+    """A loss of pairs, with its settings: the same one for fixed pairs and for fresh ones that rewards label.
+
+    anchor: the log-probs that the policy's are compared with, `ref` or `old`; "" if the loss has none. per_token:
+    log-probs are means over a response's tokens instead of sums.
+    """
+
+    anchor: ClassVar[str] = "ref"
+    per_token: ClassVar[bool] = False
+
+
+@options
+class PairConfig(PairLoss, PreferenceConfig):
+    """Learning from fixed pairs, whose chosen response has a reward of 1 and whose rejected one has 0."""
+
+
+@options
+class PairWithSFTConfig(PairConfig):
+    """Learning from fixed pairs by a loss that has no likelihood of its own."""
+
+    sft_coef: float = option(
+        0.0, "Weight of the chosen response's NLL per token (RPO, arXiv 2404.19733: 1).", at_least=0, changeable=True
+    )
+
+
+@options
+class FreshPairConfig(PairLoss, OnlineConfig):
+    """Learning from fresh pairs that rewards label."""
+
+    objective_class: ClassVar[str] = "preferences:FreshPairs"
+    compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
+
+
+@options
+class LogisticLoss(PairLoss):
+    label_smoothing: float = option(
+        0.0, "How likely a label is wrong (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
+    )
+
+
+@options
+class DPOConfig(LogisticLoss, PairWithSFTConfig):
+    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
+
+    objective: str = objective_name("dpo")
+    beta: float = option(
+        0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
+    )
+
+
+@options
+class IPO(PairLoss):
+    per_token: ClassVar[bool] = True
+    tau: float = option(
+        0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
+    )
+
+
+@options
+class IPOConfig(IPO, PairWithSFTConfig):
+    """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
+
+    Log-ratios are means over a response's tokens, as the authors advise.
+    """
+
+    objective: str = objective_name("ipo")
+
+
+@options
+class SimPO(LogisticLoss):
+    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
+
+    anchor: ClassVar[str] = ""
+    per_token: ClassVar[bool] = True
+    beta: float = option(2.0, "Beta: scale of mean log-probs' difference (paper: 2 to 2.5).", above=0, changeable=True)
+    gamma: float = option(1.0, "Gamma: target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True)
+
+
+@options
+class SimPOConfig(SimPO, PairWithSFTConfig):
+    objective: str = objective_name("simpo")
+
+
+@options
+class OnlineSimPOConfig(SimPO, FreshPairConfig):
+    objective: str = objective_name("online_simpo")
+
+
+@options
+class ORPO(PairLoss):
+    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
+
+    anchor: ClassVar[str] = ""
+    per_token: ClassVar[bool] = True
+    odds_weight: float = option(
+        0.1, "Lambda, the odds ratio's weight; the chosen's likelihood has 1 (paper: 0.1).", at_least=0, changeable=True
+    )
+
+
+@options
+class ORPOConfig(ORPO, PairConfig):
+    objective: str = objective_name("orpo")
+
+
+@options
+class OnlineORPOConfig(ORPO, FreshPairConfig):
+    objective: str = objective_name("online_orpo")
+
+
+@options
+class CPO(LogisticLoss):
+    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
+
+    anchor: ClassVar[str] = ""
+    beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
+    nll_weight: float = option(1.0, "Weight of the chosen response's NLL (paper: 1).", at_least=0, changeable=True)
+
+
+@options
+class CPOConfig(CPO, PairConfig):
+    objective: str = objective_name("cpo")
+
+
+@options
+class OnlineCPOConfig(CPO, FreshPairConfig):
+    objective: str = objective_name("online_cpo")
+
+
+@options
+class SLiC(PairLoss):
+    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
+
+    anchor: ClassVar[str] = ""
+    delta: float = option(1.0, "Delta: the margin that is enough, in nats per response.", at_least=0, changeable=True)
+    nll_weight: float = option(1.0, "Lambda, the weight of the chosen response's NLL.", at_least=0, changeable=True)
+
+
+@options
+class SLiCConfig(SLiC, PairConfig):
+    objective: str = objective_name("slic")
+
+
+@options
+class OnlineSLiCConfig(SLiC, FreshPairConfig):
+    objective: str = objective_name("online_slic")
+
+
+@options
+class APOZero(PairLoss):
+    """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
+
+    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
+
+
+@options
+class APOZeroConfig(APOZero, PairWithSFTConfig):
+    objective: str = objective_name("apo_zero")
+
+
+@options
+class OnlineAPOZeroConfig(APOZero, FreshPairConfig):
+    objective: str = objective_name("online_apo_zero")
+
+
+@options
+class APODown(APOZero):
+    """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
+
+
+@options
+class APODownConfig(APODown, PairWithSFTConfig):
+    objective: str = objective_name("apo_down")
+
+
+@options
+class OnlineAPODownConfig(APODown, FreshPairConfig):
+    objective: str = objective_name("online_apo_down")
+
+
+@options
+class DiscoPOP(PairLoss):
+    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
+
+    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favours
+    the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
+    raise tau to 0.11 if it falls.
+    """
+
+    beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
+    tau: float = option(
+        0.05, "Tau: the blend's width (paper: 0.05). From 0.11 on, steps favour the chosen.", above=0, changeable=True
+    )
+
+
+@options
+class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig):
+    objective: str = objective_name("discopop")
+
+
+@options
+class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig):
+    objective: str = objective_name("online_discopop")
+
+
+@options
+class KTOConfig(PreferenceConfig):
+    """Kahneman-Tversky optimization (arXiv 2402.01306): single responses, each desirable or not.
+
+    z0, the reference point, is the mean of log π/π_ref over a batch's prompts, each with the response to another.
+    """
+
+    objective: str = objective_name("kto")
+    beta: float = option(
+        0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
+    )
+    desirable_weight: float = option(
+        1.0, "Weight of desirable responses (paper: 1 to 4/3 times the others', by number).", above=0, changeable=True
+    )
+    undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
+
+
+@options
+class OnlineDPOConfig(FreshPairConfig):
+    """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
+
+    objective: str = objective_name("online_dpo")
+    kl_coef: float = option(0.1, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
+
+
+@options
+class BPOConfig(OnlineDPOConfig):
+    """BPO (arXiv 2406.12168): online DPO against the policy that sampled, another one in every update; evaluations keep
+    the reference.
+    """
+
+    anchor: ClassVar[str] = "old"
+    compares_with_old: ClassVar[bool] = True
+    objective: str = objective_name("bpo")
+    kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
+
+
+@options
+class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
+    """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
+
+    objective: str = objective_name("online_ipo")
+
+    @property
+    def from_mixture(self) -> int:
+        return self.responses_per_prompt if self.mixture else 0
+
+
+@options
+class NashMDConfig(MixtureConfig):
+    """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
+
+    objective_class: ClassVar[str] = "preferences:NashMD"
+    compares_with_old: ClassVar[bool] = False
+    objective: str = objective_name("nash_md")
+    mixture: float = option(0.125, "Beta: the reference's share in pi^(1 - beta) pi_ref^beta.", above=0, at_most=1)
+    tau: float = option(0.1, "Weight of the KL to the reference.", at_least=0, changeable=True)
+    inner_epochs: int = 1  # the loss is on-policy only in the first step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (count := self.responses_per_prompt) % 2:
+            raise UserError(f"--responses_per_prompt must be even: half are the mixture's, got {count}")
+
+    @property
+    def from_mixture(self) -> int:
+        return self.responses_per_prompt // 2
+
+
+# The choices of `--objective` in scripts/preference.py.
+OFFLINE_OBJECTIVES: dict[str, type[PreferenceConfig]] = {
+    "dpo": DPOConfig,
+    "ipo": IPOConfig,
+    "simpo": SimPOConfig,
+    "orpo": ORPOConfig,
+    "cpo": CPOConfig,
+    "slic": SLiCConfig,
+    "apo_zero": APOZeroConfig,
+    "apo_down": APODownConfig,
+    "discopop": DiscoPOPConfig,
+    "kto": KTOConfig,
+}

@@ -1,0 +1,30 @@
+"""Options of TRPO."""
+
+from typing import ClassVar
+
+from fastp3o.config import PrecisionName, objective_name, option, options
+from fastp3o.errors import UserError
+from fastp3o.objectives.config.ppo import CriticConfig
+
+
+@options
+class TRPOConfig(CriticConfig):
+    """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it, with PPO's critic.
+
+    The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and minibatches are the critic's.
+    """
+
+    objective_class: ClassVar[str] = "trpo:TRPO"
+    objective: str = objective_name("trpo")
+    precision: PrecisionName = "fp32"
+    max_kl: float = option(0.01, "Bound on an update's KL, in nats per token (TRPO: 0.01).", above=0, changeable=True)
+    cg_steps: int = option(10, "Steps of conjugate gradients (Spinning Up: 10).", at_least=1, changeable=True)
+    cg_damping: float = option(0.1, "Added to the Fisher matrix (Spinning Up: 0.1).", at_least=0, changeable=True)
+    line_search_steps: int = option(10, "Tries, each 0.8 of the last (Spinning Up: 10).", at_least=1, changeable=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision != "fp32" or self.quantize == "8bit":
+            raise UserError("--objective trpo needs --precision fp32, and no --quantize 8bit, for small differences")
+        if self.ptx_data or self.sampler_ratio_cap:
+            raise UserError("--objective trpo excludes --ptx_data and --sampler_ratio_cap: its step knows neither")
