@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastp3o_kernels import onednn
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
 from fastp3o_kernels.rows.rows import LogitsTransform
 
@@ -105,7 +106,9 @@ class HeadDtypes(NamedTuple):
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """out (+)= a @ b. An fp32 result of operands in half precision is not rounded to their dtype in between."""
-    if out.dtype == a.dtype:
+    if out.dtype == a.dtype and onednn.takes(a, b.shape[1]):
+        onednn.multiply(a, b, out, accumulate=accumulate)
+    elif out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     elif a.is_cuda and out.dtype == torch.float32:
         if accumulate:

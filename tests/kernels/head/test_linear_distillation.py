@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import kl_div
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o_kernels import linear_distillation
+from fastp3o_kernels import linear_distillation, onednn
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
 from tests.kernels.problems import (
@@ -92,7 +92,8 @@ def test_memory_stays_within_the_budget():
     with PeakMemory() as memory:
         distillation(student, teacher, "jsd", 0.5, memory_budget=budget).sum().backward()
     assert teacher.gradients() == [None, None]
-    most = budget + 4 * (2 * N * D + V * D + 12 * N + 7 * ROWS_AT_ONCE * V)  # with gradients, vectors and temporaries
+    # With gradients, vectors, temporaries and a part of a product.
+    most = budget + 4 * (2 * N * D + V * D + 12 * N + 7 * ROWS_AT_ONCE * V + 600 * onednn.PART)
     assert memory.peak <= most < 0.4 * 12 * N * V
 
 
