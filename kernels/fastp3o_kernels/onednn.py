@@ -39,8 +39,10 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out (+)= a @ b, [n, k], [k, m], [n, m], in parts of rows, or of columns where b has whole ones: oneDNN returns new
-    tensors, which should stay in the processor's cache.
+    """out (+)= a @ b: [n, k], [k, m], [n, m].
+
+    It comes in parts of rows, or of columns where b has them in one piece: oneDNN returns new tensors, which should
+    stay in the processor's cache.
     """
     columns = int(b.T.is_contiguous())
     for part, operand in zip(out.split(PART, columns), (a, b)[columns].split(PART, columns), strict=True):
@@ -67,12 +69,13 @@ class LinearProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
-        flat = grad.flatten(0, -2)
-        return (
-            product(grad, weight) if needs_rows else None,
-            product(flat.T, rows.flatten(0, -2)) if needs_weight else None,
-            flat.sum(0) if needs_bias else None,
-        )
+        outputs, inputs = grad.flatten(0, -2), rows.flatten(0, -2)
+        dweight = None
+        if needs_weight:
+            # oneDNN copies its first operand where that is transposed: the narrower one.
+            narrow = outputs.shape[1] <= inputs.shape[1]
+            dweight = product(outputs.T, inputs) if narrow else product(inputs.T, outputs).T
+        return product(grad, weight) if needs_rows else None, dweight, outputs.sum(0) if needs_bias else None
 
 
 def use_onednn(model: nn.Module) -> None:
