@@ -11,7 +11,14 @@ BareOperation = Callable[[], object]
 
 def products(inputs: Inputs, *, logits: int, dhidden: int, dweight: int) -> BareOperation:
     """This many products of the head's shapes, in the inputs' dtype with results in theirs."""
-    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    return linear_products(inputs.hidden, inputs.weight, logits, dhidden, dweight)
+
+
+def linear_products(
+    hidden: torch.Tensor, weight: torch.Tensor, logits: int, dhidden: int, dweight: int
+) -> BareOperation:
+    """The same of any linear layer. hidden: [N, D]. weight: [V, D]."""
+    hidden, weight = hidden.detach(), weight.detach()
     out = hidden.new_empty(len(hidden), len(weight))
     dhidden_out, dweight_out = torch.empty_like(hidden), torch.empty_like(weight)
     torch.mm(hidden, weight.T, out=out)

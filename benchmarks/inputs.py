@@ -30,6 +30,11 @@ class Inputs:
     def pairs(self) -> tuple[Tensor, ...]:
         return self.old_logprobs, self.ref_logprobs, self.rewards
 
+    def trained(self) -> "Inputs":
+        """With fresh leaves."""
+        self.hidden, self.weight = (tensor.detach().requires_grad_() for tensor in (self.hidden, self.weight))
+        return self
+
     def for_policy(self, sums: Tensor) -> "Inputs":
         """The same moves since the rollout, for a policy of other log-probs [P, 2]."""
         shift = sums - self.sums
@@ -48,10 +53,10 @@ class Inputs:
         )
 
 
-def random_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype | None = None) -> Inputs:
+def random_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype | None = None, *, ragged: bool = False) -> Inputs:
     """Pairs that moved since the rollout, but within the clip range: all of them have a gradient.
 
-    dtype: DTYPE if None.
+    dtype: DTYPE if None. ragged: lengths of responses are random, with the same mean.
     """
     generator, dtype = torch.Generator(DEVICE).manual_seed(0), dtype or DTYPE
 
@@ -62,6 +67,9 @@ def random_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype | None = None
     weight = (randn(head.vocabulary, head.hidden) * (LOGITS_STD / head.hidden**0.5)).to(dtype)
     labels = torch.randint(head.vocabulary, (tokens,), generator=generator, device=DEVICE)
     host_cu_seqlens = torch.arange(0, tokens + 1, RESPONSE_TOKENS, dtype=torch.int32)
+    if ragged:
+        cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[: len(host_cu_seqlens) - 2]
+        host_cu_seqlens[1:-1] = cuts.sort().values + 1
     cu_seqlens = host_cu_seqlens.to(DEVICE)
     with torch.no_grad():
         sums = sequence_logprobs(linear_logprobs(hidden, weight, labels), cu_seqlens).view(-1, 2)

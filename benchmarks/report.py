@@ -214,7 +214,7 @@ def judged(*records: dict) -> Results:
     results = []
     for record in records:
         cuda = bool(record["environment"]["cuda"])
-        levels = ("rollouts", "iteration")
+        levels = ("rollouts", "iteration", "model")
         results += [result | {"cuda": cuda} for result in record["benchmarks"] if cuda or result["level"] in levels]
     return results
 

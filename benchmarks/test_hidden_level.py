@@ -18,6 +18,7 @@ from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
 from benchmarks.shapes import DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name
 
+BOTH = "forward and backward"
 OURS = {"fastp3o": implementations.hidden_fastp3o, "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs}
 EVERYWHERE = {"eager": implementations.hidden_eager, "TRL": peers.hidden_trl, "CCE": peers.hidden_cce}
 # These compile for each head, or take so long that one head must do.
@@ -45,9 +46,7 @@ def fresh_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype = DTYPE) -> In
         latest.cache_clear()
         release()
     fresh_inputs.latest = head, tokens, dtype
-    inputs = latest(head, tokens, dtype)
-    inputs.hidden, inputs.weight = (tensor.detach().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
-    return inputs
+    return latest(head, tokens, dtype).trained()
 
 
 def make_case(name: str, passes: str, inputs: Inputs, products: int, gradients: tuple[Tensor, ...]) -> Case:
@@ -70,7 +69,7 @@ def errors(compute_loss: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str
     return {"loss_error": abs(loss - expected).item()} | relative
 
 
-def run_both(benchmark, name, compute_loss, inputs, passes="forward and backward") -> None:
+def run_both(benchmark, name, compute_loss, inputs, passes=BOTH) -> None:
     leaves = inputs.hidden, inputs.weight
     measure(
         benchmark,
@@ -94,6 +93,13 @@ def test_forward_and_backward(benchmark, name, dtype, head, tokens):
     run_both(benchmark, name, compute_loss, inputs)
     if tokens == min(TOKENS) and dtype == DTYPE:
         benchmark.extra_info |= errors(compute_loss, inputs)
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", OURS)
+def test_ragged_pairs(benchmark, name, head, tokens):
+    run_both(benchmark, name, OURS[name], random_inputs(head, tokens, ragged=True).trained(), f"{BOTH}, ragged")
 
 
 @pytest.mark.parametrize(("name", "compute_loss"), named(FIRST_HEAD))

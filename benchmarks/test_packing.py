@@ -14,10 +14,10 @@ from itertools import chain
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks import padded, training_shapes
+from benchmarks import bare_operations, padded, training_shapes
 from benchmarks.measure import Case, measure
 from benchmarks.shapes import DEVICE, DTYPE, dtype_name
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
@@ -36,6 +36,8 @@ class Update:
     """The passes over all pairs."""
 
     tokens: int  # computed, padding included
+    labelled: int
+    rows: list[PackedRow]  # none if it is padded
     losses: list[Callable[[], Tensor]]  # of each pass, weighted to add up to the mean over all pairs
 
     def run(self) -> Tensor:
@@ -74,7 +76,8 @@ def packed_update(
         microbatch = Microbatch(row, rewards, logprobs, logprobs, old, ref)
         return lambda: OBJECTIVE.loss(policy, microbatch, all_pairs)[0]
 
-    return Update(sum(row.tokens for row in rows), [row_loss(row) for row in rows])
+    labelled = sum(len(row.labels) for row in rows)
+    return Update(sum(row.tokens for row in rows), labelled, rows, [row_loss(row) for row in rows])
 
 
 def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]]) -> Update:
@@ -92,7 +95,10 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
             given = made_up_rollout(logprobs(batch), members, len(pairs))
         return lambda: len(members) / len(pairs) * p3o_loss(logprobs(batch), *given).loss
 
-    return Update(sum(batch.input_ids.numel() for batch in batches), list(map(batch_loss, batches, passes)))
+    labelled = sum(len(response) for group in responses for response in group)
+    return Update(
+        sum(batch.input_ids.numel() for batch in batches), labelled, [], list(map(batch_loss, batches, passes))
+    )
 
 
 LAYOUTS = {
@@ -139,3 +145,39 @@ def test_training(benchmark, policy, layout, K, lengths):
         "K": K,
         "tokens": update.tokens,
     }
+
+
+@pytest.mark.parametrize("gradients", [True, False], ids=["update", "log-probs"])
+@pytest.mark.parametrize("K", RESPONSES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_share_of_the_products(benchmark, policy, gradients, K, lengths):
+    """With shared prompts, in turns with nothing but the products of the linear layers and the head, by torch.mm:
+    `ratio_to_bare` is the time over theirs.
+    """
+    update = LAYOUTS["shared prompts"](policy, *random_groups(lengths, K))
+    layers = [module.weight for module in policy.model.base_model.modules() if isinstance(module, nn.Linear)]
+    passes, each = len(update.losses), (1, int(gradients), int(gradients))
+    products = [
+        bare_operations.linear_products(weight.new_empty(rows // passes, weight.shape[1]).normal_(), weight, *each)
+        for weight, rows in [*((weight, update.tokens) for weight in layers), (policy.head().weight, update.labelled)]
+    ]
+    shape = update.labelled, CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
+    name = f"{'update' if gradients else 'log-probs'}, prompts of {lengths.prompt}, {K} responses of {lengths.response}"
+
+    def bare() -> None:
+        for _ in range(passes):
+            for product in products:
+                product()
+
+    def logprobs(_: object) -> None:
+        with torch.no_grad():
+            for row in update.rows:
+                labelled_logprobs(policy, row)
+
+    measure(
+        benchmark,
+        Case("model", "fastp3o", name, *shape, bytes=0, operations=0, gradient_bytes=0),
+        prepare=lambda: policy.zero_grad(set_to_none=False),
+        run=(lambda _: update.run()) if gradients else logprobs,
+        bare=bare,
+    )
