@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    finished = set(config.stash[RECORD]["finished"])
+    finished, late = (config.stash[RECORD][name] for name in ("finished", "late"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in finished])
-    items[:] = [item for item in items if item.nodeid not in finished]
+    items[:] = sorted((item for item in items if item.nodeid not in finished), key=lambda item: item.nodeid in late)
 
 
 @pytest.hookimpl(tryfirst=True)

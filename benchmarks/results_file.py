@@ -5,6 +5,7 @@
     not_measured    name and reason each
     finished        tests that need not run again, by their node ids; failed: those of fastp3o among them that failed
     running         the test that runs, None between two
+    late            tests that were killed as the time ended: they come last the next time
     complete        whether no test is left
 
 A file is replaced whole, so that a reader finds the old one or the new one, whenever the writer was killed.
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OUT_OF_TIME = "out of time"
-LISTS = ("benchmarks", "not_measured", "finished", "failed")
+LISTS = ("benchmarks", "not_measured", "finished", "failed", "late")
 # What makes several results of one rollout or iteration: each sampler or trainer is a test of its own.
 PARTS = ("ways", "trainers")
 
@@ -60,9 +61,10 @@ def name_of(test: str) -> str:
 
 
 def without_the_unbegun(record: dict) -> dict:
-    """Without what only the time was too short for."""
+    """Without what only the time was too short for. A test that runs still was killed as it ended."""
+    late = [*record["late"], *filter(None, [record["running"]])]
     left = [entry for entry in record["not_measured"] if not entry["reason"].startswith(OUT_OF_TIME)]
-    return record | {"not_measured": left, "running": None, "complete": False}
+    return record | {"not_measured": left, "late": late, "running": None, "complete": False}
 
 
 def unbegun(record: dict) -> int:
