@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # Multiplications of a product below which MKL is faster: oneDNN brings a weight into an order of its own first.
-LEAST = 1_500_000
+LEAST = 2_000_000
 # Rows or columns of a part of a large result.
 PART = 256
 
