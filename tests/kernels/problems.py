@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastp3o_kernels import Head
 from fastp3o_kernels.head import backward, forward
+from fastp3o_kernels.head import head as head_module
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.head import HeadDtypes
 
@@ -21,8 +22,8 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with Triton.
 CHUNKED = [None, "triton"]
 HALVES = (torch.float16, torch.bfloat16)
-# Where half precision is multiplied as on a GPU: everywhere on one; on a CPU also as it is there.
-GPU_ARITHMETIC = [True] if CUDA else [True, False]
+# Half precision is multiplied as on a GPU; on a CPU also as with products of bf16 and without.
+ARITHMETICS = ["gpu"] if CUDA else ["gpu", "bf16", "widened"]
 # A GPU compiles its kernels for every vocabulary, which takes most of a test's time.
 EXAMPLES = 12 if CUDA else 25
 
@@ -170,9 +171,9 @@ def random_hidden_states(
 
 
 @contextmanager
-def as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
-    """The head works on a CPU as it does on a GPU: no token is left out of the products, and those of a half-precision
-    dtype have fp32 sums and gradients of logits in that dtype, rounded to nearest. On a GPU there is nothing to do.
+def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
+    """The head works on this processor as on one with products of bf16, one without, or as on a GPU: products of a
+    half-precision dtype have fp32 sums and gradients of logits in that dtype. On a GPU there is nothing to do.
     """
 
     def multiplied(a, b, out, *, accumulate=False):
@@ -180,19 +181,21 @@ def as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
         out.copy_(out + product if accumulate else product)
 
     with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu" and dtype in HALVES:
+        patch.setattr(head_module, "multiplies_bf16", lambda: arithmetic == "bf16")
+        if DEVICE.type == "cpu" and arithmetic == "gpu" and dtype in HALVES:
             for module in (forward, backward):
                 patch.setattr(module, "multiply", multiplied)
-            dtypes = HeadDtypes(dtype, dtype, torch.float32)
+            dtypes = HeadDtypes(dtype, dtype, dtype, torch.float32)
             patch.setattr(HeadDtypes, "for_hidden", lambda hidden: dtypes)
         yield
 
 
 @contextmanager
-def rounded_gradients_of_logits(dtype: torch.dtype) -> Iterator[None]:
-    """The eager head rounds the gradients of its products to a half-precision dtype, as the chunked one must on a GPU,
-    where they are operands of products themselves. In fp16 the largest one is brought to about a thousand before.
+def rounded_gradients_of_logits(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
+    """The eager head rounds the gradients of its products to half precision where the chunked one must, whose products
+    then have them for operands. In fp16 the largest one is brought to about a thousand before.
     """
+    halves = {"gpu": HALVES, "bf16": [torch.bfloat16], "widened": []}[arithmetic]
 
     def rounded(gradient: Tensor) -> Tensor:
         scale = 1.0
@@ -202,7 +205,7 @@ def rounded_gradients_of_logits(dtype: torch.dtype) -> Iterator[None]:
 
     def products(hidden, head, rounded_to):
         logits = exact_products(hidden, head, rounded_to)
-        if logits.requires_grad and dtype in HALVES:
+        if logits.requires_grad and dtype in halves:
             logits.register_hook(rounded)
         return logits
 

@@ -51,12 +51,12 @@ class HeadGradients:
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
         rows = 0 if plan.in_place else plan.dlogits_rows
-        self.dlogits_buffer = hidden.new_empty(rows, plan.row_elements, dtype=plan.dtypes.multiplied)
+        self.dlogits_buffer = hidden.new_empty(rows, plan.row_elements, dtype=plan.dtypes.dlogits)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
         self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
         # Factor of the gradients until `results`, 0-d on the device; None: 1.
-        fp16 = plan.dtypes.multiplied == torch.float16
+        fp16 = plan.dtypes.dlogits == torch.float16
         self.scale = torch.full((), HIGHEST_SCALE, device=hidden.device) if fp16 else None
 
     def backward(self, spans: list[slice], coefficients: Tensor, entropy_coefficients: Tensor | None = None) -> None:
@@ -103,7 +103,8 @@ class HeadGradients:
             flags = coefficients != 0
             if entropy_coefficients is not None:
                 flags |= entropy_coefficients != 0
-            self.multiply(*taking_part(rows.logits, span, flags), last=False)
+            dlogits, tokens = taking_part(rows.logits, span, flags)
+            self.multiply(rounded_in_place(dlogits, chunked.plan.dtypes.dlogits), tokens, last=False)
             return
         while begin < span.stop:
             if self.filled == len(self.dlogits_buffer):
@@ -130,20 +131,21 @@ class HeadGradients:
 
     def multiply(self, dlogits: Tensor, index: slice | Tensor, *, last: bool) -> None:
         """The gradients' products over the tokens of this index. last: whether none follow."""
+        hidden, weight = self.chunked.gradient_operands
         if self.dhidden is not None and isinstance(index, slice):
-            multiply(dlogits, self.chunked.weight, out=self.dhidden[index])
+            multiply(dlogits, weight, out=self.dhidden[index])
         elif self.dhidden is not None:
             product = self.dhidden.new_empty(len(dlogits), self.dhidden.shape[1])
-            multiply(dlogits, self.chunked.weight, out=product)
+            multiply(dlogits, weight, out=product)
             self.dhidden[index] = product
         if self.needs_weight:
             accumulate = self.dweight is not None
             if self.dweight is None:
                 # fp32 where several fillings of the buffer are summed; a single product's own sum is fp32 inside.
-                bf16 = self.dtypes[1] == self.chunked.plan.dtypes.multiplied == torch.bfloat16
+                bf16 = self.dtypes[1] == self.chunked.plan.dtypes.dlogits == torch.bfloat16
                 dtype = torch.bfloat16 if last and bf16 else self.logits_dtype
-                self.dweight = torch.empty_like(self.chunked.weight, dtype=dtype, memory_format=torch.contiguous_format)
-            multiply(dlogits.T, self.chunked.hidden[index], out=self.dweight, accumulate=accumulate)
+                self.dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+            multiply(dlogits.T, hidden[index], out=self.dweight, accumulate=accumulate)
         if self.dbias is not None:
             self.dbias += dlogits.sum(dim=0, dtype=self.dbias.dtype)
 
@@ -187,6 +189,20 @@ def taking_part(dlogits: Tensor, span: slice, flags: Tensor) -> tuple[Tensor, sl
         dlogits[place] = dlogits[moved]
     tokens[target] = tokens[source]
     return dlogits[:k], tokens[:k]
+
+
+def rounded_in_place(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """values [k, V], neighbouring rows of a buffer, in a narrower dtype at the beginning of their own memory."""
+    if values.dtype == dtype:
+        return values
+    k, elements = len(values), values.stride(0)
+    narrow = (
+        values.as_strided((k * elements,), (1,)).view(dtype)[: k * elements].view(k, elements)[:, : values.shape[1]]
+    )
+    # The first part overlaps its own place, the others only places of parts before.
+    for part, place in zip(values.split(ROWS_MOVED), narrow.split(ROWS_MOVED), strict=True):
+        place.copy_(part.to(dtype))
+    return narrow
 
 
 def scale_in_place(tensors: Sequence[Tensor | None], factor: Tensor, *, triton: bool) -> None:

@@ -81,7 +81,7 @@ def plan_chunks(
     row_elements = -(-V // ALIGNMENT) * ALIGNMENT
     logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
     in_place = not triton and dtypes.multiplied == dtypes.logits
-    dlogits_bytes = 0 if in_place else row_elements * dtypes.multiplied.itemsize
+    dlogits_bytes = 0 if in_place else row_elements * dtypes.dlogits.itemsize
     if budget < logits_bytes + dlogits_bytes:
         raise ValueError(
             f"memory_budget of {budget} bytes is less than one row of logits and its gradient take at a vocabulary of "

@@ -63,13 +63,16 @@ class ChunkedHead:
         """Inside, logits of these hidden states [N, D] can be computed. Outside, only autograd keeps them."""
         # The dtypes have taken autocast into account.
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = self.plan.dtypes.cast
-            self.head, self.hidden, self.weight = head, cast(hidden), cast(head.weight)
+            dtypes = self.plan.dtypes
+            self.head, self.hidden, self.weight = head, dtypes.cast(hidden), dtypes.cast(head.weight)
+            self.gradient_operands = self.hidden, self.weight
+            if dtypes.dlogits != dtypes.multiplied:
+                self.gradient_operands = hidden.to(dtypes.dlogits), head.weight.to(dtypes.dlogits)
             self.exponential = self.takes_exponentials and head.softcap is None
             try:
                 yield
             finally:
-                del self.head, self.hidden, self.weight
+                del self.head, self.hidden, self.weight, self.gradient_operands
 
     def release(self) -> None:
         """Gives the buffer back to the next call."""

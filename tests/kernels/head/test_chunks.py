@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastp3o_kernels.head.chunks import ROWS_IN_PLACE, TILE, plan_chunks
 from fastp3o_kernels.head.head import HeadDtypes
 
-DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadDtypes(*[torch.float32] * 3)}
+DTYPES = {2: HeadDtypes(*[torch.bfloat16] * 3, torch.float32), 4: HeadDtypes(*[torch.float32] * 4)}
 
 
 @given(

@@ -10,8 +10,13 @@ from fastp3o_kernels.head.head import HeadDtypes
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
-def test_half_operands_stay_half_where_their_products_are_fp32(device, half, monkeypatch):
+@pytest.mark.parametrize("capable", [True, False])
+def test_half_operands_stay_half_where_products_are_fp32_and_those_of_gradients_where_bf16_is_fast(
+    device, half, capable, monkeypatch
+):
     hidden = SimpleNamespace(device=SimpleNamespace(type=device), dtype=half)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    expected = half if device == "cuda" else torch.float32
-    assert HeadDtypes.for_hidden(hidden) == (half, expected, torch.float32)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": capable})
+    logits = half if device == "cuda" else torch.float32
+    gradients = half if device == "cpu" and half == torch.bfloat16 and capable else logits
+    assert HeadDtypes.for_hidden(hidden) == (half, logits, gradients, torch.float32)

@@ -1,7 +1,5 @@
 """Losses against the paper's formulas in fp64, and kernels and chunks against eager PyTorch: values and gradients."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +8,12 @@ from hypothesis import strategies as st
 from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.levels import Batch
 from tests.kernels.problems import (
+    ARITHMETICS,
     CHUNKED,
     CLIPPINGS,
     EXAMPLES,
-    GPU_ARITHMETIC,
-    as_on_a_gpu,
     budget_for,
+    multiplied_as,
     oracle,
     ragged_groups,
     rounded_gradients_of_logits,
@@ -54,21 +52,21 @@ def test_it_is_the_paper_in_fp64(level, V, impl, known):
     V=vocabularies(2, 90),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     impl=st.sampled_from(CHUNKED),
-    gpu=st.sampled_from(GPU_ARITHMETIC),
+    arithmetic=st.sampled_from(ARITHMETICS),
     known=st.fixed_dictionaries(
         KNOWN
         | {"bias": st.booleans(), "softcap": st.sampled_from([None, 5.0]), "temperature": st.sampled_from([1.0, 0.7])}
     ),
 )
-def test_kernels_and_chunks_are_as_exact_as_eager(level, V, dtype, impl, gpu, known):
+def test_kernels_and_chunks_are_as_exact_as_eager(level, V, dtype, impl, arithmetic, known):
     (K, lengths), held = known.pop("groups"), known.pop("held")
     batch = Batch(level, lengths, V, K=K, dtype=dtype, **known)
     if level == "log-probs":
         batch.pairs.labels[::7] = -100
     expected, targets = batch.to(torch.float64).run("eager")
-    with rounded_gradients_of_logits(dtype) if gpu else nullcontext():
+    with rounded_gradients_of_logits(arithmetic, dtype):
         eager, eager_gradients = batch.run("eager")
-    with as_on_a_gpu(dtype) if gpu else nullcontext():
+    with multiplied_as(arithmetic, dtype):
         output, gradients = batch.run("triton" if level == "logits" else impl, memory_budget=budget_for(held, V))
     size = 1e-5 * (1 + sum(lengths))
     assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + size * (1 + abs(expected.loss))

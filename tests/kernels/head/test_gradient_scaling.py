@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from fastp3o_kernels.head.backward import HIGHEST_SCALE, LARGEST_SCALED, converted, scale_in_place
+from fastp3o_kernels.head.backward import (
+    HIGHEST_SCALE,
+    LARGEST_SCALED,
+    ROWS_MOVED,
+    converted,
+    rounded_in_place,
+    scale_in_place,
+)
 from fastp3o_kernels.head.scale_kernel import BLOCK, launch_lowered_scale
 
 
@@ -24,6 +31,10 @@ def test_another_dtype_is_reached_in_one_rounding(device):
     values, factor = torch.randn(1000, device=device), torch.tensor(0.3, device=device)
     assert torch.equal(converted(values, factor, torch.bfloat16), (values * factor).bfloat16())
     assert torch.equal(converted(values, None, torch.bfloat16), values.bfloat16())
+    buffer = torch.randn(3 * ROWS_MOVED + 5, 48, device=device)
+    rows, after = buffer[7:-7, :37], buffer[-7:].clone()
+    expected = rows.bfloat16()
+    assert torch.equal(rounded_in_place(rows, torch.bfloat16), expected) and torch.equal(buffer[-7:], after)
 
 
 @pytest.mark.parametrize("size", [1, 7, BLOCK + 5])

@@ -2,7 +2,6 @@
 
 import math
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,11 +15,11 @@ from fastp3o_kernels import linear_distillation, onednn
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
 from tests.kernels.problems import (
+    ARITHMETICS,
     DEVICE,
-    GPU_ARITHMETIC,
     HALVES,
-    as_on_a_gpu,
     budget_for,
+    multiplied_as,
     random_hidden_states,
     rounded_gradients_of_logits,
 )
@@ -57,7 +56,7 @@ def run(function, student, teacher, *kind, **given):
     held=st.integers(1, 100),
     kind=st.tuples(st.sampled_from(["reverse_kl", "forward_kl", "jsd"]), st.sampled_from([0.5, 0.1, 0.99])),
     dtype=st.sampled_from([torch.float64, torch.float64, torch.float32, *HALVES]),
-    gpu=st.sampled_from(GPU_ARITHMETIC),
+    arithmetic=st.sampled_from(ARITHMETICS),
     scale=st.sampled_from([0.01, 2.0, 40.0]),
     bias=st.booleans(),
     excluded=st.sampled_from([None, -math.inf, -1e30]),
@@ -65,7 +64,7 @@ def run(function, student, teacher, *kind, **given):
     temperature=st.sampled_from([1.0, 0.7]),
     seed=st.integers(0, 10**6),
 )
-def test_it_is_the_formula(sizes, held, kind, dtype, gpu, scale, bias, excluded, softcap, temperature, seed):
+def test_it_is_the_formula(sizes, held, kind, dtype, arithmetic, scale, bias, excluded, softcap, temperature, seed):
     """In fp64; otherwise as exact as eager. excluded: the bias of a token that neither has; the formula skips it."""
     scale = scale / 4 if dtype == torch.float16 else scale  # whose products end at 65504
     given = {"scale": scale, "bias": bias or excluded is not None, "temperature": temperature}
@@ -75,12 +74,12 @@ def test_it_is_the_formula(sizes, held, kind, dtype, gpu, scale, bias, excluded,
         states.bias[0] = excluded
     kept = slice(1 if excluded else 0, None)
     values, targets = run(formula, student.to(torch.float64), teacher.to(torch.float64), *kind, kept=kept)
-    with rounded_gradients_of_logits(dtype) if gpu else nullcontext():
+    with rounded_gradients_of_logits(arithmetic, dtype):
         eager, eager_gradients = run(formula, student, teacher, *kind, kept=kept)
-    with as_on_a_gpu(dtype) if gpu else nullcontext():
+    with multiplied_as(arithmetic, dtype):
         got, gradients = run(distillation, student, teacher, *kind, memory_budget=3 * budget_for(held, sizes[1]))
     size = 1e-10 if dtype == torch.float64 else 1e-5
-    share = max(10 * size, gpu * torch.finfo(dtype).eps)
+    share = max(10 * size, (arithmetic != "widened") * torch.finfo(dtype).eps)
     assert (got - values).abs().max() <= 2 * (eager - values).abs().max() + size * (1 + values.abs().max())
     for gradient, by_eager, target in zip(gradients, eager_gradients, targets, strict=True):
         assert (gradient - target).norm() <= 2 * (by_eager - target).norm().nan_to_num() + share * (0.1 + target.norm())

@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.levels import LENGTHS, Batch
-from tests.kernels.problems import CHUNKED, DEVICE, as_on_a_gpu, budget_for, random_hidden_states, relative_error
+from tests.kernels.problems import CHUNKED, DEVICE, budget_for, multiplied_as, random_hidden_states, relative_error
 from tests.pairwise import pairwise
 
 V, D, N = 50, 8, sum(LENGTHS)
@@ -42,7 +42,7 @@ def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(factors, 
     batch = Batch(level, [2, 3] * 10, 3000, **given)
     batch.pairs.rewards *= torch.tensor(factors, device=DEVICE).repeat_interleave(10 // len(factors))[:, None]
     _, expected = batch.to(torch.float64).run("eager", incoming=2.0**10 / factors[-1])
-    with as_on_a_gpu(torch.float16):
+    with multiplied_as("gpu", torch.float16):
         _, gradients = batch.run(impl, incoming=2.0**10 / factors[-1], memory_budget=budget_for(10, 3000))
     assert largest_error(gradients, expected) < 3e-3
 
