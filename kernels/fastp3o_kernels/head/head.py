@@ -13,7 +13,6 @@ from fastp3o_kernels import onednn
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
 from fastp3o_kernels.rows.rows import LogitsTransform
 
-
 # Rows of a product that is rounded before it is added to others: they stay in the caches, and their memory is small.
 ROUNDED_ROWS = 2048
 

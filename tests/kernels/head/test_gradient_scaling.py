@@ -34,7 +34,8 @@ def test_another_dtype_is_reached_in_one_rounding(device):
     buffer = torch.randn(3 * ROWS_MOVED + 5, 48, device=device)
     rows, after = buffer[7:-7, :37], buffer[-7:].clone()
     expected = rows.bfloat16()
-    assert torch.equal(rounded_in_place(rows, torch.bfloat16), expected) and torch.equal(buffer[-7:], after)
+    assert torch.equal(rounded_in_place(rows, torch.bfloat16), expected)
+    assert torch.equal(buffer[-7:], after)
 
 
 @pytest.mark.parametrize("size", [1, 7, BLOCK + 5])
