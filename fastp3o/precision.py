@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastp3o_kernels.head.head import multiplies
+
 
 class Precision(NamedTuple):
     """A model's arithmetic.
@@ -30,6 +32,12 @@ class Precision(NamedTuple):
     def half(self) -> bool:
         """Whether the weights themselves are in half precision."""
         return self.weights.itemsize == 2
+
+    @property
+    def slow_on_cpu(self) -> bool:
+        """Whether this processor lacks instructions for its products, and would train faster in fp32."""
+        dtype = self.autocast or self.weights
+        return dtype.itemsize == 2 and not multiplies(dtype)
 
 
 def choose_precision(name: str, automatic: str) -> Precision:

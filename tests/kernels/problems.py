@@ -181,7 +181,7 @@ def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
         out.copy_(out + product if accumulate else product)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_module, "multiplies_bf16", lambda: arithmetic == "bf16")
+        patch.setattr(head_module, "multiplies", lambda half: arithmetic == "bf16")
         if DEVICE.type == "cpu" and arithmetic == "gpu" and dtype in HALVES:
             for module in (forward, backward):
                 patch.setattr(module, "multiply", multiplied)

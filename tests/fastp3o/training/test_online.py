@@ -9,6 +9,7 @@ from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.preferences import NashMDConfig, OnlineDPOConfig
+from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training import sft
@@ -84,7 +85,10 @@ def test_the_first_ratio_is_exactly_one_and_rounding_is_warned_of(workplace, tin
     (step,) = metrics("run")
     assert step["ratio_mean"] == step["ratio_max"] == 1
     assert step["clip_fraction"] == 0
-    assert ("rounding alone moves log-ratios" in capsys.readouterr().out) == (precision != "fp32")
+    printed = capsys.readouterr().out
+    assert ("rounding alone moves log-ratios" in printed) == (precision != "fp32")
+    slow = choose_precision(precision, "fp32").slow_on_cpu and not torch.cuda.is_available()
+    assert ("fp32 would be faster" in printed) == slow
 
 
 @pytest.mark.parametrize(
