@@ -7,12 +7,19 @@ python -m benchmarks.report --write                # what pages say: of GPUs and
 
 import argparse
 import json
+import random
 import re
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
+
+import torch
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
 from benchmarks.results_file import joined
+from benchmarks.shapes import LARGE_HEADS, HeadSizes
+from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, modelled_time, plan_chunks
+from fastp3o_kernels.head.head import HeadDtypes
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -60,6 +67,39 @@ def other_passes(results: Results) -> list[list[str]]:
             shape = f"{result['D']}, {result['V']}" + (f", {result['dtype']}" if several else "")
             figures = [f"{result['ms']:.2f}", f"{result['ratio_to_bare']:.2f}", *rates]
             lines.append([result["level"], result["passes"], shape, str(result["N"]), *figures])
+    return lines
+
+
+def ragged(P: int, K: int, response: int) -> list[int]:
+    """Bounds of P groups of K responses, each of half to one and a half times the mean length."""
+    generator = random.Random(0)
+    lengths = [generator.randint(response // 2, 3 * response // 2) for _ in range(P * K)]
+    return [0, *list(accumulate(lengths))[K - 1 :: K]]
+
+
+MODELLED = {
+    "32 pairs (even, 128)": list(range(0, 8193, 256)),
+    "19 pairs (350, 40)": ragged(19, 2, 40),
+    "21 pairs (128, 128)": ragged(21, 2, 128),
+    "4 pairs (350, 850)": ragged(4, 2, 850),
+    "2 × 16 (256)": ragged(2, 16, 256),
+}
+
+
+def modelled_ratio(bounds: list[int], head: HeadSizes, budget: int) -> float:
+    """Time of the head's plan, forward and backward in bf16, over that of three products of its tokens."""
+    N, dtypes = bounds[-1], HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
+    products, _ = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
+    # Kernels over rows move 10 bytes a logit; reading the weight moves 2 an element.
+    return (products + 5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
+
+
+def modelled() -> list[list[str]]:
+    """The head on an H100, by its least and most memory budget: predicted from its plans. Header first."""
+    lines = [["modelled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
+    for name, bounds in MODELLED.items():
+        ratios = [[modelled_ratio(bounds, head, b) for b in (MEMORY_BUDGET, MOST_BUDGET)] for head in LARGE_HEADS]
+        lines.append([name, str(bounds[-1]), *(f"{least:.2f} / {most:.2f}" for least, most in ratios)])
     return lines
 
 
@@ -275,7 +315,7 @@ def summary(records: Iterable[dict]) -> str:
 def committed() -> str:
     """The summary of all committed results, with what no suite measures."""
     paths = [path for pattern in ("*.cpu.json", "*.gpu.json") for path in sorted(RESULTS.glob(pattern))]
-    return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json")))])
+    return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json"))), plain(modelled())])
 
 
 def main() -> None:

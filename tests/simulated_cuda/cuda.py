@@ -2,6 +2,7 @@
 
 import os
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from tests.simulated_cuda import native
@@ -113,6 +114,7 @@ FUNCTIONS: dict[str, Any] = {
     "empty_cache": lambda: None,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=TOTAL_MEMORY),
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "get_sync_debug_mode": lambda: 0 if host.may_wait else 2,
     "is_available": lambda: True,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.head.backward import HeadGradients
-from fastp3o_kernels.head.chunks import Chunk, plan_chunks
+from fastp3o_kernels.head.chunks import Chunk, budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes
 from fastp3o_kernels.operation import first_derivatives_only
@@ -86,6 +86,7 @@ def chunked_loss(
     """
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), memory_budget, triton=triton)
+    budget = budget_on(hidden.device, memory_budget)
+    plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), budget, triton=triton)
     chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=bool(loss.outputs))
     return ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)

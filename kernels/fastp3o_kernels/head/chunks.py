@@ -9,22 +9,21 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
+import torch
+
 from fastp3o_kernels.head.head import HeadDtypes
 
-# Bytes of scratch for logits and their gradient. Every chunk reads the weight, every full gradient buffer reads it once
-# more and reads and writes the fp32 sum of its gradient: the larger the buffers, the fewer of both.
-# benchmarks/NOTES.md has the traffic by budget.
-MEMORY_BUDGET = 960_000_000
-
-# Share of the budget for gradients of logits where they do not fit all at once. For each element of a weight in half
-# precision a chunk's logits cost 2 bytes of traffic, and a filling of the buffer for gradients 10. A row of logits has
-# 4 bytes for each, and one of gradients 2: the traffic is least with 0.61 for gradients, and with 0.63 in fp32.
-GRADIENTS_SHARE = 5 / 8
-# The least share for logits where all gradients fit: below it more chunks cost what fewer fillings save.
-LEAST_LOGITS_SHARE = 1 / 8
+# Bytes of scratch for logits and their gradient, least and most. benchmarks/NOTES.md has the modelled time by budget.
+MEMORY_BUDGET, MOST_BUDGET = 960_000_000, 4_000_000_000
 
 # Products take rows in tiles of so many.
 TILE = 128
+# A product of fewer rows takes as long as one of so many: it reads the weight. An H100's 650 TFLOP/s over 3.0 TB/s.
+WEIGHT_ROWS = 217
+# The part of the weight's traffic, about, that products do not hide.
+SHOWN = 1 / 4
+# A plan's logits get some of so many parts of the budget, and gradients the others.
+SHARES = 16
 
 # Tokens, about, that go through the head together where their gradients take the place of the logits: more gain nothing
 # in the products, and no longer are in a processor's caches for the softmax.
@@ -59,55 +58,83 @@ class HeadPlan(NamedTuple):
     in_place: bool  # gradients take the logits' place, and have no buffer
 
 
+def modelled_time(plan: HeadPlan) -> tuple[int, int]:
+    """Time of a plan's products in bf16, forward and backward, and of its traffic of the weight, which they hide at best.
+    The unit is the time of a row of a product, 2 V D operations.
+    """
+    N = plan.chunks[-1].tokens.stop if plan.chunks else 0
+    spans = [span for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1])]
+    fillings = [min(plan.dlogits_rows, N - first) for first in range(0, N, max(plan.dlogits_rows, 1))]
+    rows = [span.stop - span.start for span in spans] + fillings
+    # The weight's gradient is written in bf16; several are read and written in fp32, and cast at the end.
+    gradient, cast = (4 * WEIGHT_ROWS, 3 * WEIGHT_ROWS) if len(fillings) > 1 else (WEIGHT_ROWS, 0)
+    products = sum(max(ceil(n / TILE) * TILE, WEIGHT_ROWS) for n in rows) + sum(max(n, gradient) for n in fillings)
+    return products + cast, WEIGHT_ROWS * len(rows) + gradient * len(fillings)
+
+
+def budget_on(device: torch.device, given: int | None) -> int:
+    """The caller's budget, or a twentieth of a GPU's memory within MEMORY_BUDGET and MOST_BUDGET."""
+    if given is not None or device.type != "cuda":
+        return MEMORY_BUDGET if given is None else given
+    return min(max(torch.cuda.get_device_properties(device).total_memory // 20, MEMORY_BUDGET), MOST_BUDGET)
+
+
 def plan_chunks(
     bounds: list[int],
     V: int,
     dtypes: HeadDtypes,
-    memory_budget: int | None,
+    memory_budget: int,
     teacher: HeadDtypes | None = None,
     *,
     triton: bool,
 ) -> HeadPlan:
-    """Chunks for groups between `bounds` (0 first, N last), within this many bytes (None: MEMORY_BUDGET).
+    """Chunks for groups between `bounds` (0 first, N last), within this many bytes, of the least modelled time.
 
-    It depends on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply matrices
-    of the same shapes: libraries round differently for different shapes.
+    They depend on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply
+    matrices of the same shapes: libraries round differently for different shapes.
     teacher: of a teacher, whose logits have a buffer as long as that for the head's own. triton: whether kernels write
     the gradients; PyTorch writes those of the logits' dtype in their place.
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
-    budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     row_elements = -(-V // ALIGNMENT) * ALIGNMENT
     logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
     in_place = not triton and dtypes.multiplied == dtypes.logits
     dlogits_bytes = 0 if in_place else row_elements * dtypes.dlogits.itemsize
-    if budget < logits_bytes + dlogits_bytes:
+    if memory_budget < logits_bytes + dlogits_bytes:
         raise ValueError(
-            f"memory_budget of {budget} bytes is less than one row of logits and its gradient take at a vocabulary of "
-            f"{V}: {logits_bytes + dlogits_bytes} bytes"
+            f"memory_budget of {memory_budget} bytes is less than one row of logits and its gradient take at a "
+            f"vocabulary of {V}: {logits_bytes + dlogits_bytes} bytes"
         )
     N = bounds[-1]
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
     if in_place:
-        fitting = min(budget // logits_bytes, N)
+        fitting = min(memory_budget // logits_bytes, N)
         # Even chunks: each reads the weight, and its gradient again, however few its tokens are.
         even = ceil(N / max(round(N / ROWS_IN_PLACE), 1)) + longest - 1
         chunks = list(divide(bounds, min(even, fitting)))
-        logits_rows = longest_span(chunks)
-        return HeadPlan(dtypes, V, row_elements, logits_rows, fitting, chunks, in_place)
-    logits_rows = (budget - N * dlogits_bytes) // logits_bytes
-    if logits_rows < max(LEAST_LOGITS_SHARE * budget // logits_bytes, longest):
-        fillings = ceil(N * dlogits_bytes / (GRADIENTS_SHARE * budget))
-        logits_rows = (budget - ceil(N / fillings) * dlogits_bytes) // logits_bytes
+        return HeadPlan(dtypes, V, row_elements, longest_span(chunks), fitting, chunks, in_place)
+    sizes = [N * logits_bytes]
+    if memory_budget < N * (logits_bytes + dlogits_bytes):
+        shares = (memory_budget * share // SHARES for share in range(2, SHARES))
+        sizes = [0, memory_budget - N * dlogits_bytes, *shares]
     # Groups stay whole where a row of gradients is left for each of logits.
-    logits_rows = min(max(logits_rows, longest), budget // (logits_bytes + dlogits_bytes), N)
-    chunks = list(divide(bounds, logits_rows))
-    logits_rows = longest_span(chunks)
-    most = (budget - logits_rows * logits_bytes) // dlogits_bytes
-    # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
-    tiles = ceil(N / max(ceil(N / most), 1) / TILE)
-    return HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place)
+    least = min(longest, memory_budget // (logits_bytes + dlogits_bytes))
+    most_bytes = memory_budget - dlogits_bytes
+    plans = []
+    for rows in sorted({max(min(size, most_bytes) // logits_bytes, least) for size in sizes}, reverse=True):
+        chunks = list(divide(bounds, rows // TILE * TILE if longest > rows > TILE else rows))
+        logits_rows = longest_span(chunks)
+        most = (memory_budget - logits_rows * logits_bytes) // dlogits_bytes
+        # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
+        tiles = ceil(N / max(ceil(N / most), 1) / TILE)
+        plans.append(HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
+
+    def time(plan: HeadPlan) -> float:
+        products, traffic = modelled_time(plan)
+        return products + SHOWN * traffic
+
+    return min(plans, key=time)
 
 
 def longest_span(chunks: list[Chunk]) -> int:

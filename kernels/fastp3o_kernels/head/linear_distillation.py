@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device
-from fastp3o_kernels.head.chunks import HeadPlan, plan_chunks
+from fastp3o_kernels.head.chunks import HeadPlan, budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.head.linear_logprobs import LinearLogprobs
@@ -141,6 +141,7 @@ def linear_distillation(
     except ValueError as error:
         raise ValueError(f"the teacher's {error}") from None
     bounds, V, dtypes = [0, len(hidden)], len(head.weight), HeadDtypes.for_hidden(hidden)
-    plan = plan_chunks(bounds, V, dtypes, memory_budget, HeadDtypes.for_hidden(teacher_hidden), triton=False)
+    budget = budget_on(hidden.device, memory_budget)
+    plan = plan_chunks(bounds, V, dtypes, budget, HeadDtypes.for_hidden(teacher_hidden), triton=False)
     chunked = DistilledHead(plan, labels, teacher_hidden, teacher_head.detach(), divergence, beta)
     return LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)[0]

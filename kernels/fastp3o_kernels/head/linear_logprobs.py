@@ -13,7 +13,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
 from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.backward import HeadGradients
-from fastp3o_kernels.head.chunks import plan_chunks
+from fastp3o_kernels.head.chunks import budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
@@ -95,9 +95,9 @@ def linear_logprobs(
             ratio of two evaluations of the same weights is exactly 1.
         outputs: what to return next to the log-probs, from the same matrix product: any of "entropy"
             (differentiable), "mean_logit" and "is_top".
-        memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Only the
-            gradients take memory as well: the weight's is summed in fp32 over chunks. Logits that still are in the
-            budget's buffer are kept for the backward pass, the others computed again.
+        memory_budget: bytes of scratch for logits and their gradient (default: 960 MB; a twentieth of a larger GPU, up
+            to 4 GB). Only the gradients take memory as well: the weight's is summed in fp32 over chunks. Logits that
+            still are in the budget's buffer are kept for the backward pass, the others computed again.
         impl: None: in chunks, with Triton if it is installed, all tensors are on a GPU and none is fp64, else with
             PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
 
@@ -121,7 +121,7 @@ def linear_logprobs(
         return values.logprobs if outputs is None else values
     N = len(hidden)
     bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
-    plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget, triton=triton)
+    plan = plan_chunks(bounds, len(head.weight), dtypes, budget_on(hidden.device, memory_budget), triton=triton)
     labels = labels.contiguous()
     keeps = torch.is_grad_enabled()
     chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs), keeps=keeps)
