@@ -7,10 +7,8 @@ python -m benchmarks.report --write                # what pages say: of GPUs and
 
 import argparse
 import json
-import random
 import re
 from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -72,30 +70,27 @@ def other_passes(results: Results) -> list[list[str]]:
 
 def ragged(P: int, K: int, response: int) -> list[int]:
     """Bounds of P groups of K responses, each of half to one and a half times the mean length."""
-    generator = random.Random(0)
-    lengths = [generator.randint(response // 2, 3 * response // 2) for _ in range(P * K)]
-    return [0, *list(accumulate(lengths))[K - 1 :: K]]
+    seeded = torch.Generator().manual_seed(0)
+    lengths = torch.randint(response // 2, 3 * response // 2 + 1, (P, K), generator=seeded)
+    return [0, *lengths.sum(1).cumsum(0).tolist()]
 
 
-MODELLED = {
-    "32 pairs (even, 128)": list(range(0, 8193, 256)),
-    "19 pairs (350, 40)": ragged(19, 2, 40),
-    "21 pairs (128, 128)": ragged(21, 2, 128),
-    "4 pairs (350, 850)": ragged(4, 2, 850),
-    "2 × 16 (256)": ragged(2, 16, 256),
-}
+# The head's tokens of some rows: responses to (prompts, mean tokens).
+MODELLED = {"32 pairs, exactly 128": list(range(0, 8193, 256)), "19 pairs (350, 40)": ragged(19, 2, 40)}
+MODELLED |= {"21 pairs (128, 128)": ragged(21, 2, 128), "4 pairs (350, 850)": ragged(4, 2, 850)}
+MODELLED |= {"2 × 16 (256)": ragged(2, 16, 256)}
 
 
 def modelled_ratio(bounds: list[int], head: HeadSizes, budget: int) -> float:
-    """Time of the head's plan, forward and backward in bf16, over that of three products of its tokens."""
+    """Time of the head's plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
     N, dtypes = bounds[-1], HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
-    products, _ = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
+    products = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
     # Kernels over rows move 10 bytes a logit; reading the weight moves 2 an element.
     return (products + 5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
 
 
 def modelled() -> list[list[str]]:
-    """The head on an H100, by its least and most memory budget: predicted from its plans. Header first."""
+    """Predicted ratios with the least and the most memory budget. Header first."""
     lines = [["modelled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
     for name, bounds in MODELLED.items():
         ratios = [[modelled_ratio(bounds, head, b) for b in (MEMORY_BUDGET, MOST_BUDGET)] for head in LARGE_HEADS]
@@ -137,11 +132,8 @@ def plain(lines: list[list[str]]) -> str:
 
 
 def goals_table(results: Results) -> list[list[str]]:
-    lines = [["what", "goal", "measured", ""]]
-    for goal in GOALS:
-        found = goal.verdict(results)
-        lines.append([goal.what, goal.goal, found.measured, "" if found.met == NOT_MEASURED else found.met])
-    return lines
+    verdicts = [(goal.what, goal.goal, *goal.verdict(results)) for goal in GOALS]
+    return [["what", "goal", "measured", ""], *([*goal, "" if met == NOT_MEASURED else met] for *goal, met in verdicts)]
 
 
 def absent(record: dict) -> str:
@@ -240,11 +232,9 @@ def lengths(result: dict) -> str:
 
 
 def speeds(record: dict) -> list[list[str]]:
-    speed = record["speed"]
-    lines = [["sampler", "tokens/s", "tokens a processor second"]]
-    for name, tokens in speed["tokens_per_second"].items():
-        lines.append([name, f"{tokens:.0f}", f"{speed['tokens_per_processor_second'][name]:.0f}"])
-    return lines
+    rates = [record["speed"][f"tokens_per_{unit}"] for unit in ("second", "processor_second")]
+    lines = [[name, *(f"{rate[name]:.0f}" for rate in rates)] for name in rates[0]]
+    return [["sampler", "tokens/s", "tokens a processor second"], *lines]
 
 
 def judged(*records: dict) -> Results:

@@ -173,29 +173,14 @@ def random_hidden_states(
 @contextmanager
 def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
     """The head works on this processor as on one with products of bf16, one without, or as on a GPU: products of a
-    half-precision dtype have fp32 sums and gradients of logits in that dtype. On a GPU there is nothing to do.
+    half-precision dtype have fp32 sums. On a GPU there is nothing to do. The eager head rounds gradients of logits
+    where the chunked one must, whose products have them for operands; in fp16 the largest is about a thousand then.
     """
+    halves = {"gpu": HALVES, "bf16": [torch.bfloat16], "widened": []}[arithmetic]
 
     def multiplied(a, b, out, *, accumulate=False):
         product = a.float() @ b.float()
         out.copy_(out + product if accumulate else product)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_module, "multiplies", lambda half: arithmetic == "bf16")
-        if DEVICE.type == "cpu" and arithmetic == "gpu" and dtype in HALVES:
-            for module in (forward, backward):
-                patch.setattr(module, "multiply", multiplied)
-            dtypes = HeadDtypes(dtype, dtype, dtype, torch.float32)
-            patch.setattr(HeadDtypes, "for_hidden", lambda hidden: dtypes)
-        yield
-
-
-@contextmanager
-def rounded_gradients_of_logits(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
-    """The eager head rounds the gradients of its products to half precision where the chunked one must, whose products
-    then have them for operands. In fp16 the largest one is brought to about a thousand before.
-    """
-    halves = {"gpu": HALVES, "bf16": [torch.bfloat16], "widened": []}[arithmetic]
 
     def rounded(gradient: Tensor) -> Tensor:
         scale = 1.0
@@ -212,6 +197,12 @@ def rounded_gradients_of_logits(arithmetic: str, dtype: torch.dtype) -> Iterator
     exact_products = head_oracle.products
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_oracle, "products", products)
+        patch.setattr(head_module, "multiplies", lambda half: arithmetic == "bf16")
+        if DEVICE.type == "cpu" and arithmetic == "gpu" and dtype in HALVES:
+            for module in (forward, backward):
+                patch.setattr(module, "multiply", multiplied)
+            dtypes = HeadDtypes(dtype, dtype, dtype, torch.float32)
+            patch.setattr(HeadDtypes, "for_hidden", lambda hidden: dtypes)
         yield
 
 

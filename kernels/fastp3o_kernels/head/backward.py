@@ -196,9 +196,8 @@ def rounded_in_place(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values
     k, elements = len(values), values.stride(0)
-    narrow = (
-        values.as_strided((k * elements,), (1,)).view(dtype)[: k * elements].view(k, elements)[:, : values.shape[1]]
-    )
+    memory = values.as_strided((k * elements,), (1,)).view(dtype)
+    narrow = memory[: k * elements].view(k, elements)[:, : values.shape[1]]
     # The first part overlaps its own place, the others only places of parts before.
     for part, place in zip(values.split(ROWS_MOVED), narrow.split(ROWS_MOVED), strict=True):
         place.copy_(part.to(dtype))

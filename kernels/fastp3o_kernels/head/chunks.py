@@ -20,10 +20,8 @@ MEMORY_BUDGET, MOST_BUDGET = 960_000_000, 4_000_000_000
 TILE = 128
 # A product of fewer rows takes as long as one of so many: it reads the weight. An H100's 650 TFLOP/s over 3.0 TB/s.
 WEIGHT_ROWS = 217
-# The part of the weight's traffic, about, that products do not hide.
-SHOWN = 1 / 4
-# A plan's logits get some of so many parts of the budget, and gradients the others.
-SHARES = 16
+SHOWN = 1 / 4  # the part of the weight's traffic, about, that products do not hide
+SHARES = 16  # of the budget, of which logits get some and their gradients the others
 
 # Tokens, about, that go through the head together where their gradients take the place of the logits: more gain nothing
 # in the products, and no longer are in a processor's caches for the softmax.
@@ -58,9 +56,10 @@ class HeadPlan(NamedTuple):
     in_place: bool  # gradients take the logits' place, and have no buffer
 
 
-def modelled_time(plan: HeadPlan) -> tuple[int, int]:
-    """Time of a plan's products in bf16, forward and backward, and of its traffic of the weight, which they hide at best.
-    The unit is the time of a row of a product, 2 V D operations.
+def modelled_time(plan: HeadPlan, *, shown: float = 0.0) -> float:
+    """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations.
+
+    shown: the part of the weight's traffic that they do not hide.
     """
     N = plan.chunks[-1].tokens.stop if plan.chunks else 0
     spans = [span for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1])]
@@ -69,7 +68,7 @@ def modelled_time(plan: HeadPlan) -> tuple[int, int]:
     # The weight's gradient is written in bf16; several are read and written in fp32, and cast at the end.
     gradient, cast = (4 * WEIGHT_ROWS, 3 * WEIGHT_ROWS) if len(fillings) > 1 else (WEIGHT_ROWS, 0)
     products = sum(max(ceil(n / TILE) * TILE, WEIGHT_ROWS) for n in rows) + sum(max(n, gradient) for n in fillings)
-    return products + cast, WEIGHT_ROWS * len(rows) + gradient * len(fillings)
+    return products + cast + shown * (WEIGHT_ROWS * len(rows) + gradient * len(fillings))
 
 
 def budget_on(device: torch.device, given: int | None) -> int:
@@ -116,25 +115,22 @@ def plan_chunks(
         return HeadPlan(dtypes, V, row_elements, longest_span(chunks), fitting, chunks, in_place)
     sizes = [N * logits_bytes]
     if memory_budget < N * (logits_bytes + dlogits_bytes):
-        shares = (memory_budget * share // SHARES for share in range(2, SHARES))
-        sizes = [0, memory_budget - N * dlogits_bytes, *shares]
+        shares = [memory_budget * share // SHARES for share in range(2, SHARES)]
+        sizes = [memory_budget - N * dlogits_bytes, *shares]
     # Groups stay whole where a row of gradients is left for each of logits.
     least = min(longest, memory_budget // (logits_bytes + dlogits_bytes))
-    most_bytes = memory_budget - dlogits_bytes
+    most = memory_budget - dlogits_bytes
+    candidates = {max(min(size, most) // logits_bytes, least) for size in sizes}
+    candidates |= {rows // TILE * TILE for rows in candidates if TILE < rows < longest}
     plans = []
-    for rows in sorted({max(min(size, most_bytes) // logits_bytes, least) for size in sizes}, reverse=True):
-        chunks = list(divide(bounds, rows // TILE * TILE if longest > rows > TILE else rows))
+    for rows in sorted(candidates, reverse=True):
+        chunks = list(divide(bounds, rows))
         logits_rows = longest_span(chunks)
         most = (memory_budget - logits_rows * logits_bytes) // dlogits_bytes
         # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
         tiles = ceil(N / max(ceil(N / most), 1) / TILE)
         plans.append(HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
-
-    def time(plan: HeadPlan) -> float:
-        products, traffic = modelled_time(plan)
-        return products + SHOWN * traffic
-
-    return min(plans, key=time)
+    return min(plans, key=lambda plan: modelled_time(plan, shown=SHOWN))
 
 
 def longest_span(chunks: list[Chunk]) -> int:

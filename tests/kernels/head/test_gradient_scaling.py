@@ -32,9 +32,8 @@ def test_another_dtype_is_reached_in_one_rounding(device):
     assert torch.equal(converted(values, factor, torch.bfloat16), (values * factor).bfloat16())
     assert torch.equal(converted(values, None, torch.bfloat16), values.bfloat16())
     buffer = torch.randn(3 * ROWS_MOVED + 5, 48, device=device)
-    rows, after = buffer[7:-7, :37], buffer[-7:].clone()
-    expected = rows.bfloat16()
-    assert torch.equal(rounded_in_place(rows, torch.bfloat16), expected)
+    expected, after = buffer[7:-7, :37].bfloat16(), buffer[-7:].clone()
+    assert torch.equal(rounded_in_place(buffer[7:-7, :37], torch.bfloat16), expected)
     assert torch.equal(buffer[-7:], after)
 
 
