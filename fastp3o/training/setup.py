@@ -52,9 +52,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     check_output_dir(accelerator, config)
     on_main_process(accelerator, lambda: require_repository(config))
     if accelerator.device.type == "cpu" and precision.slow_on_cpu:
-        accelerator.print(
-            f"warning: this processor has no instructions for --precision {precision.name}: fp32 would be faster"
-        )
+        accelerator.print(f"warning: fp32 would be faster: this processor has no instructions for {precision.name}")
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), caller)
 

@@ -192,15 +192,12 @@ def taking_part(dlogits: Tensor, span: slice, flags: Tensor) -> tuple[Tensor, sl
 
 
 def rounded_in_place(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """values [k, V], neighbouring rows of a buffer, in a narrower dtype at the beginning of their own memory."""
+    """values [k, V] in a narrower dtype, each row at the beginning of its own memory."""
     if values.dtype == dtype:
         return values
-    k, elements = len(values), values.stride(0)
-    memory = values.as_strided((k * elements,), (1,)).view(dtype)
-    narrow = memory[: k * elements].view(k, elements)[:, : values.shape[1]]
-    # The first part overlaps its own place, the others only places of parts before.
+    narrow = values.view(dtype)[:, : values.shape[1]]
     for part, place in zip(values.split(ROWS_MOVED), narrow.split(ROWS_MOVED), strict=True):
-        place.copy_(part.to(dtype))
+        place.copy_(part.to(dtype))  # not at once: part and place overlap
     return narrow
 
 

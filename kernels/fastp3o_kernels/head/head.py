@@ -13,9 +13,6 @@ from fastp3o_kernels import onednn
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
 from fastp3o_kernels.rows.rows import LogitsTransform
 
-# Rows of a product that is rounded before it is added to others: they stay in the caches, and their memory is small.
-ROUNDED_ROWS = 2048
-
 
 @dataclass(frozen=True, eq=False)
 class Head(LogitsTransform):
@@ -130,6 +127,6 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> 
         else:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
-        for rows, part in zip(a.split(ROUNDED_ROWS), out.split(ROUNDED_ROWS), strict=True):
+        for rows, part in zip(a.split(onednn.PART), out.split(onednn.PART), strict=True):
             product = torch.mm(rows, b)
             part.add_(product) if accumulate else part.copy_(product)
