@@ -78,8 +78,8 @@ def check_gradient_placements(weight: Tensor) -> None:
         node = inputs[0][0] if len(inputs) == 1 else None  # through casts and views
 
 
-# Instructions for products, of x86 and of ARM64, where nothing was measured. With them PyTorch's products of bf16 take
-# a quarter of the time of fp32's, without them more.
+# Instructions for products, of x86 and of ARM64, where nothing was measured. With them products of bf16 take a quarter
+# to a half of the time of fp32's, without them more.
 INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "bf16"), torch.float16: ("avx512_fp16", "fp16_arith")}
 
 
