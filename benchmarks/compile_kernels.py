@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import get_args
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -35,7 +34,7 @@ import fastp3o_kernels
 from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
-from fastp3o_kernels.p3o.settings import Clipping, KLReward, P3OSettings
+from fastp3o_kernels.p3o.settings import CHOICES, P3OSettings
 from fastp3o_kernels.rows import logits_kernel, sequence_kernel
 
 # The file of each kernel.
@@ -96,10 +95,10 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         yield from logits_configurations(V)
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
-    for clipping, kl_reward, K, valid in product(get_args(Clipping), get_args(KLReward), RESPONSES, (False, True)):
+    for clipping, kl_reward, K, valid in product(CHOICES["clipping"], CHOICES["kl_reward"], RESPONSES, (False, True)):
         yield pair_configuration(clipping, kl_reward, K, valid=valid)
     # Importance weights add the same few instructions to each, and the flags of valid responses take the most beside.
-    for clipping, K in product(get_args(Clipping), RESPONSES):
+    for clipping, K in product(CHOICES["clipping"], RESPONSES):
         yield pair_configuration(clipping, "current", K, valid=True, sampler=True)
     blocks = {"BLOCK_R": pair_kernel.BLOCK_R}
     yield configuration("results_kernel", "", {}, blocks, warps=pair_kernel.RESULTS_WARPS)

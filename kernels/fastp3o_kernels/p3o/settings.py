@@ -1,15 +1,14 @@
 """The numbers that define P3O's objective, with defaults, meanings and bounds, and the numbers that come out of it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_number
 
-Clipping = Literal["joint", "separate", "none", "token"]
-KLReward = Literal["current", "rollout"]
+CHOICES = {"clipping": ("joint", "separate", "none", "token"), "kl_reward": ("current", "rollout")}
 
 # Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
 LOG_RATIO_LIMIT = 60.0
@@ -29,42 +28,32 @@ METRICS = {
 SAMPLER_METRICS = {"sampler_ratio_mean": "pairs", "sampler_ratio_capped": "pairs"}
 
 
-def described(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
-
-
 @dataclass(frozen=True, kw_only=True)
 class P3OSettings:
-    """Settings of P3O's losses; `p3o_loss` has the formulas. Each field's metadata says what it means, for parsers.
+    """Settings of P3O's losses; `p3o_loss` has the formulas.
 
-    Raises:
-        ValueError: for a value that is not allowed.
+    clipping: joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).
+    clip_range: ε of the clipping (paper: 0.2). ratio_cap: C, importance weights are kept within 1/C and C (first
+    author: 10). sampler_ratio_cap: C of the truncated importance weights of pairs, where sampler_logprobs are given
+    (common: 2). kl_coef: β, the weight of the KL to the reference (first author: 0.05). kl_reward: the policy in the KL
+    part of the reward, current (first author's code) or rollout (the paper's box).
+
+    Raises ValueError for a value that is not allowed.
     """
 
-    clipping: str = described(
-        "joint",
-        "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
-        choices=get_args(Clipping),
-    )
-    clip_range: float = described(0.2, "Epsilon of the clipping (paper: 0.2).")
-    ratio_cap: float = described(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
-    sampler_ratio_cap: float = described(
-        2.0, "C of the truncated importance weights of pairs, where sampler_logprobs are given (common: 2)."
-    )
-    kl_coef: float = described(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
-    kl_reward: str = described(
-        "current",
-        "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
-        choices=get_args(KLReward),
-    )
+    clipping: str = "joint"
+    clip_range: float = 0.2
+    ratio_cap: float = 10.0
+    sampler_ratio_cap: float = 2.0
+    kl_coef: float = 0.05
+    kl_reward: str = "current"
 
     def __post_init__(self) -> None:
-        for setting in fields(P3OSettings):
-            choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
-            if choices and value not in choices:
-                raise ValueError(f"{setting.name} must be one of {', '.join(choices)}, got {value!r}")
-            if not choices:
-                check_number(setting.name, value)
+        for name, value in vars(self).items():
+            if name not in CHOICES:
+                check_number(name, value)
+            elif value not in CHOICES[name]:
+                raise ValueError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
         if not self.clip_range > 0:
             raise ValueError(f"clip_range must be above 0, got {self.clip_range}")
         if not self.ratio_cap >= 1:
