@@ -9,8 +9,10 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.frontier.report import equal_kl, measures, readme_plot, rewards, stale, verdicts
-from benchmarks.frontier.report.measures import Study, load_study
+from benchmarks.frontier.report.measures import Study
+from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.execute import ARMS
+from benchmarks.frontier.runs.records import load
 from benchmarks.frontier.runs.stale import LAGS
 from benchmarks.frontier.runs.tuned_arms import PROMPTS
 from benchmarks.frontier.tasks.task import RESULTS
@@ -42,7 +44,7 @@ def tables(study: Study) -> list[list[list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="Print tables, and write nothing.")
-    study = load_study()
+    study = Study(load(RESULTS / "runs.jsonl"), tuned_arms.chosen())
     if parser.parse_args().table:
         print("\n\n".join(map(markdown, tables(study))))
         return

@@ -20,21 +20,17 @@ FIRST = ("joint", 0.0)
 OUTCOMES = {"reward": "gain", "gold": "gold gain", "step": "update"}
 
 
-def chosen(study: Study, pair: tuple[str, float], kl: float) -> Run | None:
-    """An algorithm with the setting that was chosen for a KL; None if it reaches it with no setting."""
-    found = study.chosen.get("equal_kl", {}).get(label(*pair), {}).get(f"{kl:g}")
-    return found and Run(**found)
-
-
 def settings(study: Study) -> dict[tuple[float, tuple[str, float]], Run]:
-    """What was chosen, by KL and algorithm with its own parameter."""
-    return {(kl, pair): one for kl in equal_kl.KLS for pair in equal_kl.EVERYONE if (one := chosen(study, pair, kl))}
+    """What was chosen, by KL and algorithm with its own parameter; without those that reach a KL with no setting."""
+    chosen = study.chosen.get("equal_kl", {})
+    by_kl = {
+        (kl, pair): chosen.get(label(*pair), {}).get(f"{kl:g}") for kl in equal_kl.KLS for pair in equal_kl.EVERYONE
+    }
+    return {key: Run(**found) for key, found in by_kl.items() if found}
 
 
 def outcomes(records: Records, runs: list[Run], kl: float) -> DataFrame:
-    """OUTCOMES of runs where they first cross a KL, by seed; NaN for one that does not, or does before its first
-    evaluation after the start.
-    """
+    """OUTCOMES of runs where they first cross a KL, by seed; NaN where `gain_at_kl` has none."""
     found = {run.seed: records.histories[run.name] for run in runs if run.name in records.histories}
     rows = {seed: {name: gain_at_kl(history, kl, name) for name in OUTCOMES} for seed, history in found.items()}
     return DataFrame.from_dict(rows, orient="index", columns=list(OUTCOMES), dtype=float)

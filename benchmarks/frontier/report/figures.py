@@ -1,6 +1,6 @@
 """Figures of paired differences: a panel a case, a row an algorithm, and a mark for each way of training or judging."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,9 @@ def draw(panels: Mapping[str, list[Row]], marks: Mapping[str, Mark], *, minus: s
         for row in filter(measured, rows):
             draw_row(axes, row, names.index(name_of(row.arm)), marks)
         axes.set(title=name, xlabel=f"minus {minus}")
-        explain(axes, marks.values())
+        for mark in marks.values():  # for the legend
+            inside = "black" if mark.filled else "white"
+            axes.plot([], [], mark.marker, color="black", markerfacecolor=inside, label=mark.words)
     every[0].set_yticks(range(len(names)), names)
     every[0].invert_yaxis()
     finish(page, every, title, path)
@@ -66,13 +68,6 @@ def draw_row(axes: Axes, row: Row, place: int, marks: Mapping[str, Mark]) -> Non
             look: dict[str, Any] = {"color": color, "markersize": 6, "linestyle": "", "elinewidth": 1.2}
             look |= {"marker": mark.marker, "markerfacecolor": color if mark.filled else "white"}
             axes.errorbar([estimate.mean], [height], xerr=bars([estimate[:3]]), **look)
-
-
-def explain(axes: Axes, marks: Iterable[Mark]) -> None:
-    """The marks' words for the legend."""
-    for mark in marks:
-        inside = "black" if mark.filled else "white"
-        axes.plot([], [], mark.marker, color="black", markerfacecolor=inside, label=mark.words)
 
 
 def bars(estimates: Sequence[tuple[float, float, float]]) -> np.ndarray:

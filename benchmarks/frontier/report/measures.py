@@ -13,13 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from pandas import DataFrame
 
-from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import BETA, Run
-from benchmarks.frontier.runs.records import Records, load
+from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.runs.tuned_arms import RESULTS
-from benchmarks.frontier.tasks import task
 from benchmarks.goals import NOT_MEASURED
-from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, interval, paired_difference
 
 EQUAL_KL = 1.0
@@ -57,11 +54,6 @@ class Study:
     chosen: dict[str, dict] = field(default_factory=dict)
 
 
-def load_study() -> Study:
-    """The committed records and choices."""
-    return Study(load(task.RESULTS / "runs.jsonl"), tuned_arms.chosen())
-
-
 def measured(study: Study, arm: Run) -> DataFrame:
     """MEASURES of an arm's runs on the languages of the results, by seed."""
     rate = rate_of(study, arm)
@@ -77,17 +69,16 @@ def rate_of(study: Study, arm: Run) -> float | None:
 def measures(records: Records, runs: Iterable[Run]) -> DataFrame:
     """By seed; runs that are not recorded are left out."""
     found = {run.seed: records.histories[run.name] for run in runs if run.name in records.histories}
-    rows = {seed: measures_of(history) for seed, history in found.items()}
-    return DataFrame.from_dict(rows, orient="index", columns=list(MEASURES))
-
-
-def measures_of(history: Evaluations) -> dict[str, float | None]:
-    return {
-        "end": history[-1]["objective"],
-        "gain": gain_at_kl(history, EQUAL_KL),
-        "gold": gain_at_kl(history, EQUAL_KL, "gold"),
-        "final_kl": history[-1]["kl"],
+    rows = {
+        seed: {
+            "end": history[-1]["objective"],
+            "gain": gain_at_kl(history, EQUAL_KL),
+            "gold": gain_at_kl(history, EQUAL_KL, "gold"),
+            "final_kl": history[-1]["kl"],
+        }
+        for seed, history in found.items()
     }
+    return DataFrame.from_dict(rows, orient="index", columns=list(MEASURES))
 
 
 def name_of(arm: Run) -> str:
@@ -147,12 +138,8 @@ def estimate(found: Estimate | None, *, signed: bool = False) -> str:
     """`mean [low, high] (seeds)`, without the interval if there are too few seeds for one."""
     if found is None:
         return NOT_MEASURED
-    limits = within(found.low, found.high, signed=signed)
-    return f"{number(found.mean, signed=signed)}{limits} ({found.count})"
-
-
-def within(low: float, high: float, *, signed: bool = False) -> str:
-    return f" [{number(low, signed=signed)}, {number(high, signed=signed)}]" if math.isfinite(low) else ""
+    mean, low, high = (number(value, signed=signed) for value in found[:3])
+    return f"{mean}{f' [{low}, {high}]' if math.isfinite(found.low) else ''} ({found.count})"
 
 
 def rate(value: float | None) -> str:

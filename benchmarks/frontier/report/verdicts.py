@@ -42,6 +42,10 @@ def write(study: Study) -> None:
 
 def verdicts(study: Study) -> list[Verdict]:
     """At most eight."""
+    # Two languages with four seeds each, at the rates that the selection seeds chose.
+    earlier_difference = paired_difference(*(ends(earlier(study, "retuned", *arm)) for arm in K2))
+    # Joint P3O, which no offset moves, against PPO at the rate that is best for it there.
+    offset = against_highest(study, [(arm("joint"), ppo(1.0, rate)) for rate in PPO_RATES])
     # The best P3O of the selection languages against the rival with the highest mean on those of the results, which is
     # a choice in the rival's favour.
     by_lag = [
@@ -50,9 +54,9 @@ def verdicts(study: Study) -> list[Verdict]:
         for K in (4, 16)
     ]
     return [
-        Verdict("an offset of one deviation per prompt", END, *under_an_offset(study, 1.0), TEN),
+        Verdict("an offset of one deviation per prompt", END, *offset, TEN),
         Verdict("a factor per prompt (log-normal, σ 1)", END, *under_scales(study), TEN),
-        Verdict("fresh rollouts, 2 responses per prompt", END, *against_ppo(study), "two languages"),
+        Verdict("fresh rollouts, 2 responses per prompt", END, "PPO", earlier_difference, "two languages"),
         *by_lag,
         Verdict(
             "fresh rollouts, 4 responses, every rate and coefficient",
@@ -92,11 +96,6 @@ def against_highest(study: Study, pairs: list[tuple[Run, Run]]) -> tuple[str, Es
     return measures.name_of(best[1]), measures.difference(study, best, "end")
 
 
-def against_ppo(study: Study) -> tuple[str, Estimate | None]:
-    """Two languages with four seeds each, at the rates that the selection seeds chose."""
-    return "PPO", paired_difference(*(ends(earlier(study, "retuned", *arm)) for arm in K2))
-
-
 def earlier(study: Study, group: str, algorithm: str, rate: float, kl_coef: float) -> DataFrame:
     """Plain runs with two responses of the comparisons before the ten languages, on the seeds of their results."""
     plain = {"responses_per_prompt": 2, "offset": "none", "own_parameter": 0.0, "reward_factor": 1.0, "updates": 0}
@@ -114,9 +113,7 @@ def ends(runs: DataFrame, column: str = "final_objective") -> dict[Seed, float]:
 
 
 def earlier_table(study: Study) -> list[list[str]]:
-    """What the repository's README says of two responses per prompt, with intervals that hold together for all that was
-    compared then. Header first.
-    """
+    """Two responses per prompt, with intervals that hold together for all that was compared then. Header first."""
     lines = [["P3O minus", "rate", "measure", "single", "together", "compared"]]
     pairs = [("retuned", END, "final_objective", K2[1], K2[0], 19)]
     pairs += [("language", f"gain at KL {EARLIER_KL:g}", "gain", one, FIRST_P3O, 72) for one in FIRST_RIVALS]
@@ -125,11 +122,6 @@ def earlier_table(study: Study) -> list[list[str]]:
         found = [measures.estimate(paired_difference(*values, some), signed=True) for some in (1, count)]
         lines.append([measures.NAMES[rival[0]], measures.rate(rival[1]), measure, *found, str(count)])
     return lines
-
-
-def under_an_offset(study: Study, deviation: float) -> tuple[str, Estimate | None]:
-    """Joint P3O, which no offset moves, against PPO at the rate that is best for it there."""
-    return against_highest(study, [(arm("joint"), ppo(deviation, rate)) for rate in PPO_RATES])
 
 
 def under_scales(study: Study) -> tuple[str, Estimate | None]:

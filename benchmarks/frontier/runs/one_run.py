@@ -39,7 +39,9 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(replace(configuration(run, task, output), **rewards(run, task)))
+        rewards = {"reward": Named(task.reward_model, offset_reward(run, task))}
+        rewards["gold_reward"] = Named(GOLD, task.gold_reward())
+        train(replace(configuration(run, task, output), **rewards))
     shutil.rmtree(output / "state")
     log_file.rename(output / "log.txt")
     finished = folder / run.name
@@ -51,14 +53,6 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
         "sha256": hashlib.sha256((finished / "model" / "model.safetensors").read_bytes()).hexdigest(),
         "evaluations": rounded_evaluations(finished),
         "costs": costs(finished),
-    }
-
-
-def rewards(run: Run, task: Task) -> dict[str, Named]:
-    """By the options that name them."""
-    return {
-        "reward": Named(task.reward_model, offset_reward(run, task)),
-        "gold_reward": Named(GOLD, task.gold_reward()),
     }
 
 
@@ -93,19 +87,17 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         "seed": run.seed,
         "responses_per_prompt": run.responses_per_prompt,
         "prompts_per_update": run.prompts_per_update,
+        # The number of optimizer steps does not depend on that of prompts.
+        "prompts_per_minibatch": run.prompts_per_update // MINIBATCHES,
+        "rounds_ahead": run.rounds_ahead,
         "precision": "fp32",
         "report_to": "none",
         "samples_every": 0,
         "log_rollouts": 0,
     }
     if run.updates:
-        settings |= {
-            "updates": run.updates,
-            "eval_at": f"{settings['eval_at']},{settings['updates']},{LATE_EVALUATION}",
-        }
-    # The number of optimizer steps does not depend on that of prompts.
-    settings["prompts_per_minibatch"] = run.prompts_per_update // MINIBATCHES
-    settings["rounds_ahead"] = run.rounds_ahead
+        late = f"{settings['eval_at']},{settings['updates']},{LATE_EVALUATION}"
+        settings |= {"updates": run.updates, "eval_at": late}
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
     own_settings = own_settings | correction(run.correction, objective)
     if run.inner_epochs:
@@ -144,10 +136,6 @@ OWN_PARAMETERS = {
 }
 
 
-# Ways to correct for rollouts of an older policy. none: ratios compare with the policy before the update, as if it had
-# sampled. ratios: they compare with the policy that sampled. weights: as none, and losses are weighed by the ratio of
-# the two, capped.
-CORRECTIONS = ("none", "ratios", "weights")
 # Losses of tokens are weighed by the ratios of tokens, whose usual cap is 2 (Yao et al. 2025); others by those of
 # whole responses or pairs, whose cap is that of P3O's ratios.
 WEIGHTS_OF_TOKENS = ("ppo", "grpo", "dr_grpo", "dapo")
@@ -155,7 +143,10 @@ TOKEN_CAP, RESPONSE_CAP = 2.0, 10.0
 
 
 def correction(name: str, objective: str) -> dict[str, Any]:
-    """Settings of a correction."""
+    """Settings that correct for rollouts of an older policy. none: ratios compare with the policy before the update, as
+    if it had sampled. ratios: they compare with the policy that sampled. weights: as none, and losses are weighed by
+    the ratio of the two, capped.
+    """
     return {
         "none": {},
         "ratios": {"old_logprobs": "sampler"},

@@ -25,7 +25,7 @@ class Run:
     own_parameter: float = 0.0  # the algorithm's entry in one_run.OWN_PARAMETERS; 0: its default
     reward_factor: float = 1.0  # rewards are multiplied by it
     rounds_ahead: int = 0  # updates between the policy that sampled and the one that trains
-    correction: str = "none"  # of stale rollouts, one of one_run.CORRECTIONS
+    correction: str = "none"  # of stale rollouts, one of stale.CORRECTIONS
     inner_epochs: int = 0  # passes over a round; 0: the algorithm's default
     updates: int = 0  # 0: those of the task
     reward_spread: float = 0.0  # standard deviation of the log of a factor that each prompt's rewards have

@@ -40,7 +40,7 @@ class Records:
 
 def load(path: Path) -> Records:
     """Reads a runs.jsonl, which may not exist yet. ValueError if a run was recorded twice."""
-    records = to_frames(json.loads(line) for line in read(path).splitlines())
+    records = to_frames(map(json.loads, path.read_text().splitlines() if path.exists() else ()))
     names = records.runs["name"]
     if names.duplicated().any():
         raise ValueError(f"{path} has two runs {names[names.duplicated()].iloc[0]}")
@@ -66,7 +66,3 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     evaluations["objective"] = evaluations["reward"] - start - BETA * evaluations["kl"]
     last = evaluations.groupby("run", sort=False).nth(-1).set_index("run")
     return Records(runs.join(last[["kl", "objective"]].add_prefix("final_"), on="name"), evaluations)
-
-
-def read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
