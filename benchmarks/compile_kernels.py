@@ -222,9 +222,7 @@ def compile_for(config: Configuration, architecture: int) -> CompiledKernel:
 
 
 def compiled(config: Configuration, architecture: int) -> dict[str, object]:
-    """What a kernel takes (registers a thread, bytes of stack, where spills show, and of shared memory), and
-    instructions of interest.
-    """
+    """A kernel's registers a thread, bytes of stack, where spills show, and of shared memory; some instructions."""
     result = compile_for(config, architecture)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])

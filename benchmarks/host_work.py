@@ -14,9 +14,7 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpy
 
 
 class Operations(TorchDispatchMode):
-    """count: of torch's operations, in this thread. total: of floating-point operations in matrix products, 2 for each
-    multiplication with its addition.
-    """
+    """count: torch's operations in this thread. total: floating-point ones of matrix products, 2 a multiply-add."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,9 +30,7 @@ class Operations(TorchDispatchMode):
 
 
 def host_work(function: Callable[[], object]) -> dict[str, float]:
-    """Counts, on a GPU, `launches` of kernels, copies and graphs, and `gpu_ms`, the time in which it worked. On a CPU
-    `operations` of torch.
-    """
+    """Counts, on a GPU, `launches` and the `gpu_ms` in which it worked; on a CPU `operations` of torch."""
     if not CUDA:
         with Operations() as operations:
             function()

@@ -33,10 +33,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(inputs: Inputs) -> Problem:
-    """Policies that moved since the rollout, but within the clip range: every token has a gradient.
-
-    For GRPO+ every fourth response was cut off.
-    """
+    """Policies that moved within the clip range, so that every token has a gradient; for GRPO+ a fourth is cut off."""
     device = inputs.hidden.device
     generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
@@ -174,9 +171,7 @@ TRL |= dict.fromkeys(("CPO", "SimPO", "ORPO"), trl_logits)
 
 
 def liger(problem: Problem, name: str, *, compiled: bool = True) -> Tensor:
-    """Liger's chunked loss of the same name, at the same settings; DPO's and KTO's without their reference, which
-    Liger computes in the same call.
-    """
+    """Liger's chunked loss of the same name and settings; DPO's and KTO's without the reference that it computes."""
     return LIGER[name](problem, compiled)
 
 

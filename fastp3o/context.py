@@ -26,9 +26,7 @@ class Caller(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The processes, their arithmetic, and the policy's tokenizer. mesh: None for a single process. caller: None for a
-    command.
-    """
+    """The processes, their arithmetic and the policy's tokenizer. mesh: None for one process; caller: for a command."""
 
     accelerator: Accelerator
     precision: Precision

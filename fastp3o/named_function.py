@@ -205,9 +205,7 @@ def limited(seconds: float | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None]:
-    """Says on standard error that a call takes long, and soon after its time limit that it is late: not everything can
-    be interrupted.
-    """
+    """Says on standard error that a call takes long, and that it is late: not everything can be interrupted."""
     lines = {timeout + GRACE: late} if timeout else {}
     if timeout and timeout > LONG:
         lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} (--reward_timeout)"

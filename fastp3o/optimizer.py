@@ -212,10 +212,7 @@ class StepGuard:
             self.set_scale(FIRST_SCALE, finite_steps=0)
 
     def skips(self, loss: Tensor, norms: Tensor) -> Tensor:
-        """Whether a step must move nothing, 1.0 or 0.0, 0-d.
-
-        loss: 0-d, this process's. norms: of the gradients, the same on all processes.
-        """
+        """1.0 if a step must move nothing, else 0.0. loss: 0-d, this process's. norms: of all processes' gradients."""
         # 0 times a value is 0 only if it is finite.
         broken = (torch.cat([loss.detach().float()[None], norms]) * 0 != 0).float()
         broken = sum_over_processes(self.accelerator, broken)
@@ -268,10 +265,7 @@ class DividingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
-        """Makes a step, or moves nothing.
-
-        divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0.
-        """
+        """Makes a step. divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0."""
         groups, self.found_inf = self.param_groups, skip
         try:
             # torch's AdamW takes one divisor for all of its groups.

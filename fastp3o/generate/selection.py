@@ -122,9 +122,7 @@ def demonstrations(prompt: Prompt, candidates: Candidates, chosen: Sequence[int]
 
 
 def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> list[Record]:
-    """margin: the difference of the rewards. Pairs of texts that differ only in white space at their ends, which chat
-    templates take off, are left out.
-    """
+    """margin: the difference of rewards. Texts that differ in white space at their ends alone are no pair."""
     texts, rewards = candidates
     return [
         preference(prompt, texts[better], texts[worse]) | {"margin": rewards[better] - rewards[worse]}

@@ -167,9 +167,7 @@ def cascaded(name: str) -> list[str]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names of rewards in metrics: the last part of a path, a URL or module:function, or all of it where several have
-    the same.
-    """
+    """Names in metrics: the last part of a path, a URL or module:function; the whole where several have the same."""
     last = [" else ".join(re.split("[/:]", part.rstrip("/"))[-1] for part in cascaded(name)) for name in names]
     return [short if short and last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
 

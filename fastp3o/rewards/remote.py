@@ -30,9 +30,7 @@ class RemoteReward:
         self.passes = False  # whether null leaves a response to the next reward of a cascade
 
     def __call__(self, groups: list[Group]) -> Tensor:
-        """Finite values, and NaN for what it passes on. Raises EndpointError if the endpoint refuses, or all attempts
-        of a request fail.
-        """
+        """Finite values, NaN for what it passes on. Raises EndpointError if the endpoint refuses or keeps failing."""
         columns = self.fields[len(TEXTS) :]
         texts = [
             (prompt.text, response.text, *(prompt.columns[name] for name in columns))

@@ -80,10 +80,7 @@ def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, An
 
 
 class WeightedSum:
-    """The sum of rewards, each times its weight. A reward of weight 0 is only logged, and may be NaN.
-
-    rewards: by name. weights: not all 0.
-    """
+    """A sum of rewards by name, each times its weight, not all 0. One of weight 0 is only logged, and may be NaN."""
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Sequence[float]):
         self.rewards, self.weights = rewards, weights

@@ -87,9 +87,7 @@ def token_ids(groups: Sequence[Group]) -> tuple[list[Ids], list[list[Ids]]]:
 
 
 def pack_groups(groups: Sequence[Group], packing: Packing, numbers: Sequence[int] | None = None) -> list[PackedRow]:
-    """Packed rows of groups, in which the policy's own tokens are labelled. numbers: of the groups that are packed, by
-    default all.
-    """
+    """Packed rows of groups, in which the policy's own tokens are labelled. numbers: of the groups, by default all."""
     numbers = range(len(groups)) if numbers is None else numbers
     chosen = [groups[number] for number in numbers]
     has_turns = any(response.turns for group in chosen for response in group.responses)

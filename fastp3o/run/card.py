@@ -35,9 +35,7 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Training:
-    """What a card says of a run. stage: the loop's label. step: the last one made, of `steps`. precision: its name.
-    evaluations: eval.jsonl.
-    """
+    """What a card says of a run. stage: the loop's label. step: the last one, of `steps`. evaluations: eval.jsonl."""
 
     config: StageConfig
     stage: str

@@ -115,9 +115,7 @@ def lock(folder: Path) -> None:
 
 
 def require_claimed(folder: Path) -> None:
-    """Raises FileNotFoundError if the folder is another than the one that this process has locked: unmounted, replaced
-    or removed while it trains.
-    """
+    """Raises FileNotFoundError if the locked folder is gone: unmounted, replaced or removed while the run trains."""
     descriptor = locks.get(folder.absolute())
     if descriptor is None:
         return
@@ -145,9 +143,7 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Writes all options except those that are None, so that commands can read the file again, and `overwrite`: read
-    again, it would remove the run.
-    """
+    """Writes options for commands to read again, without None and without `overwrite`, which would remove the run."""
     options = {name: value for name, value in config.plain().items() if value is not None and name != "overwrite"}
     write_file(folder / names.CONFIG, yaml.safe_dump(options, sort_keys=False))
 

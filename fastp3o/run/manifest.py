@@ -66,9 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def require_files(folder: Path, manifest: Manifest) -> None:
-    """Raises CorruptStateError if a file is missing. Others are nobody's business: file systems and tools that copy
-    folders leave their own.
-    """
+    """Raises CorruptStateError if a file is missing. Others do not count: file systems and tools leave their own."""
     if missing := [name for name in sorted(manifest.checksums) if not (folder / name).exists()]:
         raise CorruptStateError(f"{missing[0]} is missing")
 

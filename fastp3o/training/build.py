@@ -89,9 +89,7 @@ class SampledModel(NamedTuple):
         return self.model if self.copy is None else self.copy.model
 
     def gathered(self, sampler: Sampler) -> Sampler:
-        """A sampler of the copy, which has the model's weights during each call: each process gathers them once a call
-        and samples on its own.
-        """
+        """A sampler of the copy, for which each process gathers the model's weights once a call."""
         copy = self.copy
         if copy is None:
             return sampler
@@ -142,9 +140,7 @@ def sampled_model(
 def policy_sampler(
     config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int, *, greedy: bool = False
 ) -> Sampler:
-    """Builds the policy's sampler. batch_size: prompts sampled at once, by this process's own samplers. greedy: takes
-    the likeliest token each time.
-    """
+    """Builds the policy's sampler. batch_size: prompts at once in its own process. greedy: the likeliest tokens."""
     longest, tokenizer, settings = config.max_response_tokens, context.tokenizer, sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
     build = partial(named_sampler, config, policy.sampled, tokenizer, settings)

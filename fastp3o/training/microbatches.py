@@ -30,9 +30,7 @@ Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` i
 
 
 def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
-    """Gathers the groups and rewards of all processes, ordered by the numbers of their prompts. What only rewards read
-    of a record is not sent.
-    """
+    """All processes' groups and rewards, by the numbers of their prompts. What only rewards read is not sent."""
     if accelerator.num_processes == 1:
         return groups, rewards
     sent = [Group(group.prompt._replace(columns={}, given=""), group.responses) for group in groups]

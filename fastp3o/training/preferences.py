@@ -38,9 +38,7 @@ from fastp3o_kernels.losses import kto_reference_point
 
 
 def train(config: PreferenceConfig, caller: Caller | None = None) -> None:
-    """Trains a policy on preferences with the objective of its configuration; `loss` is a mean over pairs, or over
-    single responses.
-    """
+    """Trains a policy on preferences with its configuration's objective; `loss` is a mean over pairs, or responses."""
     task = UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config)
     train_supervised(task, caller)
 

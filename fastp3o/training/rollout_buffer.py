@@ -32,10 +32,7 @@ AGAIN = 2**32 - 3
 
 
 class BufferedRollouts:
-    """The rollouts of one update.
-
-    sampled_at: the update before whose steps the policy was as it sampled them. finish: waits for the groups.
-    """
+    """An update's rollouts. sampled_at: the update before whose steps it was sampled. finish: waits for the groups."""
 
     def __init__(self, sampled_at: int, finish: Callable[[], list[Group]]):
         self.sampled_at, self.finish = sampled_at, finish
@@ -131,9 +128,7 @@ class RolloutBuffer:
         return update - self.buffered[update].sampled_at
 
     def metrics(self, update: int) -> dict[str, float]:
-        """How stale an update's rollouts are, if rounds are sampled ahead, and how much servers round (`probe_gap`, in
-        nats per token).
-        """
+        """How stale rollouts are, if rounds are sampled ahead; how servers round (`probe_gap`, nats a token)."""
         if not self.config.rounds_ahead:
             return {}
         metrics: dict[str, float] = {"staleness": self.staleness(update)}

@@ -35,9 +35,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q − 1 − log q: unbiased, never negative; GRPO's. Its gradient, (1 − q) ∇ log π, is that of KL(π_ref ‖ π), the
-    other direction.
-    """
+    """q − 1 − log q: unbiased, never negative; GRPO's. Its gradient, (1 − q) ∇ log π, is that of KL(π_ref ‖ π)."""
     log_ratios = ref_logprobs.detach() - logprobs
     return torch.expm1(log_ratios) - log_ratios
 
@@ -96,9 +94,7 @@ def ppo_penalty(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, c
 
 
 def step_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """ρ − 1 − log ρ, ρ = π/π_old: unbiased for KL(π_old ‖ π) where π_old sampled, with an unbiased gradient, and never
-    negative. Any shape.
-    """
+    """ρ − 1 − log ρ of KL(π_old ‖ π), where π_old sampled: unbiased, as its gradient, and never negative. Any shape."""
     log_ratios = logprobs - old_logprobs.detach()
     return torch.expm1(log_ratios) - log_ratios
 

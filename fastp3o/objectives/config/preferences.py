@@ -282,9 +282,7 @@ class OnlineDPOConfig(FreshPairConfig):
 
 @options
 class BPOConfig(OnlineDPOConfig):
-    """BPO (arXiv 2406.12168): online DPO against the policy that sampled, another one in every update; evaluations keep
-    the reference.
-    """
+    """BPO (arXiv 2406.12168): online DPO against the policy that sampled; evaluations keep the reference."""
 
     anchor: ClassVar[str] = "old"
     compares_with_old: ClassVar[bool] = True

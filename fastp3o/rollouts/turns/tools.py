@@ -58,9 +58,7 @@ async def answer(tools: dict[str, Callable], call: str) -> str:
 
 
 def gymnasium_environment(make: Callable[[], Any]) -> type:
-    """An environment of a gymnasium one whose observations and actions are text. A record's column `reset_seed` is its
-    seed.
-    """
+    """An environment of a gymnasium one with observations and actions of text. A record's `reset_seed` is its seed."""
 
     class Gymnasium:
         def reset(self, reset_seed: int | None = None) -> str:

@@ -111,9 +111,7 @@ class Publisher:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def require_logprobs_as_drawn(self) -> None:
-        """Raises UserError if a server gives log-probs before temperature and truncation. With top_k 1 a token is
-        certain, and its log-prob 0.
-        """
+        """Raises UserError if log-probs are before temperature and truncation. After them a top_k of 1 has 0."""
         prompt = within_vocabulary(self.policy.model, PROMPTS[0])
         settings = completion_settings(SamplingSettings(top_k=1), 1.0, PROBE_TOKENS, set()) | {"n": 1}
         urls = self.servers.urls

@@ -124,10 +124,7 @@ class Servers:
         self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
 
     def reset_prefix_cache(self) -> None:
-        """Has every server drop the keys and values of older weights. Nothing may be under way.
-
-        Raises EndpointError if one cannot.
-        """
+        """Has every server drop older keys and values; nothing may be under way. Raises EndpointError if one cannot."""
         for url, answer in zip(self.urls, self.post_to_all("/reset_prefix_cache", {}), strict=True):
             if not (isinstance(answer, dict) and answer.get("success") is True):
                 raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")

@@ -107,9 +107,7 @@ def statistics_in_parts(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dlogits(rows: Rows, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor) -> None:
-    """out [n, V] = the gradient of the logits, given dL/d(log-prob) of each row and, if it counts, dL/d(entropy).
-    Leaves the logits as they are.
-    """
+    """out [n, V] = the gradient of the logits, which stay, given dL/d(log-prob) and maybe dL/d(entropy) of each row."""
     ignored, indices = gather_indices(rows.labels, rows.ignore_index)
     coefficients = coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
     if entropy_coefficients is not None:
