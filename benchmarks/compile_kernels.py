@@ -117,10 +117,7 @@ def pair_configuration(clipping: str, kl_reward: str, K: int, *, valid: bool, sa
     """valid: some responses take part in no pair. sampler: pairs have importance weights."""
     constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K}
     constants |= ({} if valid else {"valid_ptr": None}) | ({} if sampler else {"sampler_logprobs_ptr": None})
-    constants |= {
-        "MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)),
-        **pair_kernel.block_sizes(K),
-    }
+    constants |= {"MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)), **pair_kernel.block_sizes(K)}
     name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid + ", weights" * sampler
     return configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants)
 

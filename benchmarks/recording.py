@@ -17,16 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.results_file import (
-    OUT_OF_TIME,
-    empty,
-    end_running,
-    load,
-    name_of,
-    unbegun,
-    without_the_unbegun,
-    write,
-)
+from benchmarks.results_file import OUT_OF_TIME, empty, end_running, load, name_of, unbegun, without_the_unbegun, write
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "flash-attn")
 STARTED = time.monotonic()
