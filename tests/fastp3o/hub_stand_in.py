@@ -4,51 +4,36 @@ what it is sent.
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.fastp3o.local_server import running
+from tests.fastp3o.local_server import LocalHandler, LocalServer
 
 WRITES, READS = "hf_writes0123456789", "hf_reads0123456789"
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """repositories: files by repository. private: those that were made so. refused: paths that are answered with a
     status and a message, by their ends.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
         self.refused: dict[str, tuple[int, str]] = {}
-        self.requests: list[str] = []
         self.commits = 0
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(LocalHandler):
     server: Hub
 
-    def do_POST(self) -> None:
-        path, sent = self.path.partition("?")[0], self.rfile.read(int(self.headers.get("Content-Length", 0)))
+    def respond(self, sent: bytes) -> None:
+        path = self.path.partition("?")[0]
         self.server.requests.append(path)
-        status, content = self.answer(path, [json.loads(line) for line in sent.splitlines()])
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Error-Message", content.get("error", ""))
-        self.end_headers()
-        self.wfile.write(body)
+        status, content = self.answer_to(path, [json.loads(line) for line in sent.splitlines()])
+        about = {"Content-Type": "application/json", "X-Error-Message": content.get("error", "")}
+        self.answer(status, content, **about)
 
-    def do_GET(self) -> None:
-        self.do_POST()
-
-    def answer(self, path: str, lines: list[dict]) -> tuple[int, dict]:
+    def answer_to(self, path: str, lines: list[dict]) -> tuple[int, dict]:
         """lines: of the body, which has several in a commit."""
         hub, token = self.server, self.headers.get("Authorization", "").removeprefix("Bearer ")
         for end, (status, message) in hub.refused.items():
@@ -75,13 +60,3 @@ class Handler(BaseHTTPRequestHandler):
             sent = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines[1:]}
             hub.repositories[f"{owner}/{name}"] |= sent
         return 200, {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/{owner}/{name}/commit/0"}
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-@contextmanager
-def hub() -> Iterator[Hub]:
-    server = Hub()
-    with running(server):
-        yield server

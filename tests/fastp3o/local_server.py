@@ -1,14 +1,61 @@
-"""A local server that answers well, badly, slowly, or not at all."""
+"""Servers on this machine, and one that answers well, badly, slowly, or not at all."""
 
 import json
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import anyio
+
+
+class LocalServer(ThreadingHTTPServer):
+    """Answers from a thread of its own while its block runs, through a handler that keeps `requests`."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]):
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url, self.lock = f"http://127.0.0.1:{self.server_port}", threading.Lock()
+        self.requests: list[Any] = []
+        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+        self.server_close()
+        self.thread.join()
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients that have gone are what some tests are about; what else fails is shown."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class LocalHandler(BaseHTTPRequestHandler):
+    """Subclasses have `respond`, which takes the body of a request."""
+
+    def do_POST(self) -> None:
+        self.respond(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def answer(self, status: int, content: object, **headers: str) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
 
 
 class Reply(NamedTuple):
@@ -26,30 +73,23 @@ def time_limit(reply: Reply) -> float:
     return 0.4 if reply.delay or reply.drop or reply.head_drop else 5.0
 
 
-class Server(ThreadingHTTPServer):
-    """Answers requests to its path with `reply(question(body, number))` and keeps them."""
-
-    daemon_threads = True
+class Server(LocalServer):
+    """Answers requests to its path with `reply(question(body, number))`: a question of a body and its number from 1."""
 
     def __init__(self, path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]):
-        super().__init__(("127.0.0.1", 0), Handler)
+        anyio.run(anyio.sleep, 0)  # httpx would load it with the first request, within that request's time limit
+        super().__init__(Handler)
         self.path, self.reply, self.question = path, reply, question
-        self.requests: list[dict] = []
+        self.url += path
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}{self.path}"
-
-    def handle_error(self, request, client_address) -> None:
-        """Clients that have gone are what some tests are about."""
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+class Handler(LocalHandler):
+    server: Server
+
+    def respond(self, sent: bytes) -> None:
+        body = None if self.command == "GET" else json.loads(sent)
         with self.server.lock:
             self.server.requests.append(body)
             self.server.headers.append(dict(self.headers))
@@ -72,31 +112,6 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(reply.drop)
             self.wfile.write(part)
             self.wfile.flush()
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-@contextmanager
-def running(server: ThreadingHTTPServer) -> Iterator[None]:
-    """The server answers from a thread of its own until the block ends."""
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@contextmanager
-def serving(path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]) -> Iterator[Server]:
-    """question: makes of a request's body, and of its number from 1, what `reply` is called with."""
-    anyio.run(anyio.sleep, 0)  # httpx would load it with the first request, within that request's time limit
-    server = Server(path, reply, question)
-    with running(server):
-        yield server
 
 
 def always(**reply) -> Callable[[Any], Reply]:

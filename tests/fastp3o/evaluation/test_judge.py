@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.judge import MARKS, Answer, ChatEndpoint, EndpointJudge, FunctionJudge, parse_verdict
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile
-from tests.fastp3o.local_server import Reply, Server, always, serving
+from tests.fastp3o.local_server import Reply, Server, always
 
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
 # A module of judges; `longer` prefers the longer response.
@@ -55,7 +55,7 @@ def prefers_the_longer(question: Question) -> Reply:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serving("/v1/chat/completions", prefers_the_longer, question) as server:
+    with Server("/v1/chat/completions", prefers_the_longer, question) as server:
         yield server
 
 

@@ -11,7 +11,7 @@ from fastp3o.endpoint import AnswerError, EndpointError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward, read_rewards
 from tests.fastp3o.groups import groups_of_texts
-from tests.fastp3o.local_server import Reply, Server, always, serving
+from tests.fastp3o.local_server import Reply, Server, always
 
 
 def rewards(values: list) -> bytes:
@@ -24,7 +24,7 @@ def lengths(body: dict) -> Reply:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with serving("/score", lengths, lambda body, number: body) as server:
+    with Server("/score", lengths, lambda body, number: body) as server:
         yield server
 
 

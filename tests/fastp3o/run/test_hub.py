@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from fastp3o.run.hub import HubError
 from fastp3o.training import sft
 from fastp3o.training.config import SFTConfig
-from tests.fastp3o.hub_stand_in import READS, WRITES, Hub, hub
+from tests.fastp3o.hub_stand_in import READS, WRITES, Hub
 from tests.fastp3o.run.faults.injection import fork_together, wait_together
 
 SETTINGS = {"train_data": "sft.jsonl", "batch_size": 8, "max_response_tokens": 20, "report_to": "none"}
@@ -22,7 +22,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", WRITES)
-    with hub() as server:
+    with Hub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         yield server
 

@@ -15,7 +15,7 @@ from fastp3o.objectives.config.policy_gradient import GRPOConfig
 from fastp3o.objectives.config.preferences import NashMDConfig
 from fastp3o.training.loop import train
 from tests.fastp3o.models.model_families import logprobs_alone
-from tests.fastp3o.rollouts.vllm.stand_in import standing_in
+from tests.fastp3o.rollouts.vllm.stand_in import StandIn
 from tests.fastp3o.runs import config, metrics
 
 EVALUATED = {"eval_prompts": "prompts.jsonl", "eval_limit": 4}
@@ -38,9 +38,9 @@ def test_a_tempered_run_begins_with_ratios_of_one_and_no_gap(workplace, tiny_mod
 def test_a_server_samples_from_the_tempered_policy(workplace, tiny_model):
     """And one whose log-probs are before temperature and truncation is refused."""
     for changes in ({"temperature": 0.6}, {"min_p": 0.2}):
-        with standing_in(tiny_model) as raw, pytest.raises(UserError, match="--logprobs-mode processed_logprobs"):
+        with StandIn(tiny_model) as raw, pytest.raises(UserError, match="--logprobs-mode processed_logprobs"):
             train(config(tiny_model, "refused", sampler="vllm", vllm_url=raw.url, **changes))
-    with standing_in(tiny_model, processed=True) as server:
+    with StandIn(tiny_model, processed=True) as server:
         served = {"sampler": "vllm", "vllm_url": server.url, "temperature": 0.6, "updates": 2}
         train(config(tiny_model, "run", **served))
         assert all(step["sampler_gap"] < 1e-4 for step in metrics("run"))

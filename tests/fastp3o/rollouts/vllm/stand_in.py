@@ -1,12 +1,8 @@
 """A stand-in for a vLLM server: its routes, answered by the engine, with faults that a run must not pass over."""
 
 import json
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +13,13 @@ from fastp3o.models.packed_model import labelled_logprobs, untempered
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import POLICY_ITSELF, Prompt, SamplingSettings
-from tests.fastp3o.local_server import running
+from tests.fastp3o.local_server import LocalHandler, LocalServer
 
 # transformers loads one model at a time.
 LOADING = threading.Lock()
 
 
-class StandIn(ThreadingHTTPServer):
+class StandIn(LocalServer):
     """Serves the model in `folder`, until it is told to load others.
 
     fault: of its answers, see `FAULTS`, from the completion with the number `from_completion` on, counted from 0.
@@ -31,16 +27,12 @@ class StandIn(ThreadingHTTPServer):
     truncation (--logprobs-mode processed_logprobs).
     """
 
-    daemon_threads = True
     fault, from_completion, version, room, processed = "", 0, "0.32.0", 1024, False
 
     def __init__(self, folder: str, **options):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         vars(self).update(options)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.lock, self.tokenizer = threading.Lock(), load_tokenizer(folder)
-        self.requests: list[tuple[str, Any]] = []
-        self.completions = 0
+        self.tokenizer, self.completions = load_tokenizer(folder), 0
         self.load(folder)
 
     def load(self, folder: str) -> None:
@@ -78,11 +70,6 @@ class StandIn(ThreadingHTTPServer):
         with untempered(self.policy):
             return labelled_logprobs(self.policy, row).tolist()
 
-    def handle_error(self, request, client_address) -> None:
-        """Clients that have gone are what some tests are about; what else fails is shown."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
 
 def changed(choice: dict, ids: list[int], logprobs: list[float]) -> dict:
     return choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
@@ -100,30 +87,27 @@ FAULTS = {
 }
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(LocalHandler):
     server: StandIn
 
-    def do_GET(self) -> None:
-        answers = {
-            "/version": {"version": self.server.version},
-            "/v1/models": {"data": [{"id": "policy", "max_model_len": self.server.room}]},
-        }
-        self.answer(answers.get(self.path))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def respond(self, sent: bytes) -> None:
         server = self.server
+        if self.command == "GET":
+            models = [{"id": "policy", "max_model_len": server.room}]
+            answers = {"/version": {"version": server.version}, "/v1/models": {"data": models}}
+            return self.send(answers.get(self.path))
+        body = json.loads(sent)
         with server.lock:
             server.requests.append((self.path, body))
             if self.path == "/collective_rpc":
                 # A real one answers 200, too, when it keeps old weights.
                 if server.fault != "stale":
                     server.load(body["kwargs"]["weights_path"])
-                return self.answer({"results": [None]} if server.fault != "no reload" else None)
+                return self.send({"results": [None]} if server.fault != "no reload" else None)
             if self.path == "/reset_prefix_cache":
-                return self.answer({"success": server.fault != "busy"})
+                return self.send({"success": server.fault != "busy"})
             if self.path != "/v1/completions":
-                return self.answer(None)
+                return self.send(None)
             answer = server.complete(body)
         if server.broken() == "dead":
             self.close_connection = True
@@ -133,24 +117,10 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if server.broken() == "slow":
             time.sleep(2.0)
-        return self.answer(answer)
+        return self.send(answer)
 
-    def answer(self, content: object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(404 if content is None else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-@contextmanager
-def standing_in(folder: str, **options) -> Iterator[StandIn]:
-    server = StandIn(folder, **options)
-    with running(server):
-        yield server
+    def send(self, content: object) -> None:
+        self.answer(404 if content is None else 200, content)
 
 
 def served_by(*servers: StandIn) -> dict[str, Any]:

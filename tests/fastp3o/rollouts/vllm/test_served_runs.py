@@ -20,7 +20,7 @@ from fastp3o.rollouts.vllm.publisher import IN_MEMORY, remove_abandoned_weights
 from fastp3o.rollouts.vllm.servers import OtherWeightsError, read_completions
 from fastp3o.training import preferences as preference
 from fastp3o.training.loop import train
-from tests.fastp3o.rollouts.vllm.stand_in import served_by, standing_in
+from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
 from tests.fastp3o.runs import config, metrics, weights
 from tests.fastp3o.together import together
 from tests.fastp3o.training.test_distributed import FP32, ONLINE, furthest
@@ -61,7 +61,7 @@ def no_weights_left() -> bool:
 def test_a_run_whose_prompts_two_servers_share_is_the_engines(workplace, tiny_model, monkeypatch):
     changes = {"lora_rank": 2, "learning_rate": 1e-2, **EVALUATED}
     train_like_servers(monkeypatch, config(tiny_model, "engine", **changes))
-    with standing_in(tiny_model) as first, standing_in(tiny_model, fault="reversed") as second:
+    with StandIn(tiny_model) as first, StandIn(tiny_model, fault="reversed") as second:
         train(served(tiny_model, "served", first, second, **changes))
     assert_close("engine", "served")
     assert all(step["sampler_gap"] < 1e-4 for step in metrics("served"))
@@ -132,7 +132,7 @@ def test_a_server_that_fails_ends_the_run_before_it_trains_on_that(
     workplace, tiny_model, fault, options, changes, says
 ):
     kind = OtherWeightsError if fault == "stale" else EndpointError if fault else UserError
-    with standing_in(tiny_model, fault=fault, **options) as server:
+    with StandIn(tiny_model, fault=fault, **options) as server:
         with pytest.raises(kind, match=says) as failure:
             train(served(tiny_model, "run", server, **changes))
         assert "\n" not in str(failure.value)
@@ -146,7 +146,7 @@ def test_a_server_that_fails_ends_the_run_before_it_trains_on_that(
 def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplace, tiny_model, monkeypatch):
     ahead = {"rounds_ahead": 1, **EVALUATED}
     train_like_servers(monkeypatch, config(tiny_model, "engine", **ahead))
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
         train(served(tiny_model, "served", server, **ahead))
     assert_close("engine", "served")
     assert [step["staleness"] for step in metrics("served")] == [0, 1, 1, 1]
@@ -180,7 +180,7 @@ def run(folder: str, tiny_model: str, *servers, processes: int = 2, **changes):
 def test_two_processes_with_two_servers_train_what_one_does(workplace, tiny_model):
     """Weights are spread over the processes, and no process holds them whole."""
     for processes in (1, 2):
-        with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
+        with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
             ahead = {"rounds_ahead": 1, "updates": 3, "save_every": 1, "processes": processes}
             done = run(f"run{processes}", tiny_model, first, second, **ahead)
             assert done.returncode == 0, done.stdout
@@ -193,7 +193,7 @@ def test_two_processes_with_two_servers_train_what_one_does(workplace, tiny_mode
 
 def test_a_server_of_one_process_ends_both(workplace, tiny_model):
     """The second process asks the second prompts, which both servers share: all end with one message."""
-    with standing_in(tiny_model, fault="cut", from_completion=2 + 8 + 2 + 3) as server:
+    with StandIn(tiny_model, fault="cut", from_completion=2 + 8 + 2 + 3) as server:
         done = run("run", tiny_model, server)
     assert done.returncode != 0
     assert "update 2" in done.stdout
@@ -206,7 +206,7 @@ def test_generation_keeps_what_servers_sample(workplace, tiny_model):
     settings = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "rollout_batch_size": 3}
     settings |= {"model": tiny_model, "max_prompt_tokens": 32, "max_response_tokens": 6, "keep_unfinished": True}
     settings["temperature"] = 0.7  # at which no log-probs are needed
-    with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
+    with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
         done = generate(GenerateConfig(output_dir="one", **settings, **served_by(first)))
         generate(GenerateConfig(output_dir="two", **settings, **served_by(first, second)))
     assert (done.prompts, done.responses) == (8, 64)
@@ -220,7 +220,7 @@ def test_evaluations_of_preference_training_are_of_the_weights_so_far(workplace,
     settings = {"train_data": "preferences.jsonl", "eval_prompts": "prompts.jsonl", "max_response_tokens": 8}
     settings |= {"model": tiny_model, "batch_size": 4, "epochs": 2, "eval_every": 2, "learning_rate": 1e-3}
     settings |= {"report_to": "none", "precision": "fp32", "output_dir": "run"}
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
         preference.train(DPOConfig(**settings, **served_by(server)))
     evaluations = metrics("run", "eval.jsonl")
     assert evaluations[0]["kl"] == pytest.approx(0, abs=1e-4)

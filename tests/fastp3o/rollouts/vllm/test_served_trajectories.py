@@ -10,7 +10,7 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.training.loop import train
 from tests.fastp3o.rollouts.environments import SETTINGS, HangsLater
-from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by, standing_in
+from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
 from tests.fastp3o.rollouts.vllm.test_served_runs import assert_close, run, train_like_servers
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.training.test_distributed import furthest
@@ -32,7 +32,7 @@ def turn_of(server, body):
 def test_trajectories_from_two_servers_are_the_engines(workplace, tiny_model, monkeypatch, ahead):
     changes = {"rounds_ahead": ahead, "eval_prompts": "prompts.jsonl", "eval_responses_per_prompt": 3}
     train_like_servers(monkeypatch, game(tiny_model, "engine", **changes))
-    with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
+    with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
         train(game(tiny_model, "served", first, second, **changes))
     assert_close("engine", "served")
     assert all(line["turns"] > 1 for line in metrics("served"))
@@ -54,7 +54,7 @@ def test_trajectories_from_two_servers_are_the_engines(workplace, tiny_model, mo
 
 def test_a_trajectory_goes_on_while_another_waits_for_its_server(workplace, tiny_model):
     turns, third = [], threading.Event()
-    with standing_in(tiny_model) as fast, standing_in(tiny_model) as slow:
+    with StandIn(tiny_model) as fast, StandIn(tiny_model) as slow:
 
         def complete(body, server):
             turns.append(turn_of(server, body))
@@ -71,7 +71,7 @@ def test_a_trajectory_goes_on_while_another_waits_for_its_server(workplace, tiny
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_model, ahead):
     changes = {"rounds_ahead": ahead, "environment": f"{GAMES}:Long", "max_response_tokens": 24}
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
 
         def complete(body):
             if turn_of(server, body) == 3 and server.paths().count("/collective_rpc") == 2:
@@ -81,7 +81,7 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_mode
         server.complete = complete
         with pytest.raises(EndpointError, match=f"update {2 + ahead}: .*does not answer.*--resume goes on"):
             train(game(tiny_model, "run", server, **changes))
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
         train(game(tiny_model, "run", server, resume=True, **changes))
         if ahead:  # a lost round comes from newer weights
             assert [line["staleness"] for line in metrics("run")] == [0, 1, 0]
@@ -92,7 +92,7 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_mode
 
 def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(workplace, tiny_model):
     ahead = {"rounds_ahead": 1, "save_minutes": 1e-9}
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
         train(game(tiny_model, "run", server, **ahead))
         copy_at_save_before("run", "resumed")
         train(game(tiny_model, "resumed", server, resume=True, **ahead))
@@ -103,7 +103,7 @@ def test_an_environment_that_hangs_ahead_ends_the_run_with_its_state(workplace, 
     ahead = {"rounds_ahead": 1, "environment_timeout": 0.5, "environment": f"{GAMES}:HangsLater"}
     HangsLater.begun = 0
     late = pytest.raises(FunctionError, match=r"update 3: .*has not returned after 0.5 s")
-    with standing_in(tiny_model) as server, late:
+    with StandIn(tiny_model) as server, late:
         train(game(tiny_model, "run", server, **ahead))
     assert Path("run/state/step-000002").is_dir()
 
@@ -114,7 +114,7 @@ def test_processes_whose_trajectories_have_other_numbers_of_turns_train_what_one
     changes = GAME | {"stop_strings": '["a", "e", "i", "o", " "]', "rounds_ahead": 1, "environment": f"{GAMES}:Echo"}
     changes |= {} if sampler == "vllm" else {"sampler": "engine", "vllm_url": None, "vllm_time_limit": None}
     for processes in (1, 2):
-        with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
+        with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
             done = run(f"run{processes}", tiny_model, first, second, processes=processes, **changes)
             assert done.returncode == 0, done.stdout
     assert furthest("run1", "run2") < 1e-4

@@ -6,7 +6,7 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
 from fastp3o.training.loop import train
 from tests.fastp3o.rollouts.vllm import stand_in
-from tests.fastp3o.rollouts.vllm.stand_in import served_by, standing_in
+from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 
 
@@ -27,9 +27,9 @@ def test_an_answer_that_is_not_the_requests_ends_the_run_and_loses_nothing(fault
     change, message = FAULTS[fault]
     monkeypatch.setitem(stand_in.FAULTS, fault, change)
     refused = pytest.raises(EndpointError, match=f"update 2: .*{message}")
-    with standing_in(tiny_model, fault=fault, from_completion=12) as server, refused:
+    with StandIn(tiny_model, fault=fault, from_completion=12) as server, refused:
         train(config(tiny_model, "run", **served_by(server)))
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
         train(config(tiny_model, "run", resume=True, **served_by(server)))
         train(config(tiny_model, "whole", **served_by(server)))
     assert_equal(weights("whole"), weights("run"))
@@ -38,7 +38,7 @@ def test_an_answer_that_is_not_the_requests_ends_the_run_and_loses_nothing(fault
 def test_a_server_that_loses_the_weights_after_its_probe_is_found_before_its_round_trains(workplace, tiny_model):
     """A round that is sampled ahead is trained an update later: the same probe again tells who sampled it."""
     ahead = {"rounds_ahead": 1, "updates": 4}
-    with standing_in(tiny_model) as server:
+    with StandIn(tiny_model) as server:
         train(config(tiny_model, "whole", **served_by(server), **ahead))
         complete = server.complete
 
