@@ -570,10 +570,6 @@ class EvaluationConfig(Flags):
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
 
-    @property
-    def lowest_is_best(self) -> bool:
-        return self.best_is == "lowest" or (self.best_is is None and self.keep_best == "loss")
-
 
 @options
 class RunConfig(Flags):

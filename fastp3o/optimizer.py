@@ -117,10 +117,7 @@ class Optimizer:
         return metrics
 
     def gradient_norms(self) -> Tensor:
-        """The norm of each group's gradients, [groups] fp32.
-
-        Each group has a norm of its own: a critic's large gradients must not shrink the policy's.
-        """
+        """The norm of each group's gradients, [groups] fp32: a critic's large ones must not shrink the policy's."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
         own_parts = ([gradient for gradient in group if gradient.numel()] for group in gradients)

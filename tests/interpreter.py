@@ -77,9 +77,7 @@ def shaped_once(initialise: Callable) -> Callable:
 
 
 def round_to_nearest() -> None:
-    """For the rest of the process, fp32 becomes bf16 by rounding. The interpreter by itself cuts digits off, which
-    makes twice the error.
-    """
+    """For the rest of the process, fp32 becomes bf16 by rounding: cutting digits, as before, makes twice the error."""
     convert = interpreter._convert_float
 
     def rounded(values: numpy.ndarray, source: language.dtype, target: language.dtype, mode: object) -> numpy.ndarray:

@@ -20,10 +20,8 @@ PACKAGES = {
 
 
 class Imports:
-    """The imports of the modules of some packages, in functions too.
-
-    modules: dotted names; a package stands for its __init__.py. named: of each module, the modules of ours that it
-    names, and other packages by their first name.
+    """The imports of the modules of some packages, in functions too. modules: dotted names; a package stands for its
+    __init__.py. named: of each module, the modules of ours that it names, and other packages by their first name.
     """
 
     def __init__(self, packages: dict[str, Path]):

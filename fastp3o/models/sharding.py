@@ -31,11 +31,8 @@ Result = TypeVar("Result")
 
 
 def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None:
-    """The processes as [replicas, shards], or as one group of shards; None for a single process.
-
-    shard_size: processes that hold one model together; 0 for all.
-
-    Raises ValueError if the processes do not divide evenly into such groups.
+    """The processes as [replicas, shards], or as one group of shards; None for a single process. shard_size: processes
+    that hold one model together; 0 for all. Raises ValueError if the processes do not divide evenly into such groups.
     """
     processes = number_of_processes()
     if processes == 1:
@@ -117,21 +114,15 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
-    for module in fsdp_modules(model):
+    # Layers, and what an objective has added, are whole one at a time.
+    layers = [layer for module in model.modules() if isinstance(module, PackedModel) for layer in module.layers()]
+    for module in [*layers, *(child for child in model.children() if child is not model.model)]:
         fully_shard(module, **options)
     # Embeddings, head and last norm belong to the root: the head is whole within its forward call, over all chunks. It
     # stays whole for the backward pass, if there is one.
     trains = any(parameter.requires_grad for parameter in model.parameters())
     fully_shard(model, reshard_after_forward=None if trains else True, **options)
     weights.put_into(model, device, offload=offload)
-
-
-def fsdp_modules(model: PackedModel) -> Iterator[nn.Module]:
-    """The modules that are whole one at a time: layers, and what an objective has added. The root has the rest."""
-    for module in model.modules():
-        if isinstance(module, PackedModel):
-            yield from module.layers()
-    yield from (child for child in model.children() if child is not model.model)
 
 
 class RankZeroWeights:

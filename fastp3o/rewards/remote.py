@@ -15,11 +15,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class RemoteReward:
-    """Rewards from a URL, to which prompts, responses and columns of the data are posted.
-
-    A key in the environment variable REWARD_API_KEY is sent along.
-
-    Raises ValueError on a URL that cannot be one.
+    """Rewards from a URL, to which prompts, responses and columns of the data are posted. A key in the environment
+    variable REWARD_API_KEY is sent along. Raises ValueError on a URL that cannot be one.
     """
 
     def __init__(self, url: str, config: RemoteConfig):

@@ -90,7 +90,7 @@ class Run:
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
-            metric, lowest = config.keep_best, config.lowest_is_best
+            metric, lowest = config.keep_best, (config.best_is or config.keep_best) in ("lowest", "loss")
             self.best: Best | None = None
             if metric is not None:
                 self.best = on_main_process(self.accelerator, lambda: Best(metric, lowest=lowest, folder=self.folder))

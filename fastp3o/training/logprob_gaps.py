@@ -22,10 +22,7 @@ TOLERATED = 0.2
 
 
 def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tuple[Tensor, ...]:
-    """The sampler's log-probs of the rows' tokens, [N] fp32 for each row, on its device.
-
-    Raises ValueError if the sampler has given none.
-    """
+    """The sampler's log-probs of the rows' tokens, [N] fp32 each, on their device. Raises ValueError without any."""
     for group in groups:
         if any(response.logprobs is None for response in group.responses):
             raise UserError("what sampled the responses gave no log-probs of them, as transformers' generate does not")

@@ -1,6 +1,4 @@
-"""A local stand-in of the Hugging Face Hub: it answers the requests that huggingface_hub makes for an upload, and keeps
-what it is sent.
-"""
+"""A stand-in of the Hugging Face Hub: it answers what huggingface_hub asks for an upload, and keeps what it is sent."""
 
 import base64
 import json
@@ -11,9 +9,7 @@ WRITES, READS = "hf_writes0123456789", "hf_reads0123456789"
 
 
 class Hub(LocalServer):
-    """repositories: files by repository. private: those that were made so. refused: paths that are answered with a
-    status and a message, by their ends.
-    """
+    """repositories: files by repository. private: those made so. refused: statuses and messages, by ends of paths."""
 
     def __init__(self) -> None:
         super().__init__(Handler)

@@ -8,9 +8,7 @@ from tests.kernels.problems import random_hidden_states
 
 
 def padded(groups: list[tuple[list[int], list[list[int]]]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and response_mask of prompts with their responses: padded with 0 on the right, and prompts on the left,
-    or not.
-    """
+    """input_ids and response_mask of prompts with responses: 0s pad on the right, and prompts on the left or not."""
     longest = max(len(prompt) for prompt, _ in groups) if left else 0
     rows = [([0] * (longest - len(prompt)) + prompt, response) for prompt, rs in groups for response in rs]
     width = max(len(prompt + response) for prompt, response in rows)

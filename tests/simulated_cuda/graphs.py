@@ -57,9 +57,7 @@ class Capture:
         self.before.clear()
 
     def add(self, function: Callable, args: tuple, kwargs: dict, result: Any, *, launched: bool) -> None:
-        """args, kwargs, result: of an operation that ran on values in CPU memory. launched: whether a kernel ran, and
-        not only a view or an allocation.
-        """
+        """args, kwargs, result: of an operation on values in CPU memory. launched: whether a kernel ran."""
         given = {identity(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         held = tree_map(self.held, (args, kwargs))
         results = tensors_in(result)

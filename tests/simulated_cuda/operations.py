@@ -76,9 +76,7 @@ def execute(
     function: Callable, args: tuple, kwargs: dict, device: torch.device, *, launched: bool, written: list[Tensor]
 ) -> Any:
     """Runs a function on the values of its arguments. What it returns is on the device; a tensor that it changed in
-    place is the one that was given.
-
-    written: the tensors it writes to.
+    place is the one that was given. written: the tensors it writes to.
     """
     given: dict[int, tuple[Tensor, Tensor]] = {}
 

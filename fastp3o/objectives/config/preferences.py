@@ -11,10 +11,7 @@ from fastp3o.rewards.config import RewardConfig
 
 @options
 class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
-    """Learning from fixed preferences; objectives add their own settings.
-
-    offload: models that only evaluations need wait on the CPU.
-    """
+    """Learning from fixed preferences; objectives add settings. offload: what only evaluations need is on the CPU."""
 
     anchor: ClassVar[str] = "ref"
     offload: ClassVar[bool] = True

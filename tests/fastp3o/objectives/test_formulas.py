@@ -1,6 +1,4 @@
-"""Each objective's loss of a packed row, and its gradient by every weight, against its formula written out from whole
-logits, response by response, in fp64.
-"""
+"""Each objective's loss of a packed row, and its gradient, against its formula of whole responses' logits in fp64."""
 
 import math
 from collections.abc import Callable
@@ -23,9 +21,7 @@ CAP = 1.2  # of importance weights
 
 @dataclass
 class Response:
-    """One response: its tokens' log-probs now, of the old policy, what sampled and the reference, entropies; reward and
-    mask.
-    """
+    """One response: its tokens' log-probs now, old policy, what sampled, the reference; entropy, reward, mask."""
 
     now: Tensor
     old: Tensor

@@ -1,6 +1,4 @@
-"""Rollouts of runs: at a temperature, which makes the policy another; truncated; sampled some rounds before they train;
-and in the log.
-"""
+"""Rollouts of runs: at a temperature, truncated, sampled some rounds before they train, and in the log."""
 
 import gzip
 import json

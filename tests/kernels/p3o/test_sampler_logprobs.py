@@ -13,10 +13,7 @@ LENGTHS = [3, 1, 4, 2, 2, 5]
 
 
 def weighted(clipping: str, impl: str, apart=None, cap=2.0, valid=None) -> tuple:
-    """Loss, gradient and metrics of two prompts with three responses each.
-
-    apart: the old log-probs less those of the sampler, None if nothing is known of it.
-    """
+    """Loss, gradient, metrics of two prompts with three responses each. apart: log π_old − log μ; None if not known."""
     batch = Batch("tokens", LENGTHS, K=3, clipping=clipping)
     batch.settings, batch.pairs.valid_responses = replace(batch.settings, sampler_ratio_cap=cap), valid
     if apart is not None:

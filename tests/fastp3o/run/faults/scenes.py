@@ -154,9 +154,7 @@ class Scene:
         return stopped
 
     def result(self, fault: str, told: str = "") -> str:
-        """Resumes from what is there: the run must end with the bits, and the lines, of the unbroken run. What came of
-        the fault is counted.
-        """
+        """Resumes: the run must end with the bits and lines of the unbroken run. What came of the fault is counted."""
         had_state = any(".unfinished-" not in name for name in self.states())
         assert not any(self.do(self.resume)), f"cannot resume:\n{self.told()}"
         weights, *logs, rollouts = self.outcome()
