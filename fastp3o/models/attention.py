@@ -42,13 +42,10 @@ LEAST_CAPABILITY = (8, 0)
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of the prompts and responses of rollouts, by layer.
-
-    query: [T, H, D]. key, value: [T, Hkv, D].
-    """
+    """Keys and values of the prompts and responses of rollouts, by layer."""
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the keys and values of a packed row. Returns those of its segments, [U, Hkv, D]."""
+        """Keeps the keys and values of a packed row, [T, Hkv, D]. Returns those of its segments, [U, Hkv, D]."""
 
     def attend(
         self,
@@ -61,7 +58,10 @@ class KeyValueCache(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention [T, H, D] of tokens that each continue a response. Keeps their keys and values."""
+        """Attention [1, T, H, D] of tokens that each continue a response. Keeps their keys and values.
+
+        query: [1, H, T, D]. key, value: [1, Hkv, T, D], as models leave them.
+        """
 
 
 def segment_attention(
@@ -96,15 +96,14 @@ def segment_attention(
         # Rotary embeddings leave queries and keys in fp32, while values are in half precision.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = cast(int, getattr(module, "layer_idx", None))
+    if segments is None:
+        assert cache is not None
+        return cache.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap), None
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if cache is not None:
-        layer = cast(int, module.layer_idx)
-        if segments is None:
-            output = cache.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
-            return output.unsqueeze(0), None
         key, value = cache.store(layer, key, value)
-    assert segments is not None
     if segments.shared is not None:
         key, value = (GatherKeys.apply(tensor, segments.shared) for tensor in (key, value))
     attend = fastest_backend(query, softcap)
@@ -217,11 +216,17 @@ def with_sdpa(query, key, value, scale, window, softcap):
 
 
 def with_softcap(query, key, value, scale, window, softcap):
-    key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
+    return softcapped(
+        query, key, value, visible(query.shape[1], key.shape[1], window, query.device).log(), scale, softcap
+    )
+
+
+def softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """[.., H, T, D], [.., Hkv, U, D] twice, [.., T, U] of 0 and -inf -> [.., H, T, D]."""
+    key, value = (tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], dim=-3) for tensor in (key, value))
     precise = torch.promote_types(query.dtype, torch.float32)
-    products = softcap * torch.tanh(query @ key.transpose(1, 2) * (scale / softcap))
-    hidden = ~visible(query.shape[1], key.shape[1], window, query.device)
-    return products.masked_fill(hidden, float("-inf")).softmax(-1, dtype=precise).to(value.dtype) @ value
+    products = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap))
+    return (products + mask).softmax(-1, dtype=precise).to(value.dtype) @ value
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

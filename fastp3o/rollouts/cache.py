@@ -37,6 +37,7 @@ class Room(NamedTuple):
     responses_per_prompt: int
     slots: int
     response_tokens: int
+    prompt_copies: int = 1  # of each prompt's keys
 
     @property
     def responses(self) -> int:
@@ -45,7 +46,7 @@ class Room(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens in the cache."""
-        return self.prompts * self.prompt_tokens + self.slots * self.response_tokens
+        return self.prompts * self.prompt_copies * self.prompt_tokens + self.slots * self.response_tokens
 
     def holds(self, other: "Room") -> bool:
         """Whether an engine with this room can replace one with the other."""
@@ -61,21 +62,23 @@ def fitting_room(
     prompts: int,
     bytes_per_token: int,
     memory: int,
+    prompt_copies: int = 1,
 ) -> Room:
     """Room for `prompts` at once with a slot for each of their responses, or for as many as `memory` (bytes) holds.
 
-    Less memory means fewer prompts at once, then fewer slots; at least one of each.
+    Less memory means fewer prompts at once, then one copy of its keys, then fewer slots; at least one of each.
     """
     prompt_tokens = max(1, longest_prompt)
     tokens = memory // bytes_per_token
     slots_per_prompt = min(responses_per_prompt, MOST_SLOTS)
-    fits = tokens // (prompt_tokens + slots_per_prompt * response_tokens)
+    fits = tokens // (prompt_copies * prompt_tokens + slots_per_prompt * response_tokens)
     if fits:
         prompts = min(prompts, fits)
         slots = min(prompts * responses_per_prompt, MOST_SLOTS)
     else:
-        prompts, slots = 1, max(1, min(slots_per_prompt, (tokens - prompt_tokens) // response_tokens))
-    return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens)
+        prompts, prompt_copies = 1, 1
+        slots = max(1, min(slots_per_prompt, (tokens - prompt_tokens) // response_tokens))
+    return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens, prompt_copies)
 
 
 def available_memory(device: torch.device) -> int:
@@ -111,14 +114,27 @@ class Cache:
         sizes = [room.tokens * shape.bytes_per_token for shape in shapes.values()]
         self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         parts = zip(shapes.items(), self.memory.split(sizes), strict=True)
-        self.layers = {layer: layer_cache(part, shape, room) for (layer, shape), part in parts}
+        self.room = room
+        self.layers = {layer: self.layer_cache(part.view(shape.dtype), shape) for (layer, shape), part in parts}
         self.slots: Slots
         self.prompt_of_token: Tensor
         self.position_of_token: Tensor
 
+    def layer_cache(self, memory: Tensor, shape: LayerShape) -> Any:
+        """memory: of keys and values of all tokens that there is room for."""
+        room = self.room
+        prompts = room.prompts, shape.heads, room.prompt_tokens, shape.head_size
+        slots = room.slots, shape.heads, room.response_tokens, shape.head_size
+        shapes = [prompts, prompts, slots, slots]
+        parts = memory.split(list(map(prod, shapes)))
+        return LayerCache(*(part.view(part_shape) for part, part_shape in zip(parts, shapes, strict=True)))
+
     def tensors(self) -> list[Tensor]:
-        layers = self.layers.values()
-        return [part for kv in layers for part in (kv.prompt_keys, kv.prompt_values, kv.own_keys, kv.own_values)]
+        return [part for kv in self.layers.values() for part in vars(kv).values()]
+
+    def begin_step(self, slots: Slots, own_tokens: int) -> None:
+        """slots: what the slots work on in this step. own_tokens: before it, the most of a slot."""
+        self.slots = slots
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cache = self.layers[layer]
@@ -129,11 +145,23 @@ class Cache:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Rotary embeddings may leave queries and keys in fp32 when values are not.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        return decode_attention(query, key, value, self.layers[layer], self.slots, **options)
+        query, key, value = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+        return decode_attention(query, key, value, self.layers[layer], self.slots, **options)[None]
 
-    def take_memory(self) -> None:
-        """Takes the memory again if it was given back."""
+    def store_own(self, layer: int, slot: Tensor, step: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keeps keys and values [n, Hkv, D] of these slots' own tokens, [n] int64 both."""
+        kv = self.layers[layer]
+        for stored, tensor in ((kv.own_keys, key), (kv.own_values, value)):
+            stored[slot, :, step] = tensor.to(stored.dtype)
+
+    def cached(self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int) -> list[list[Tensor]]:
+        """[Hkv, n, D] each: keys of a prompt's first tokens and a slot's first own ones, then values."""
+        kv = self.layers[layer]
+        pairs = (kv.prompt_keys, kv.own_keys), (kv.prompt_values, kv.own_values)
+        return [[shared[prompt, :, :prompt_tokens], own[slot, :, :own_tokens]] for shared, own in pairs]
+
+    def begin(self, prompt_lengths: list[int]) -> None:
+        """Begins a batch of prompts with as many tokens to cache. Takes the memory again if it was given back."""
         storage = self.memory.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.memory.numel())
@@ -142,19 +170,3 @@ class Cache:
     def release_memory(self) -> None:
         """Gives the memory back until it is taken again, perhaps at another address."""
         self.memory.untyped_storage().resize_(0)
-
-    def order_slots(self, order: Tensor, own_tokens: int) -> None:
-        """Gives the first n slots another order, [n] int64, with their first own tokens."""
-        moved = (order != torch.arange(len(order), device=order.device)).nonzero().squeeze(1)
-        for layer in self.layers.values():
-            for tensor in (layer.own_keys[:, :, :own_tokens], layer.own_values[:, :, :own_tokens]):
-                tensor[moved] = tensor[order[moved]]
-
-
-def layer_cache(memory: Tensor, shape: LayerShape, room: Room) -> LayerCache:
-    """memory: bytes for keys and values of all tokens that there is room for."""
-    prompts = room.prompts, shape.heads, room.prompt_tokens, shape.head_size
-    slots = room.slots, shape.heads, room.response_tokens, shape.head_size
-    shapes = [prompts, prompts, slots, slots]
-    parts = memory.view(shape.dtype).split(list(map(prod, shapes)))
-    return LayerCache(*(part.view(part_shape) for part, part_shape in zip(parts, shapes, strict=True)))

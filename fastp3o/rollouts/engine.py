@@ -15,6 +15,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, offsets, to_device
+from fastp3o.rollouts.bundled_cache import BundledCache
 from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.queue import Queue
@@ -30,15 +31,15 @@ TOKENS_PER_ROW = 2048
 KEYS_PER_TOKEN = 16
 # Steps between two looks of the host; all but one of them may be for nothing.
 STEPS_PER_LOOK = 8
-# Share of slots that are idle before they are dropped, which copies the keys of the others.
+# Share of slots that are idle before they are dropped.
 IDLE = 0.15
 
 
 class Engine:
     """Samples one batch of prompts after the other in the same memory, as long as it has room for them.
 
-    static: whether shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs. graph:
-    whether steps are captured; by default on GPUs.
+    static: whether shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs, and
+    where slots take several responses. graph: whether steps are captured; by default on GPUs.
     """
 
     tokens_per_row = TOKENS_PER_ROW  # of a packed row of prompts
@@ -57,13 +58,18 @@ class Engine:
         self.policy = policy
         self.settings = {name: getattr(settings, name) for name in ("top_k", "top_p", "min_p")}
         device = policy.model.device
-        self.static = device.type != "cpu" if static is None else static
-        self.room, self.cache = room, Cache(shapes, room, device)
+        self.static = device.type != "cpu" or room.slots < room.responses if static is None else static
+        self.room = room
+        self.cache = self.new_cache(shapes)
+        self.caches = [self.cache]
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
         self.widened: Tensor | None = None  # its weight as products take it, while responses are sampled
         self.captures = device.type == "cuda" if graph is None else graph
         self.graph = StepGraph(device)
+
+    def new_cache(self, shapes: dict[int, LayerShape]) -> Cache:
+        return (Cache if self.static else BundledCache)(shapes, self.room, self.policy.model.device)
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
@@ -90,19 +96,18 @@ class Engine:
         self.widened = None
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
-        self.cache.take_memory()
         prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
 
     def step(self) -> None:
         """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
-        logits = self.logits(queue.slots(bounds=not self.static))
+        logits = self.logits(queue.slots())
         tokens, logprobs = sample_tokens(logits, queue.keys[queue.response], queue.steps, **self.settings)
         queue.take(tokens, logprobs)
 
     def logits(self, slots: Slots) -> Tensor:
         """Logits of the next token of each slot, [R, V]."""
-        self.cache.slots = slots
+        self.cache.begin_step(slots, self.queue.most_own_tokens)
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.policy.hidden_states(self.queue.tokens[None], positions, cache=self.cache)
         if self.widened is None or self.captures:  # a graph takes weights as they are when it is replayed
@@ -112,20 +117,24 @@ class Engine:
     def tensors(self) -> list[Tensor]:
         """All tensors that outlive a step and that it reads or writes."""
         model = self.policy.model
-        return [*model.parameters(), *model.buffers(), *self.cache.tensors(), *self.queue.tensors()]
+        return [
+            *model.parameters(),
+            *model.buffers(),
+            *self.queue.tensors(),
+            *(tensor for cache in self.caches for tensor in cache.tensors()),
+        ]
 
     def release_memory(self) -> None:
-        """Gives the cache's memory back until the next batch."""
-        self.cache.release_memory()
+        """Gives the caches' memory back until the next batch."""
+        for cache in self.caches:
+            cache.release_memory()
 
     def drop_idle_slots(self, working: Tensor) -> None:
-        count = int(working.sum())
-        if count <= (1 - IDLE) * len(working):
-            self.keep_slots(working.argsort(descending=True, stable=True), count)
-
-    def keep_slots(self, order: Tensor, count: int) -> None:
-        self.queue.keep_slots(order, count)
-        self.cache.order_slots(order, self.queue.most_own_tokens)
+        kept = working.nonzero().squeeze(1)
+        if len(kept) <= (1 - IDLE) * len(working):
+            self.queue.keep_slots(kept)
+            for cache in self.caches:
+                cache.keep_slots(self.queue.response)
 
 
 def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Tensor:
@@ -155,6 +164,7 @@ def prefill(
 
     pad: makes rows of equal length, since libraries on a GPU round differently at other shapes.
     """
+    cache.begin([len(ids) - 1 for ids in prompts])
     given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
     for row in rows_to_cache(given, tokens_per_row, pad, policy.model.device):
         cache.prompt_of_token = row.number_of_token

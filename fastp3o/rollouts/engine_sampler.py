@@ -13,7 +13,8 @@ from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, logprob_tolerance, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room, return_unused_memory
+from fastp3o.rollouts.bundled_cache import prompt_copies
+from fastp3o.rollouts.cache import MOST_SLOTS, LayerShape, Room, available_memory, fitting_room, return_unused_memory
 from fastp3o.rollouts.engine import Engine, layer_shapes
 from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Sampler, SamplingSettings, sampling_settings
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
@@ -84,16 +85,21 @@ class EngineSampler:
         return_unused_memory(self.policy.model.device)
 
     def room_for(self, prompts: list[Prompt], responses_per_prompt: int, memory: int) -> Room:
-        longest = max(len(prompt.ids) for prompt in prompts) - 1
-        if self.policy.model.device.type != "cpu":
+        longest, most, copies = max(len(prompt.ids) for prompt in prompts) - 1, len(prompts), 1
+        if self.policy.model.device.type == "cpu":
+            # Each response has a slot of its own.
+            most = min(most, max(MOST_SLOTS // responses_per_prompt, 1))
+            copies = prompt_copies(longest, self.max_response_tokens, responses_per_prompt)
+        else:
             longest = -(-longest // PROMPT_STEP) * PROMPT_STEP
         return fitting_room(
             longest,
             self.max_response_tokens,
             responses_per_prompt,
-            prompts=min(self.batch_size, len(prompts)),
+            prompts=min(self.batch_size, most),
             bytes_per_token=self.bytes_per_token(),
             memory=memory,
+            prompt_copies=copies,
         )
 
     def engine_with(self, room: Room, end_ids: set[int], memory: int) -> Engine:
@@ -125,7 +131,8 @@ def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]
     try:
         shapes = layer_shapes(policy, *within_vocabulary(policy.model, [3]))
-        engine = Engine(policy, shapes, TRIAL_ROOM, end_ids=set(), graph=False)
+        slots = TRIAL_ROOM.responses if policy.model.device.type == "cpu" else TRIAL_ROOM.slots
+        engine = Engine(policy, shapes, TRIAL_ROOM._replace(slots=slots), end_ids=set(), graph=False)
         responses, logprobs = engine.run(prompts, response_keys(0, torch.arange(2), 2))
     except Exception as error:  # from anywhere in a model that does not hand the cache on
         raise UserError(f"{refused}a trial failed with: {error}") from error

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import Ids
-from fastp3o.rollouts.cache import Cache, LayerShape, Room
+from fastp3o.rollouts.cache import LayerShape, Room
 from fastp3o.rollouts.engine import Engine, head_logits, prefill
 from fastp3o.rollouts.engine_sampler import EngineSampler, decodable_shapes
 from fastp3o.rollouts.groups import Group, Prompt, Sampler
@@ -30,16 +30,16 @@ class MixtureEngine(Engine):
     ):
         super().__init__(*arguments, **options)
         self.other, self.other_head, self.weight = other, other.head(), weight
-        self.other_cache = Cache(other_shapes, self.room, self.policy.model.device)
+        self.other_cache = self.new_cache(other_shapes)
+        self.caches.append(self.other_cache)
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
         super().prefill(prompts)
-        self.other_cache.take_memory()
         prefill(self.other, self.other_cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
 
     def logits(self, slots: Slots) -> Tensor:
         logits = super().logits(slots)
-        self.other_cache.slots = slots
+        self.other_cache.begin_step(slots, self.queue.most_own_tokens)
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.other.hidden_states(self.queue.tokens[None], positions, cache=self.other_cache)
         # Logits differ from log-probabilities by a number for each token, which the softmax after it takes out.
@@ -47,15 +47,7 @@ class MixtureEngine(Engine):
 
     def tensors(self) -> list[Tensor]:
         model = self.other.model
-        return [*super().tensors(), *model.parameters(), *model.buffers(), *self.other_cache.tensors()]
-
-    def release_memory(self) -> None:
-        super().release_memory()
-        self.other_cache.release_memory()
-
-    def keep_slots(self, order: Tensor, count: int) -> None:
-        super().keep_slots(order, count)
-        self.other_cache.order_slots(order, self.queue.most_own_tokens)
+        return [*super().tensors(), *model.parameters(), *model.buffers()]
 
 
 class MixtureSampler(EngineSampler):

@@ -39,7 +39,7 @@ class Queue:
         self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
         self.by_slot = zeros(3, room.slots)
         self.response, self.steps, self.tokens = self.by_slot
-        self.most_own_tokens = Lr  # of a slot
+        self.most_own_tokens = 0  # of a slot, known where the host makes each step
         # The number of responses, the last that a slot has taken, and a step.
         self.total, self.taken, self.zero = zeros(), zeros(), zeros()
 
@@ -65,25 +65,11 @@ class Queue:
         torch._foreach_copy_([*places, self.total, self.taken], [*values, total, taken])
         self.steps.zero_()
         self.sampled.fill_(NO_TOKEN)
+        self.most_own_tokens = 0
 
-    def slots(self, *, bounds: bool) -> Slots:
-        """The slots as attention takes them. bounds: the host looks at the tensors to limit the work."""
-        K, steps = self.room.responses_per_prompt, self.own_tokens()
-        if not bounds:
-            return Slots(self.response, self.cached_lengths, steps, K)
-        works = self.working()
-        working = self.response[works] // K
-        first, last = working.aminmax()
-        prompts = range(int(first), int(last) + 1)
-        return Slots(
-            self.response,
-            self.cached_lengths,
-            steps,
-            K,
-            prompts=prompts,
-            longest_prompt=int(self.cached_lengths[prompts.start : prompts.stop].max()),
-            longest_response=int(steps[works].max()) + 1,
-        )
+    def slots(self) -> Slots:
+        """The slots as attention takes them."""
+        return Slots(self.response, self.cached_lengths, self.own_tokens(), self.room.responses_per_prompt)
 
     def own_tokens(self) -> Tensor:
         """[R] int64: own tokens of each slot in the cache."""
@@ -105,14 +91,14 @@ class Queue:
         torch.where(ended, following, self.response, out=self.response)
         torch.where(ended, self.zero, steps, out=self.steps)
         torch.where(ended, self.first_tokens[self.response], tokens, out=self.tokens)
+        self.most_own_tokens += 1
 
     def working(self) -> Tensor:
         """[R] bool: the slots that are not idle."""
         return self.response < self.room.responses
 
-    def keep_slots(self, order: Tensor, count: int) -> None:
-        """Keeps the first slots of another order, [R] int64."""
-        kept = order[:count]
+    def keep_slots(self, kept: Tensor) -> None:
+        """Drops all slots but these, int64."""
         self.response, self.steps, self.tokens = self.response[kept], self.steps[kept], self.tokens[kept]
 
     def results(self, prompts: int) -> tuple[list[list[Ids]], list[list[list[float]]]]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fastp3o.models.packed_model import evaluation_mode
 from fastp3o.packing.packed_row import Ids, to_device
-from fastp3o.rollouts.cache import Room, available_memory
+from fastp3o.rollouts.cache import Cache, Room, available_memory
 from fastp3o.rollouts.engine import Engine, rows_to_cache
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler
 from fastp3o.rollouts.queue import NO_TOKEN, Queue
-from fastp3o_kernels.decoding import LayerCache, response_keys
+from fastp3o_kernels.decoding import response_keys
 
 # What continues trajectories, by number p K + k: how many tokens of prompt and trajectory are in the cache, and those
 # that follow them, the last turn's last one and the observation.
@@ -27,7 +27,7 @@ Continued = Mapping[int, tuple[int, Ids]]
 class KeptQueue(Queue):
     """A Queue of turns, of turn_tokens at most. room: of whole trajectories, with a slot for each.
 
-    owners: [R], the trajectory whose keys each slot has. seen: [N + 1] int64, own tokens in the cache before the turn.
+    seen: [N + 1] int64, own tokens in the cache before the turn.
     """
 
     def __init__(self, room: Room, turn_tokens: int, end_ids: set[int], device: torch.device):
@@ -37,16 +37,15 @@ class KeptQueue(Queue):
 
     def fill(self, prompts: Sequence[Ids], keys: Tensor) -> None:
         super().fill(prompts, keys)
-        self.owners, self.prompt_lengths = list(range(self.room.slots)), [len(ids) - 1 for ids in prompts]
-        self.most_own_tokens = self.room.response_tokens
+        self.prompt_lengths = [len(ids) - 1 for ids in prompts]
         self.seen[:-1] = 0
 
     def go_on(self, given: Continued, keys: Tensor) -> None:
         """Begins a turn. keys: [n] int64, of the random numbers."""
-        K, N, turn_tokens = self.room.responses_per_prompt, self.room.responses, self.room.response_tokens
+        K, N = self.room.responses_per_prompt, self.room.responses
         seen = [begin + len(ids) - 1 - self.prompt_lengths[n // K] for n, (begin, ids) in given.items()]
-        self.most_own_tokens = max(seen) + turn_tokens
-        response = [owner if owner in given else N for owner in self.owners]
+        self.most_own_tokens = max(seen)
+        response = [n if n in given else N for n in range(N)]
         lists = list(given), response, [ids[-1] for _, ids in given.values()], seen
         numbers, response, *values = to_device((*map(torch.tensor, lists), keys), self.by_slot.device)
         for table, begun in zip((self.first_tokens, self.seen, self.keys), values, strict=True):
@@ -60,10 +59,6 @@ class KeptQueue(Queue):
         # after it is cut.
         return (self.seen[self.response] + self.steps).clamp(max=self.last_place)
 
-    def keep_slots(self, order: Tensor, count: int) -> None:
-        self.owners[: len(order)] = [self.owners[slot] for slot in order.tolist()]
-        super().keep_slots(order, count)
-
 
 class Observed(NamedTuple):
     """A KeyValueCache for a row of observations, whose tokens go to these places; further ones are padding.
@@ -71,18 +66,19 @@ class Observed(NamedTuple):
     segments: of each observation, its prompt and what is cached of it, its slot and that one's own tokens in the end.
     """
 
-    layers: Mapping[int, LayerCache]
+    cache: Cache
     slot_of_token: Tensor
     step_of_token: Tensor
     segments: list[tuple[int, int, int, int]]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys of all segments, which any backend of attention takes."""
-        kv, n, found = self.layers[layer], len(self.slot_of_token), []
-        for new, shared, own in (key, kv.prompt_keys, kv.own_keys), (value, kv.prompt_values, kv.own_values):
-            own[self.slot_of_token, :, self.step_of_token] = new[:n].to(own.dtype)
-            pairs = [(shared[p, :, :cached], own[slot, :, :steps]) for p, cached, slot, steps in self.segments]
-            parts = [part for pair in pairs for part in pair] + [new[n:].transpose(0, 1).to(own.dtype)]
+        n, found = len(self.slot_of_token), []
+        self.cache.store_own(layer, self.slot_of_token, self.step_of_token, key[:n], value[:n])
+        segments = [self.cache.cached(layer, *segment) for segment in self.segments]
+        for new, pairs in zip((key, value), zip(*segments, strict=True), strict=True):
+            parts = [part for pair in pairs for part in pair]
+            parts.append(new[n:].transpose(0, 1).to(parts[0].dtype))
             found.append(torch.cat(parts, dim=1).transpose(0, 1).to(new.dtype))
         return found[0], found[1]
 
@@ -101,18 +97,17 @@ class KeptEngine(Engine):
         """The next turns, in the order of `given`, and their log-probabilities. keys: [n] int64."""
         queue, K, lengths = self.queue, self.room.responses_per_prompt, self.queue.prompt_lengths
         queue.go_on(given, keys)
-        by_slot = [(slot, *given[n]) for slot, n in enumerate(queue.owners) if n in given]
-        observed = [(slot, begin, ids[:-1]) for slot, begin, ids in by_slot if len(ids) > 1]
-        prompt_lengths = queue.slots(bounds=False).prompt_lengths
+        observed = [(n, given[n][0], given[n][1][:-1]) for n in sorted(given) if len(given[n][1]) > 1]
+        prompt_lengths = queue.slots().prompt_lengths
         for row in rows_to_cache(observed, self.tokens_per_row, self.static, prompt_lengths.device):
             slots = row.number_of_token
             steps = row.position_ids[0, : len(slots)] - prompt_lengths[slots]
-            at = [(slot, queue.owners[slot] // K) for slot in row.numbers]
-            ends = zip(at, row.segments.key_lengths, strict=False)  # padding has none
-            segments = [(p, lengths[p], slot, end - lengths[p]) for (slot, p), end in ends]
-            cache = Observed(self.cache.layers, slots, steps, segments)
+            ends = zip(row.numbers, row.segments.key_lengths, strict=False)  # padding has none
+            segments = [(n // K, lengths[n // K], n, end - lengths[n // K]) for n, end in ends]
+            cache = Observed(self.cache, slots, steps, segments)
             self.policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
         if not self.static:
+            self.cache.keep_slots(torch.arange(self.room.slots))
             self.drop_idle_slots(queue.working())
         self.decode()
         ids, logprobs = queue.results(len(lengths))

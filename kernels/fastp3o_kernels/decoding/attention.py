@@ -49,24 +49,19 @@ def decode_attention(
     # One matrix product multiplies the keys of a prompt with the queries of its K responses and of the G = H / Hkv
     # heads of a group, so keys are read once. Queries are therefore brought from the order of slots into that of
     # responses ("grouped"). Products with a slot's own keys join them for one softmax. The weights of own keys and the
-    # results then go back to the order of slots. P, Lp and Lr are the shapes within the host's bounds.
+    # results then go back to the order of slots.
     R, H, D = query.shape
     Hkv, K = key.shape[1], slots.responses_per_prompt
     G = H // Hkv
     cache.own_keys[slots.number, :, slots.steps] = key
     cache.own_values[slots.number, :, slots.steps] = value
-    bounds = slice(slots.prompt_range.start, slots.prompt_range.stop), slice(None), slice(slots.longest_prompt)
-    prompt_keys, prompt_values = cache.prompt_keys[bounds], cache.prompt_values[bounds]
-    own_keys, own_values = (own[:R, :, : slots.longest_response] for own in (cache.own_keys, cache.own_values))
-    P, Lp, Lr = len(prompt_keys), prompt_keys.shape[2], own_keys.shape[2]
-    if P == 0:
-        return torch.zeros_like(query)
+    P, Lp, Lr = len(cache.prompt_keys), cache.prompt_keys.shape[2], cache.own_keys.shape[2]
 
     query = query * scale
     grouped = query.index_select(0, slots.grouped).view(P, K, Hkv, G, D).transpose(1, 2).reshape(P, Hkv, K * G, D)
     # Keys times queries: on a CPU up to twice as fast as queries times keys.
-    prompt_part = (prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
-    own_part = query.reshape(R, Hkv, G, D) @ own_keys.transpose(2, 3)
+    prompt_part = (cache.prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
+    own_part = query.reshape(R, Hkv, G, D) @ cache.own_keys[:R].transpose(2, 3)
     own_part = own_part.index_select(0, slots.grouped).view(P, K, Hkv, G, Lr).transpose(1, 2)
     products = torch.cat([prompt_part.unflatten(2, (K, G)), own_part], dim=4)
     products = products.to(torch.promote_types(products.dtype, torch.float32))
@@ -78,17 +73,16 @@ def decode_attention(
     weights = products.softmax(4).to(query.dtype)
 
     prompt_part, own_part = weights.split([Lp, Lr], dim=4)
-    result = prompt_part.flatten(2, 3) @ prompt_values
+    result = prompt_part.flatten(2, 3) @ cache.prompt_values
     result = result.view(P, Hkv, K, G, D).transpose(1, 2).reshape(P * K, Hkv, G, D).index_select(0, slots.place)
     own_part = own_part.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, slots.place)
-    return result.add_(own_part @ own_values).view(R, H, D)
+    return result.add_(own_part @ cache.own_values[:R]).view(R, H, D)
 
 
 def hidden_keys(slots: Slots, Lp: int, Lr: int, window: int | None) -> Tensor:
     """[P, 1, K, 1, Lp + Lr] fp32: 0 for keys that the token sees, -inf for the others."""
-    prompts, device = slots.prompt_range, slots.steps.device
-    lengths = slots.cached_lengths[prompts.start : prompts.stop, None, None]
-    steps = slots.steps[slots.grouped].view(len(prompts), -1, 1)
+    device, lengths = slots.steps.device, slots.cached_lengths[:-1, None, None]
+    steps = slots.steps[slots.grouped].view(len(lengths), -1, 1)
     # Number of tokens from each key to the step's token.
     prompt_distance = lengths + steps - torch.arange(Lp, device=device)
     own_distance = steps - torch.arange(Lr, device=device)

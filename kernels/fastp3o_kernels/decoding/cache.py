@@ -33,20 +33,12 @@ class Slots:
     cached_lengths: [P + 1] int64, number of cached keys of each prompt; 0 at P.
     steps: [R] int64, own tokens in the cache before this step; the step's token is at position length + step.
     responses_per_prompt: K.
-
-    Bounds that the host may know, so that PyTorch computes less (None: all that there is room for):
-    prompts: a range that includes every prompt that slots work on.
-    longest_prompt: the largest number of cached keys of a prompt in that range, or more.
-    longest_response: the largest number of own tokens of a slot, this step's included, or more.
     """
 
     response: Tensor
     cached_lengths: Tensor
     steps: Tensor
     responses_per_prompt: int
-    prompts: range | None = None
-    longest_prompt: int | None = None
-    longest_response: int | None = None
     # Masks by window, which PyTorch adds to products. The first layer that needs a mask makes it.
     masks: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
 
@@ -66,20 +58,14 @@ class Slots:
         return torch.arange(len(self.response), dtype=torch.int32, device=self.response.device)
 
     @cached_property
-    def prompt_range(self) -> range:
-        return range(len(self.cached_lengths) - 1) if self.prompts is None else self.prompts
-
-    @cached_property
     def grouped(self) -> Tensor:
-        """[P K] int32: the slot of each response to a prompt in prompt_range; any slot if the response is in none."""
-        slots = self.slot_of_response[self.prompt_range.start : self.prompt_range.stop]
-        return slots.flatten().clamp_(min=0)
+        """[P K] int32: the slot of each response; any slot if the response is in none."""
+        return self.slot_of_response[:-1].flatten().clamp(min=0)
 
     @cached_property
     def place(self) -> Tensor:
         """[R] int64: index of a slot's response in `grouped`; any index if the slot is idle."""
-        K = self.responses_per_prompt
-        return (self.response - self.prompt_range.start * K).clamp_(max=len(self.prompt_range) * K - 1)
+        return self.response.clamp(max=(len(self.cached_lengths) - 1) * self.responses_per_prompt - 1)
 
     @cached_property
     def slot_of_response(self) -> Tensor:
