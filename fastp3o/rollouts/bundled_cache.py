@@ -32,9 +32,14 @@ class BundledLayer(NamedTuple):
 class BundledCache(Cache):
     """A Cache in which slot number r works on response r, or on none."""
 
+    def tokens(self) -> int:
+        room = self.room
+        self.copies = prompt_copies(room.prompt_tokens, room.response_tokens, room.responses_per_prompt)
+        self.members = room.responses_per_prompt // self.copies
+        self.length = room.prompt_tokens + self.members * room.response_tokens
+        return room.prompts * self.copies * self.length
+
     def layer_cache(self, memory: Tensor, shape: LayerShape) -> BundledLayer:
-        self.members = self.room.responses_per_prompt // self.room.prompt_copies
-        self.length = self.room.prompt_tokens + self.members * self.room.response_tokens
         keys, values = memory.view(2, 1, shape.heads, -1, shape.head_size)
         return BundledLayer(keys, values)
 
@@ -42,7 +47,7 @@ class BundledCache(Cache):
         super().begin(prompt_lengths)
         room, M, device = self.room, self.members, self.memory.device
         copies = torch.tensor(prompt_lengths + [0] * (room.prompts - len(prompt_lengths)), device=device)
-        from_prompt = copies.repeat_interleave(room.prompt_copies)[:, None] - torch.arange(
+        from_prompt = copies.repeat_interleave(self.copies)[:, None] - torch.arange(
             room.prompt_tokens, device=device
         )
         from_prompt = from_prompt.where(from_prompt > 0, NEVER)[:, None].expand(-1, M, -1)
@@ -76,10 +81,10 @@ class BundledCache(Cache):
     def begin_step(self, slots: Slots, own_tokens: int) -> None:
         self.slots, self.masks = slots, {}
         self.newest = torch.add(self.begins, slots.steps, alpha=self.members)
-        self.used = self.room.prompt_tokens + self.members * (own_tokens + 1)
+        self.used = min(self.room.prompt_tokens + self.members * (own_tokens + 1), self.length)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        shape = self.room.prompts, self.room.prompt_copies, self.length
+        shape = self.room.prompts, self.copies, self.length
         for stored, tensor in zip(self.layers[layer], (key, value), strict=True):
             place = slice(None), self.prompt_of_token, slice(None), self.position_of_token
             stored[0].unflatten(1, shape)[place] = tensor[: len(self.prompt_of_token), :, None].to(stored.dtype)

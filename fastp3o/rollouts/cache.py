@@ -37,7 +37,6 @@ class Room(NamedTuple):
     responses_per_prompt: int
     slots: int
     response_tokens: int
-    prompt_copies: int = 1  # of each prompt's keys
 
     @property
     def responses(self) -> int:
@@ -46,7 +45,7 @@ class Room(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens in the cache."""
-        return self.prompts * self.prompt_copies * self.prompt_tokens + self.slots * self.response_tokens
+        return self.prompts * self.prompt_tokens + self.slots * self.response_tokens
 
     def holds(self, other: "Room") -> bool:
         """Whether an engine with this room can replace one with the other."""
@@ -66,7 +65,7 @@ def fitting_room(
 ) -> Room:
     """Room for `prompts` at once with a slot for each of their responses, or for as many as `memory` (bytes) holds.
 
-    Less memory means fewer prompts at once, then one copy of its keys, then fewer slots; at least one of each.
+    Less memory means fewer prompts at once, then fewer slots; at least one of each. prompt_copies: of a prompt's keys.
     """
     prompt_tokens = max(1, longest_prompt)
     tokens = memory // bytes_per_token
@@ -76,9 +75,9 @@ def fitting_room(
         prompts = min(prompts, fits)
         slots = min(prompts * responses_per_prompt, MOST_SLOTS)
     else:
-        prompts, prompt_copies = 1, 1
-        slots = max(1, min(slots_per_prompt, (tokens - prompt_tokens) // response_tokens))
-    return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens, prompt_copies)
+        prompts = 1
+        slots = max(1, min(slots_per_prompt, (tokens - prompt_copies * prompt_tokens) // response_tokens))
+    return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens)
 
 
 def available_memory(device: torch.device) -> int:
@@ -111,14 +110,18 @@ class Cache:
 
     def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device):
         # One piece of memory, which is more likely to come back at the same address than many.
-        sizes = [room.tokens * shape.bytes_per_token for shape in shapes.values()]
+        self.room = room
+        sizes = [self.tokens() * shape.bytes_per_token for shape in shapes.values()]
         self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         parts = zip(shapes.items(), self.memory.split(sizes), strict=True)
-        self.room = room
         self.layers = {layer: self.layer_cache(part.view(shape.dtype), shape) for (layer, shape), part in parts}
         self.slots: Slots
         self.prompt_of_token: Tensor
         self.position_of_token: Tensor
+
+    def tokens(self) -> int:
+        """That keys and values are kept of."""
+        return self.room.tokens
 
     def layer_cache(self, memory: Tensor, shape: LayerShape) -> Any:
         """memory: of keys and values of all tokens that there is room for."""
@@ -130,7 +133,7 @@ class Cache:
         return LayerCache(*(part.view(part_shape) for part, part_shape in zip(parts, shapes, strict=True)))
 
     def tensors(self) -> list[Tensor]:
-        return [part for kv in self.layers.values() for part in vars(kv).values()]
+        return [self.memory]
 
     def begin_step(self, slots: Slots, own_tokens: int) -> None:
         """slots: what the slots work on in this step. own_tokens: before it, the most of a slot."""

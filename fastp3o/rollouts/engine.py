@@ -21,7 +21,7 @@ from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.queue import Queue
 from fastp3o.rollouts.steps import StepGraph
 from fastp3o_kernels import Head
-from fastp3o_kernels.decoding import Slots, sample_tokens
+from fastp3o_kernels.decoding import Slots, race_numbers, sample_tokens
 from fastp3o_kernels.head.head import HeadDtypes, multiply
 from fastp3o_kernels.rows.rows import transformed
 
@@ -31,6 +31,8 @@ TOKENS_PER_ROW = 2048
 KEYS_PER_TOKEN = 16
 # Steps between two looks of the host; all but one of them may be for nothing.
 STEPS_PER_LOOK = 8
+# Steps whose random numbers are drawn at once where shapes change.
+STEPS_OF_NUMBERS = 8
 # Share of slots that are idle before they are dropped.
 IDLE = 0.15
 
@@ -65,6 +67,7 @@ class Engine:
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
         self.widened: Tensor | None = None  # its weight as products take it, while responses are sampled
+        self.numbers: list[Tensor] = []  # of the next steps, where shapes change
         self.captures = device.type == "cuda" if graph is None else graph
         self.graph = StepGraph(device)
 
@@ -85,7 +88,7 @@ class Engine:
     def decode(self) -> None:
         """Steps until all responses of the queue have ended."""
         advance = self.graph.ready(self.step, self.tensors()) if self.captures else self.step
-        self.widened, works = None, True
+        self.widened, self.numbers, works = None, [], True
         while works:
             for _ in range(STEPS_PER_LOOK if self.static else 1):
                 advance()
@@ -102,7 +105,14 @@ class Engine:
         """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots())
-        tokens, logprobs = sample_tokens(logits, queue.keys[queue.response], queue.steps, **self.settings)
+        keys, numbers = queue.keys[queue.response], None
+        if not self.static:
+            if not self.numbers:
+                steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
+                numbers = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
+                self.numbers = list(numbers.view(*steps.shape, -1).flip(0).unbind())
+            numbers = self.numbers.pop()
+        tokens, logprobs = sample_tokens(logits, keys, queue.steps, numbers=numbers, **self.settings)
         queue.take(tokens, logprobs)
 
     def logits(self, slots: Slots) -> Tensor:
@@ -133,6 +143,7 @@ class Engine:
         kept = working.nonzero().squeeze(1)
         if len(kept) <= (1 - IDLE) * len(working):
             self.queue.keep_slots(kept)
+            self.numbers = []
             for cache in self.caches:
                 cache.keep_slots(self.queue.response)
 

@@ -22,8 +22,8 @@ from fastp3o_kernels.decoding import response_keys
 
 # On a GPU the room for prompts grows in steps of this many tokens: batches with similar longest prompts share it.
 PROMPT_STEP = 256
-# Room of the trial: two responses share a slot, two a prompt.
-TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=3, response_tokens=5)
+# Room of the trial: two responses share a prompt.
+TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=4, response_tokens=5)
 
 
 class EngineSampler:
@@ -131,8 +131,7 @@ def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]
     try:
         shapes = layer_shapes(policy, *within_vocabulary(policy.model, [3]))
-        slots = TRIAL_ROOM.responses if policy.model.device.type == "cpu" else TRIAL_ROOM.slots
-        engine = Engine(policy, shapes, TRIAL_ROOM._replace(slots=slots), end_ids=set(), graph=False)
+        engine = Engine(policy, shapes, TRIAL_ROOM, end_ids=set(), graph=False)
         responses, logprobs = engine.run(prompts, response_keys(0, torch.arange(2), 2))
     except Exception as error:  # from anywhere in a model that does not hand the cache on
         raise UserError(f"{refused}a trial failed with: {error}") from error

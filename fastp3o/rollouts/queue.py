@@ -83,15 +83,19 @@ class Queue:
         self.sampled.index_put_(place, tokens)
         self.logprobs.index_put_(place, logprobs)
         steps = self.steps + 1
-        ended = (tokens[:, None] == self.end_ids).any(1) | (steps == self.room.response_tokens)
+        ended = torch.isin(tokens, self.end_ids) | (steps == self.room.response_tokens)
+        torch.where(ended, self.zero, steps, out=self.steps)
+        self.most_own_tokens += 1
+        if self.room.slots == self.room.responses:
+            self.tokens.copy_(tokens)
+            self.response.masked_fill_(ended, self.room.responses)
+            return
         # Idle slots count too: none is left for them, nor for those after them.
         following = self.taken + ended.cumsum(0)
         self.taken.copy_(following[-1])
         following = following.masked_fill(following >= self.total, self.room.responses)
         torch.where(ended, following, self.response, out=self.response)
-        torch.where(ended, self.zero, steps, out=self.steps)
         torch.where(ended, self.first_tokens[self.response], tokens, out=self.tokens)
-        self.most_own_tokens += 1
 
     def working(self) -> Tensor:
         """[R] bool: the slots that are not idle."""

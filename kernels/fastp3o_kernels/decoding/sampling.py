@@ -35,6 +35,7 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    numbers: Tensor | None = None,
     impl: str | None = None,
 ) -> Samples:
     """Samples a token for each slot, a function of only the slot's logits, key and step.
@@ -49,6 +50,7 @@ def sample_tokens(
         top_k: only the k most likely tokens, and those equal to the last of them; 0 for all.
         top_p: from these only the fewest most likely ones that sum to this share, and those equal to the last.
         min_p: only tokens at least this probable relative to the most likely one (arXiv 2407.01082).
+        numbers: [R, n] fp64, `race_numbers` of these keys and steps, if PyTorch samples and they are known.
         impl: None: Triton if it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force
             one, but settings other than the defaults always run in PyTorch.
 
@@ -64,9 +66,9 @@ def sample_tokens(
     if truncates:
         least = least_probability(probs, top_k, top_p, min_p)
         probs.masked_fill_(probs < least[:, None], 0.0)
-    tokens = race(probs, keys, steps)
-    logprobs = probs.gather(1, tokens[:, None]).log()[:, 0]
-    return Samples(tokens, logprobs - probs.sum(1).log() if truncates else logprobs)
+    tokens = race(probs, race_numbers(keys, steps, probs.shape[1]) if numbers is None else numbers)
+    logprobs = probs.gather(1, tokens).log()
+    return Samples(tokens[:, 0], (logprobs - probs.sum(1, keepdim=True).log() if truncates else logprobs)[:, 0])
 
 
 def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -91,8 +93,8 @@ def block_size(V: int) -> int:
     return 1 << (V.bit_length() // 2)
 
 
-def race(probs: Tensor, keys: Tensor, steps: Tensor) -> Tensor:
-    """Tokens [R] in proportion to probs [R, V], which need not sum to 1.
+def race(probs: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens [R, 1] in proportion to probs [R, V], which need not sum to 1.
 
     The token with the largest p / e, where e is exponential, is token i with probability p_i (the Gumbel-max trick,
     without the logarithm). Blocks of the vocabulary race first, then the tokens of the winning block: this takes about
@@ -102,16 +104,24 @@ def race(probs: Tensor, keys: Tensor, steps: Tensor) -> Tensor:
     V = probs.shape[1]
     B = block_size(V)
     whole = V // B * B
-    blocks = probs[:, :whole].unflatten(1, (-1, B)).sum(2)
+    blocks = probs[:, :whole] if whole < V else probs
+    blocks = blocks.view(len(probs), -1, B).sum(2)
     if whole < V:
         blocks = torch.cat([blocks, probs[:, whole:].sum(1, keepdim=True)], dim=1)
-    in_block, among_blocks = exponentials(keys, steps, B + blocks.shape[1]).split([B, blocks.shape[1]], dim=1)
+    in_block, among_blocks = numbers.split([B, blocks.shape[1]], dim=1)
     first = (blocks / among_blocks).argmax(1, keepdim=True) * B
     tokens = first + torch.arange(B, device=probs.device)
-    winner = probs.gather(1, tokens.clamp(max=V - 1))
-    if whole < V:
-        winner = winner.masked_fill_(tokens >= V, 0.0)
-    return (first + (winner / in_block).argmax(1, keepdim=True))[:, 0]
+    if whole == V:
+        winner = probs.gather(1, tokens)
+    else:
+        winner = probs.gather(1, tokens.clamp(max=V - 1)).masked_fill_(tokens >= V, 0.0)
+    return first + (winner / in_block).argmax(1, keepdim=True)
+
+
+def race_numbers(keys: Tensor, steps: Tensor, V: int) -> Tensor:
+    """[R, n] fp64: the numbers of a race among V tokens."""
+    B = block_size(V)
+    return exponentials(keys, steps, B + -(-V // B))
 
 
 def response_keys(seed: int, prompt_numbers: Tensor, responses_per_prompt: int) -> Tensor:
