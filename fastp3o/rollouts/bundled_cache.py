@@ -8,8 +8,6 @@ B bundles, Lp and Lr the room for tokens of a prompt and of a response, L = Lp +
 of a head.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,13 +20,6 @@ from fastp3o_kernels.decoding import Slots
 NEVER = -(2**40)
 
 
-class BundledLayer(NamedTuple):
-    """[1, Hkv, B L, D] each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 class BundledCache(Cache):
     """A Cache in which slot number r works on response r, or on none."""
 
@@ -39,48 +30,56 @@ class BundledCache(Cache):
         self.length = room.prompt_tokens + self.members * room.response_tokens
         return room.prompts * self.copies * self.length
 
-    def layer_cache(self, memory: Tensor, shape: LayerShape) -> BundledLayer:
-        keys, values = memory.view(2, 1, shape.heads, -1, shape.head_size)
-        return BundledLayer(keys, values)
+    def layer_cache(self, memory: Tensor, shape: LayerShape) -> list[Tensor]:
+        """Keys and values, [1, Hkv, B L, D] each."""
+        return list(memory.view(2, 1, shape.heads, -1, shape.head_size))
 
     def begin(self, prompt_lengths: list[int]) -> None:
         super().begin(prompt_lengths)
         room, M, device = self.room, self.members, self.memory.device
-        copies = torch.tensor(prompt_lengths + [0] * (room.prompts - len(prompt_lengths)), device=device)
-        from_prompt = copies.repeat_interleave(self.copies)[:, None] - torch.arange(
-            room.prompt_tokens, device=device
-        )
+        lengths = torch.tensor(prompt_lengths + [0] * (room.prompts - len(prompt_lengths)), device=device)
+        from_prompt = lengths.repeat_interleave(self.copies)[:, None] - torch.arange(room.prompt_tokens, device=device)
         from_prompt = from_prompt.where(from_prompt > 0, NEVER)[:, None].expand(-1, M, -1)
-        own = torch.arange(room.response_tokens, device=device).repeat_interleave(M)
-        others = torch.eye(M, device=device).repeat(1, room.response_tokens) == 0
-        from_own = (-own).masked_fill(others, NEVER).expand(len(from_prompt), -1, -1)
+        steps, members = (torch.arange(n, device=device) for n in (room.response_tokens, M))
+        from_own = (-steps[:, None]).where(members == members[:, None, None], NEVER).flatten(1)
         # Number of tokens from each key to each member's first own token, [B, M, L].
-        self.distances = torch.cat([from_prompt, from_own], dim=2)
-        numbers = torch.arange(room.slots, device=device)
-        bundles, members = numbers // M, numbers % M
-        self.first_own = bundles * self.length + room.prompt_tokens + members
-        self.keep_slots(numbers)
+        self.distances = torch.cat([from_prompt, from_own.expand(len(from_prompt), -1, -1)], dim=2)
+        # The bundle at each place, and the place of each bundle.
+        self.bundles = torch.arange(len(self.distances), device=device)
+        self.places = self.bundles.clone()
+        self.keep_slots(torch.arange(room.slots, device=device))
 
     def keep_slots(self, responses: Tensor) -> None:
-        """The numbers of the responses that slots work on from now on, [R] int64 in ascending order."""
-        M, first, last = self.members, int(responses[0]) // self.members, int(responses[-1]) // self.members + 1
-        self.bundles, self.begins = slice(first, last), self.first_own[responses]
-        # The place of each slot's response in these bundles, and the slot of each place; None where they are the same.
-        self.place, self.slot = responses - first * M, None
-        if len(responses) < (last - first) * M:
-            self.slot = responses.new_zeros((last - first) * M)
-            self.slot[self.place] = torch.arange(len(responses), device=responses.device)
-        self.views = {
-            layer: [
-                tensor[0].unflatten(1, (-1, self.length)).transpose(0, 1)[self.bundles]
-                for tensor in (kv.keys, kv.values)
-            ]
-            for layer, kv in self.layers.items()
-        }
+        """The numbers of the responses that slots work on from now on, [R] int64."""
+        M, needed = self.members, (responses // self.members).unique()
+        views = {layer: [by_bundle(tensor, self.length) for tensor in kv] for layer, kv in self.layers.items()}
+        # Bundles that are needed change places with others, so that they are the first.
+        count, places = len(needed), self.places[needed]
+        beyond = places[places >= count]
+        if len(beyond):
+            holes = (~torch.isin(self.bundles[:count], needed)).nonzero().squeeze(1)
+            to, source = torch.cat([holes, beyond]), torch.cat([beyond, holes])
+            for tensor in (self.bundles, self.distances, *(view for pair in views.values() for view in pair)):
+                tensor[to] = tensor[source]
+            self.places[self.bundles] = torch.arange(len(self.bundles), device=to.device)
+        self.views = {layer: [view[:count] for view in pair] for layer, pair in views.items()}
+        self.first_newest = self.first_own(responses)
+        # Where each slot's response is among the members of these bundles, and the slot of each member; None where they
+        # are the same.
+        self.member, self.slot = self.places[responses // M] * M + responses % M, None
+        slots = torch.arange(len(responses), device=responses.device)
+        if len(responses) < count * M or not torch.equal(self.member, slots):
+            self.slot = responses.new_zeros(count * M)
+            self.slot[self.member] = slots
+
+    def first_own(self, responses: Tensor) -> Tensor:
+        """Where keys of the responses' first own tokens are among all B L."""
+        begins = self.places[responses // self.members] * self.length + self.room.prompt_tokens
+        return begins + responses % self.members
 
     def begin_step(self, slots: Slots, own_tokens: int) -> None:
         self.slots, self.masks = slots, {}
-        self.newest = torch.add(self.begins, slots.steps, alpha=self.members)
+        self.newest = torch.add(self.first_newest, slots.steps, alpha=self.members)
         self.used = min(self.room.prompt_tokens + self.members * (own_tokens + 1), self.length)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,14 +90,14 @@ class BundledCache(Cache):
         return key, value
 
     def store_own(self, layer: int, slot: Tensor, step: Tensor, key: Tensor, value: Tensor) -> None:
-        place = self.first_own[slot] + step * self.members
+        place = self.first_own(slot) + step * self.members
         for stored, tensor in zip(self.layers[layer], (key, value), strict=True):
-            stored[0].index_copy_(1, place, tensor.transpose(0, 1).to(stored.dtype))
+            stored.index_copy_(2, place, tensor.transpose(0, 1)[None].to(stored.dtype))
 
     def cached(self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int) -> list[list[Tensor]]:
-        own = int(self.first_own[slot])
-        begin, end, M = slot // self.members * self.length, own + own_tokens * self.members, self.members
-        return [[t[0, :, begin : begin + prompt_tokens], t[0, :, own:end:M]] for t in self.layers[layer]]
+        place, own = int(self.places[slot // self.members]), self.room.prompt_tokens + slot % self.members
+        bundles = (by_bundle(tensor, self.length)[place] for tensor in self.layers[layer])
+        return [[kv[:, :prompt_tokens], kv[:, own :: self.members][:, :own_tokens]] for kv in bundles]
 
     def attend(
         self,
@@ -111,9 +110,9 @@ class BundledCache(Cache):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        kv, H = self.layers[layer], query.shape[1]
-        kv.keys.index_copy_(2, self.newest, key.to(kv.keys.dtype))
-        kv.values.index_copy_(2, self.newest, value.to(kv.keys.dtype))
+        H = query.shape[1]
+        for stored, new in zip(self.layers[layer], (key, value), strict=True):
+            stored.index_copy_(2, self.newest, new.to(stored.dtype))
         keys, values = (view.narrow(2, 0, self.used) for view in self.views[layer])
         query = query.to(keys.dtype)
         if self.slot is not None:
@@ -121,25 +120,31 @@ class BundledCache(Cache):
         query = query.view(H, len(keys), self.members, -1).transpose(0, 1)
         if window not in self.masks:
             self.masks[window] = self.mask(window).to(keys.dtype)
+        mask = self.masks[window]
         if softcap:
-            result = softcapped(query, keys, values, self.masks[window], scale, softcap)
+            result = softcapped(query, keys, values, mask, scale, softcap)
         else:
             grouped = keys.shape[1] != H
-            mask = self.masks[window]
             result = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
         result = result.transpose(1, 2).reshape(1, -1, H, result.shape[3])
-        return result if self.slot is None else result.index_select(1, self.place)
+        return result if self.slot is None else result.index_select(1, self.member)
 
     def mask(self, window: int | None) -> Tensor:
         """[B, 1, M, L] of those in use: 0 for keys that a member's newest token sees, -inf for others."""
         steps = self.slots.steps
         if self.slot is not None:
             steps = steps.index_select(0, self.slot)
-        distances = self.distances[self.bundles, :, : self.used] + steps.view(-1, self.members, 1)
+        steps = steps.view(-1, self.members, 1)
+        distances = self.distances[: len(steps), :, : self.used] + steps
         seen = distances >= 0
         if window is not None:
             seen &= distances < window
         return seen.log().unsqueeze(1)
+
+
+def by_bundle(tensor: Tensor, length: int) -> Tensor:
+    """[1, Hkv, B L, D] -> [B, Hkv, L, D]"""
+    return tensor[0].unflatten(1, (-1, length)).transpose(0, 1)
 
 
 def prompt_copies(prompt_tokens: int, response_tokens: int, responses_per_prompt: int) -> int:
