@@ -8,6 +8,8 @@ B bundles, Lp and Lr the room for tokens of a prompt and of a response, L = Lp +
 of a head.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,7 +52,6 @@ class BundledCache(Cache):
         self.keep_slots(torch.arange(room.slots, device=device))
 
     def keep_slots(self, responses: Tensor) -> None:
-        """The numbers of the responses that slots work on from now on, [R] int64."""
         M, needed = self.members, (responses // self.members).unique()
         views = {layer: [by_bundle(tensor, self.length) for tensor in kv] for layer, kv in self.layers.items()}
         # Bundles that are needed change places with others, so that they are the first.
@@ -78,7 +79,8 @@ class BundledCache(Cache):
         return begins + responses % self.members
 
     def begin_step(self, slots: Slots, own_tokens: int) -> None:
-        self.slots, self.masks = slots, {}
+        self.slots = slots
+        self.masks: dict[int | None, Tensor] = {}  # by window
         self.newest = torch.add(self.first_newest, slots.steps, alpha=self.members)
         self.used = min(self.room.prompt_tokens + self.members * (own_tokens + 1), self.length)
 
@@ -99,35 +101,27 @@ class BundledCache(Cache):
         bundles = (by_bundle(tensor, self.length)[place] for tensor in self.layers[layer])
         return [[kv[:, :prompt_tokens], kv[:, own :: self.members][:, :own_tokens]] for kv in bundles]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        H = query.shape[1]
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         for stored, new in zip(self.layers[layer], (key, value), strict=True):
             stored.index_copy_(2, self.newest, new.to(stored.dtype))
         keys, values = (view.narrow(2, 0, self.used) for view in self.views[layer])
-        query = query.to(keys.dtype)
+        H, query = query.shape[1], query.to(keys.dtype)
         if self.slot is not None:
             query = query.index_select(2, self.slot)
         query = query.view(H, len(keys), self.members, -1).transpose(0, 1)
+        result = self.attention(query, keys, values, **options).transpose(1, 2).reshape(1, -1, H, query.shape[3])
+        return result if self.slot is None else result.index_select(1, self.member)
+
+    def attention(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[B, H, M, D], and [B, Hkv, L, D] of those in use, twice -> [B, H, M, D]."""
         if window not in self.masks:
             self.masks[window] = self.mask(window).to(keys.dtype)
-        mask = self.masks[window]
+        mask, grouped = self.masks[window], query.shape[1] != keys.shape[1]
         if softcap:
-            result = softcapped(query, keys, values, mask, scale, softcap)
-        else:
-            grouped = keys.shape[1] != H
-            result = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
-        result = result.transpose(1, 2).reshape(1, -1, H, result.shape[3])
-        return result if self.slot is None else result.index_select(1, self.member)
+            return softcapped(query, keys, values, mask, scale, softcap)
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
 
     def mask(self, window: int | None) -> Tensor:
         """[B, 1, M, L] of those in use: 0 for keys that a member's newest token sees, -inf for others."""

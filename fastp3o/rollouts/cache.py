@@ -135,6 +135,9 @@ class Cache:
     def tensors(self) -> list[Tensor]:
         return [self.memory]
 
+    def keep_slots(self, responses: Tensor) -> None:
+        """The numbers of the responses that slots work on from now on, [R] int64, where some slots are dropped."""
+
     def begin_step(self, slots: Slots, own_tokens: int) -> None:
         """slots: what the slots work on in this step. own_tokens: before it, the most of a slot."""
         self.slots = slots

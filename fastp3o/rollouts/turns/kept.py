@@ -13,7 +13,7 @@ from torch import Tensor
 from fastp3o.models.packed_model import evaluation_mode
 from fastp3o.packing.packed_row import Ids, to_device
 from fastp3o.rollouts.cache import Cache, Room, available_memory
-from fastp3o.rollouts.engine import Engine, rows_to_cache
+from fastp3o.rollouts.engine import Engine, rows_to_cache, without_gradients
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler
 from fastp3o.rollouts.queue import NO_TOKEN, Queue
@@ -92,7 +92,7 @@ class KeptEngine(Engine):
         super().__init__(*arguments, **options)
         self.queue = KeptQueue(self.room, turn_tokens, set(self.queue.end_ids.tolist()), self.policy.model.device)
 
-    @torch.no_grad()
+    @without_gradients
     def go_on(self, given: Continued, keys: Tensor) -> tuple[list[Ids], list[list[float]]]:
         """The next turns, in the order of `given`, and their log-probabilities. keys: [n] int64."""
         queue, K, lengths = self.queue, self.room.responses_per_prompt, self.queue.prompt_lengths
