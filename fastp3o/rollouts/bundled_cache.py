@@ -8,6 +8,7 @@ B bundles, Lp and Lr the room for tokens of a prompt and of a response, L = Lp +
 of a head.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from fastp3o.models.attention import softcapped
 from fastp3o.rollouts.cache import Cache, LayerShape
 from fastp3o_kernels.decoding import Slots
 
-# A distance from a key to the tokens that never see it.
-NEVER = -(2**40)
+# A step that none reaches: whoever sees a key from then on never sees it.
+NEVER = 2**40
 
 
 class BundledCache(Cache):
@@ -32,38 +33,50 @@ class BundledCache(Cache):
         self.length = room.prompt_tokens + self.members * room.response_tokens
         return room.prompts * self.copies * self.length
 
-    def layer_cache(self, memory: Tensor, shape: LayerShape) -> list[Tensor]:
-        """Keys and values, [1, Hkv, B L, D] each."""
-        return list(memory.view(2, 1, shape.heads, -1, shape.head_size))
+    def cut(self, shapes: dict[int, LayerShape], sizes: list[int]) -> None:
+        # Layers of one shape lie side by side: a step cuts its views of all of them at once.
+        self.stacks: list[tuple[list[int], Tensor]] = []
+        self.stored: dict[int, tuple[Tensor, ...]] = {}  # keys and values by layer, [1, Hkv, B L, D] each
+        begin = 0
+        for shape in dict.fromkeys(shapes.values()):
+            layers = [layer for layer in shapes if shapes[layer] == shape]
+            end = begin + sum(size for layer, size in zip(shapes, sizes, strict=True) if layer in layers)
+            stack = self.memory[begin:end].view(shape.dtype).view(2 * len(layers), shape.heads, -1, shape.head_size)
+            self.stored |= zip(layers, pairs(stack[:, None]), strict=True)
+            # [2 n, B, Hkv, L, D]
+            self.stacks.append((layers, stack.unflatten(2, (-1, self.length)).transpose(1, 2)))
+            begin = end
 
     def begin(self, prompt_lengths: list[int]) -> None:
         super().begin(prompt_lengths)
         room, M, device = self.room, self.members, self.memory.device
         lengths = torch.tensor(prompt_lengths + [0] * (room.prompts - len(prompt_lengths)), device=device)
-        from_prompt = lengths.repeat_interleave(self.copies)[:, None] - torch.arange(room.prompt_tokens, device=device)
-        from_prompt = from_prompt.where(from_prompt > 0, NEVER)[:, None].expand(-1, M, -1)
+        prompt = torch.arange(room.prompt_tokens, device=device) - lengths.repeat_interleave(self.copies)[:, None]
+        prompt = prompt.where(prompt < 0, NEVER)[:, None].expand(-1, M, -1)
         steps, members = (torch.arange(n, device=device) for n in (room.response_tokens, M))
-        from_own = (-steps[:, None]).where(members == members[:, None, None], NEVER).flatten(1)
-        # Number of tokens from each key to each member's first own token, [B, M, L].
-        self.distances = torch.cat([from_prompt, from_own.expand(len(from_prompt), -1, -1)], dim=2)
+        own = steps[:, None].where(members == members[:, None, None], NEVER).flatten(1).expand(len(prompt), -1, -1)
+        # The step from which each member sees each key, [B, 1, M, L]: for the prompt's, less than 0 by their distance.
+        self.first_seen = torch.cat([prompt, own], dim=2)[:, None]
         # The bundle at each place, and the place of each bundle.
-        self.bundles = torch.arange(len(self.distances), device=device)
+        self.bundles = torch.arange(len(self.first_seen), device=device)
         self.places = self.bundles.clone()
         self.keep_slots(torch.arange(room.slots, device=device))
 
     def keep_slots(self, responses: Tensor) -> None:
         M, needed = self.members, (responses // self.members).unique()
-        views = {layer: [by_bundle(tensor, self.length) for tensor in kv] for layer, kv in self.layers.items()}
         # Bundles that are needed change places with others, so that they are the first.
         count, places = len(needed), self.places[needed]
         beyond = places[places >= count]
         if len(beyond):
             holes = (~torch.isin(self.bundles[:count], needed)).nonzero().squeeze(1)
             to, source = torch.cat([holes, beyond]), torch.cat([beyond, holes])
-            for tensor in (self.bundles, self.distances, *(view for pair in views.values() for view in pair)):
+            for tensor in (self.bundles, self.first_seen):
                 tensor[to] = tensor[source]
+            for _, stack in self.stacks:
+                stack[:, to] = stack[:, source]
             self.places[self.bundles] = torch.arange(len(self.bundles), device=to.device)
-        self.views = {layer: [view[:count] for view in pair] for layer, pair in views.items()}
+        self.used_first_seen = self.first_seen[:count]
+        self.used_stacks = [(layers, stack[:, :count]) for layers, stack in self.stacks]
         self.first_newest = self.first_own(responses)
         # Where each slot's response is among the members of these bundles, and the slot of each member; None where they
         # are the same.
@@ -83,28 +96,31 @@ class BundledCache(Cache):
         self.masks: dict[int | None, Tensor] = {}  # by window
         self.newest = torch.add(self.first_newest, slots.steps, alpha=self.members)
         self.used = min(self.room.prompt_tokens + self.members * (own_tokens + 1), self.length)
+        self.views: dict[int, tuple[Tensor, Tensor]] = {}
+        for layers, stack in self.used_stacks:
+            self.views |= zip(layers, pairs(stack.narrow(3, 0, self.used)), strict=True)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.room.prompts, self.copies, self.length
-        for stored, tensor in zip(self.layers[layer], (key, value), strict=True):
+        for stored, tensor in zip(self.stored[layer], (key, value), strict=True):
             place = slice(None), self.prompt_of_token, slice(None), self.position_of_token
             stored[0].unflatten(1, shape)[place] = tensor[: len(self.prompt_of_token), :, None].to(stored.dtype)
         return key, value
 
     def store_own(self, layer: int, slot: Tensor, step: Tensor, key: Tensor, value: Tensor) -> None:
         place = self.first_own(slot) + step * self.members
-        for stored, tensor in zip(self.layers[layer], (key, value), strict=True):
+        for stored, tensor in zip(self.stored[layer], (key, value), strict=True):
             stored.index_copy_(2, place, tensor.transpose(0, 1)[None].to(stored.dtype))
 
     def cached(self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int) -> list[list[Tensor]]:
         place, own = int(self.places[slot // self.members]), self.room.prompt_tokens + slot % self.members
-        bundles = (by_bundle(tensor, self.length)[place] for tensor in self.layers[layer])
+        bundles = (tensor[0].unflatten(1, (-1, self.length))[:, place] for tensor in self.stored[layer])
         return [[kv[:, :prompt_tokens], kv[:, own :: self.members][:, :own_tokens]] for kv in bundles]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        for stored, new in zip(self.layers[layer], (key, value), strict=True):
+        for stored, new in zip(self.stored[layer], (key, value), strict=True):
             stored.index_copy_(2, self.newest, new.to(stored.dtype))
-        keys, values = (view.narrow(2, 0, self.used) for view in self.views[layer])
+        keys, values = self.views[layer]
         H, query = query.shape[1], query.to(keys.dtype)
         if self.slot is not None:
             query = query.index_select(2, self.slot)
@@ -128,17 +144,18 @@ class BundledCache(Cache):
         steps = self.slots.steps
         if self.slot is not None:
             steps = steps.index_select(0, self.slot)
-        steps = steps.view(-1, self.members, 1)
-        distances = self.distances[: len(steps), :, : self.used] + steps
-        seen = distances >= 0
+        steps = steps.view(-1, 1, self.members, 1)
+        first = self.used_first_seen.narrow(3, 0, self.used)
+        seen = steps >= first
         if window is not None:
-            seen &= distances < window
-        return seen.log().unsqueeze(1)
+            seen &= steps < first + window
+        return seen.log()
 
 
-def by_bundle(tensor: Tensor, length: int) -> Tensor:
-    """[1, Hkv, B L, D] -> [B, Hkv, L, D]"""
-    return tensor[0].unflatten(1, (-1, length)).transpose(0, 1)
+def pairs(stack: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer, [2 n, ...]."""
+    parts = stack.unbind()
+    return zip(parts[::2], parts[1::2], strict=True)
 
 
 def prompt_copies(prompt_tokens: int, response_tokens: int, responses_per_prompt: int) -> int:

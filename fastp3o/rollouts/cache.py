@@ -113,8 +113,7 @@ class Cache:
         self.room = room
         sizes = [self.tokens() * shape.bytes_per_token for shape in shapes.values()]
         self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        parts = zip(shapes.items(), self.memory.split(sizes), strict=True)
-        self.layers = {layer: self.layer_cache(part.view(shape.dtype), shape) for (layer, shape), part in parts}
+        self.cut(shapes, sizes)
         self.slots: Slots
         self.prompt_of_token: Tensor
         self.position_of_token: Tensor
@@ -123,14 +122,16 @@ class Cache:
         """That keys and values are kept of."""
         return self.room.tokens
 
-    def layer_cache(self, memory: Tensor, shape: LayerShape) -> Any:
-        """memory: of keys and values of all tokens that there is room for."""
+    def cut(self, shapes: dict[int, LayerShape], sizes: list[int]) -> None:
+        """Gives each layer its part of the memory. sizes: of the parts, in bytes."""
         room = self.room
-        prompts = room.prompts, shape.heads, room.prompt_tokens, shape.head_size
-        slots = room.slots, shape.heads, room.response_tokens, shape.head_size
-        shapes = [prompts, prompts, slots, slots]
-        parts = memory.split(list(map(prod, shapes)))
-        return LayerCache(*(part.view(part_shape) for part, part_shape in zip(parts, shapes, strict=True)))
+        self.layers: dict[int, LayerCache] = {}
+        for (layer, shape), part in zip(shapes.items(), self.memory.split(sizes), strict=True):
+            prompts = room.prompts, shape.heads, room.prompt_tokens, shape.head_size
+            slots = room.slots, shape.heads, room.response_tokens, shape.head_size
+            sides = prompts, prompts, slots, slots
+            parts = part.view(shape.dtype).split(list(map(prod, sides)))
+            self.layers[layer] = LayerCache(*(one.view(side) for one, side in zip(parts, sides, strict=True)))
 
     def tensors(self) -> list[Tensor]:
         return [self.memory]

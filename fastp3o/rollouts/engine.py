@@ -106,10 +106,7 @@ class Engine:
         while works:
             for _ in range(STEPS_PER_LOOK if self.static else 1):
                 advance()
-            working = self.queue.working()
-            works = bool(working.any())
-            if works and not self.static:
-                self.drop_idle_slots(working)
+            works = bool(self.queue.working().any()) if self.static else self.drop_idle_slots()
         self.widened = None
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
@@ -119,13 +116,12 @@ class Engine:
         """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots())
-        keys, numbers = queue.keys[queue.response], None
-        if not self.static:
-            if not self.numbers:
-                steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
-                numbers = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
-                self.numbers = list(numbers.view(*steps.shape, -1).flip(0).unbind())
-            numbers = self.numbers.pop()
+        keys = queue.keys[queue.response]
+        if not self.static and not self.numbers:
+            steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
+            numbers = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
+            self.numbers = list(numbers.view(*steps.shape, -1).flip(0).unbind())
+        numbers = self.numbers.pop() if self.numbers else None
         tokens, logprobs = sample_tokens(logits, keys, queue.steps, numbers=numbers, **self.settings)
         queue.take(tokens, logprobs)
 
@@ -153,13 +149,16 @@ class Engine:
         for cache in self.caches:
             cache.release_memory()
 
-    def drop_idle_slots(self, working: Tensor) -> None:
-        kept = working.nonzero().squeeze(1)
-        if len(kept) <= (1 - IDLE) * len(working):
-            self.queue.keep_slots(kept)
+    def drop_idle_slots(self) -> bool:
+        """Returns whether any slot works."""
+        working = self.queue.working()
+        kept = working.nonzero()
+        if 0 < len(kept) <= (1 - IDLE) * len(working):
+            self.queue.keep_slots(kept.squeeze(1))
             self.numbers = []
             for cache in self.caches:
                 cache.keep_slots(self.queue.response)
+        return len(kept) > 0
 
 
 def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Tensor:

@@ -108,7 +108,7 @@ class KeptEngine(Engine):
             self.policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
         if not self.static:
             self.cache.keep_slots(torch.arange(self.room.slots))
-            self.drop_idle_slots(queue.working())
+            self.drop_idle_slots()
         self.decode()
         ids, logprobs = queue.results(len(lengths))
         return [ids[n // K][n % K] for n in given], [logprobs[n // K][n % K] for n in given]
