@@ -119,8 +119,8 @@ class Engine:
         keys = queue.keys[queue.response]
         if not self.static and not self.numbers:
             steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
-            numbers = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
-            self.numbers = list(numbers.view(*steps.shape, -1).flip(0).unbind())
+            drawn = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
+            self.numbers = list(drawn.view(*steps.shape, -1).flip(0).unbind())
         numbers = self.numbers.pop() if self.numbers else None
         tokens, logprobs = sample_tokens(logits, keys, queue.steps, numbers=numbers, **self.settings)
         queue.take(tokens, logprobs)
@@ -131,7 +131,7 @@ class Engine:
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.policy.hidden_states(self.queue.tokens[None], positions, cache=self.cache)
         if self.widened is None or self.captures:  # a graph takes weights as they are when it is replayed
-            self.widened = HeadDtypes.for_hidden(hidden).cast(self.head.weight)
+            self.widened = HeadDtypes.for_hidden(hidden).cast(self.head.weight).T
         return head_logits(hidden, self.head, self.widened)
 
     def tensors(self) -> list[Tensor]:
@@ -163,11 +163,11 @@ class Engine:
 
 def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Tensor:
     """[R, D] -> [R, V], fp32 or fp64 whatever the precision of the policy. widened: the head's weight as products take
-    it, if it is known.
+    it, [D, V], if it is known.
     """
     dtypes = HeadDtypes.for_hidden(hidden)
     logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
-    multiply(dtypes.cast(hidden), (dtypes.cast(head.weight) if widened is None else widened).T, out=logits)
+    multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T if widened is None else widened, out=logits)
     return transformed(logits, head)
 
 

@@ -72,8 +72,9 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     two_processes = [sample(policy, tokenizer, prompts, NUMBERS[process::2]) for process in range(2)]
     assert two_processes[0] | two_processes[1] == expected
     assert sample(policy, tokenizer, prompts, NUMBERS[::-1]) == expected
-    # As on a GPU, also with rows of prompts of equal length.
+    # As on a GPU, also with rows of prompts of equal length. In half precision attention rounds otherwise there.
     request.getfixturevalue("rooms")
+    expected = expected if full else sample(policy, tokenizer, prompts)
     limits = ({}, {"batch_size": 5}, {"memory": 20_000})
     for tokens_per_row, options in product((64, 2048), limits) if full else ((64, limits[1]), (2048, limits[2])):
         with pytest.MonkeyPatch.context() as patched:

@@ -30,22 +30,16 @@ def test_never_more_than_the_memory_holds_but_one_slot(memory, prompts, K, longe
     assert found.tokens * 100 <= memory or found[0] == found.slots == 1
 
 
-def test_the_cache_takes_what_the_room_says_and_slots_move_with_their_keys_in_it():
+def test_the_cache_takes_what_the_room_says():
     shapes = {0: LayerShape(2, 8, torch.float32), 3: LayerShape(1, 16, torch.bfloat16)}
     sizes = Room(3, 7, 2, 4, 5)
     cache = Cache(shapes, sizes, torch.device("cpu"))
     expected = sizes.tokens * sum(shape.bytes_per_token for shape in shapes.values())
     assert cache.memory.untyped_storage().nbytes() == expected
     assert sum(tensor.numel() * tensor.element_size() for tensor in cache.tensors()) == expected
-    layer, order = cache.layers[3], torch.tensor([1, 3, 0, 2])
-    assert layer.own_values.shape == (4, 1, 5, 16)
-    layer.own_keys.copy_(torch.randn_like(layer.own_keys))
-    layer.own_values.copy_(torch.randn_like(layer.own_values))
-    before = layer.own_keys[order].clone(), layer.own_values[order].clone()
-    cache.order_slots(order, 4)
-    for own, moved in zip((layer.own_keys, layer.own_values), before, strict=True):
-        assert torch.equal(own[:, :, :4], moved[:, :, :4])
-        assert own.untyped_storage().data_ptr() == cache.memory.untyped_storage().data_ptr()
+    assert cache.layers[3].own_values.shape == (4, 1, 5, 16)
+    for tensor in (tensor for layer in cache.layers.values() for tensor in vars(layer).values()):
+        assert tensor.untyped_storage().data_ptr() == cache.memory.untyped_storage().data_ptr()
 
 
 def test_a_part_of_what_is_free_is_available_and_fragments_beside_tensors_are_not_free(monkeypatch):
