@@ -178,7 +178,8 @@ def iterations(results: Results) -> list[list[str]]:
 
 
 def described_model(result: dict) -> str:
-    return f"D {result['D']}, {result['layers']} layers, V {result['V']}"
+    named = "" if result.get("model", "policy") in ("policy", "quickstart", "tiny") else f"{result['model']}: "
+    return f"{named}D {result['D']}, {result['layers']} layers, V {result['V']}"
 
 
 def objectives(cpu: Results, gpu: Results) -> list[list[str]]:
@@ -204,10 +205,10 @@ def rollouts(results: Results) -> list[list[str]]:
     sampled = select(results, level="rollouts")
     on_gpu = any("gpu_ms_per_step" in way for result in sampled for way in result["ways"].values())
     counted = "launches" if on_gpu else "operations"
-    lines = [["model", "prompt + response", "K", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
+    lines = [["model", "prompt + response", "K", "P", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
     lines[0] += ["GPU ms a step", "share of the floor"] if on_gpu else []
     for result in sampled:
-        shape = [described_model(result), lengths(result), str(result["K"])]
+        shape = [described_model(result), lengths(result), str(result["K"]), str(result["P"])]
         for name, way in result["ways"].items():
             if "absent" in way:
                 lines.append([*shape, name, f"absent: {way['absent']}", *[""] * (len(lines[0]) - 5)])

@@ -28,13 +28,14 @@ END = 0
 
 
 class Rollouts(NamedTuple):
-    """Mean tokens of a prompt, most tokens of a response and their mean: None where all have the same lengths."""
+    """P prompts, their mean tokens; K responses to each, their most tokens and mean: None where lengths are equal."""
 
     model: str
     prompt: int
     response: int
     mean: int | None
     K: int
+    P: int
 
 
 Way = Callable[[PackedModel, list[Ids], Rollouts, int], Sampled]  # the last argument is the seed

@@ -12,8 +12,7 @@ TINY = 32, 48, 2, 4, 2, 61
 
 
 @pytest.fixture
-def policy(monkeypatch):
-    monkeypatch.setattr(test_rollouts, "PROMPTS", 3)
+def policy():
     policy = test_rollouts.random_policy(llama(*TINY))
     policy.model.generation_config.eos_token_id = list(range(6))
     return policy
@@ -23,7 +22,7 @@ def policy(monkeypatch):
 def test_every_way_samples_responses_that_end_where_they_should(policy, way):
     if "TRL" in way:
         pytest.importorskip("trl")
-    case = Rollouts("tiny", 9, 7, 10, 2)
+    case = Rollouts("tiny", 9, 7, 10, 2, P=3)
     prompts = test_rollouts.random_prompts(case, 61)
     sampled = WAYS[way](policy, prompts, case, 0)
     assert [len(group) for group in sampled] == [2, 2, 2]
