@@ -21,6 +21,10 @@ class Operations(TorchDispatchMode):
         self.count = self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Elsewhere a composite operation has come apart before it is seen.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         self.count += 1
         place = LEFT.get(func._overloadpacket)
         if place is not None:
