@@ -125,19 +125,16 @@ class BundledCache(Cache):
         if self.slot is not None:
             query = query.index_select(2, self.slot)
         query = query.view(H, len(keys), self.members, -1).transpose(0, 1)
-        result = self.attention(query, keys, values, **options).transpose(1, 2).reshape(1, -1, H, query.shape[3])
-        return result if self.slot is None else result.index_select(1, self.member)
-
-    def attention(
-        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """[B, H, M, D], and [B, Hkv, L, D] of those in use, twice -> [B, H, M, D]."""
+        scale, window, softcap = (options[name] for name in ("scale", "window", "softcap"))
         if window not in self.masks:
             self.masks[window] = self.mask(window).to(keys.dtype)
-        mask, grouped = self.masks[window], query.shape[1] != keys.shape[1]
+        tensors, grouped = (query, keys, values, self.masks[window]), keys.shape[1] != H
         if softcap:
-            return softcapped(query, keys, values, mask, scale, softcap)
-        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
+            result = softcapped(*tensors, scale, softcap)
+        else:
+            result = F.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=grouped)
+        result = result.transpose(1, 2).reshape(1, -1, H, query.shape[3])
+        return result if self.slot is None else result.index_select(1, self.member)
 
     def mask(self, window: int | None) -> Tensor:
         """[B, 1, M, L] of those in use: 0 for keys that a member's newest token sees, -inf for others."""

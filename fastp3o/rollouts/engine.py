@@ -5,9 +5,9 @@ ends the response, and which response the slot takes then. The host looks only e
 on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each slot costs time, idle slots are dropped.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,19 +36,6 @@ STEPS_PER_LOOK = 8
 STEPS_OF_NUMBERS = 8
 # Share of slots that are idle before they are dropped.
 IDLE = 0.15
-
-Method = TypeVar("Method", bound=Callable)
-
-
-def without_gradients(method: Method) -> Method:
-    """A method of an engine. Shapes that change mean many small operations: those of inference mode are shorter."""
-
-    @wraps(method)
-    def wrapped(engine, *arguments):
-        with torch.inference_mode(not engine.static), torch.no_grad():
-            return method(engine, *arguments)
-
-    return cast(Method, wrapped)
 
 
 class Engine:
@@ -88,16 +75,22 @@ class Engine:
     def new_cache(self, shapes: dict[int, LayerShape]) -> Cache:
         return (Cache if self.static else BundledCache)(shapes, self.room, self.policy.model.device)
 
-    @without_gradients
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
         """Token ids of responses to at most as many prompts as there is room for, and their log-probabilities, [p][K].
 
         keys: [p, K] int64, keys of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
         """
-        self.queue.fill(prompts, keys)
-        self.prefill(prompts)
-        self.decode()
-        return self.queue.results(len(prompts))
+        with self.without_gradients():
+            self.queue.fill(prompts, keys)
+            self.prefill(prompts)
+            self.decode()
+            return self.queue.results(len(prompts))
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Also in inference mode where shapes change: a step's many small operations are shorter in it."""
+        with torch.inference_mode(not self.static), torch.no_grad():
+            yield
 
     def decode(self) -> None:
         """Steps until all responses of the queue have ended."""

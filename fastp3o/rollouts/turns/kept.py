@@ -13,7 +13,7 @@ from torch import Tensor
 from fastp3o.models.packed_model import evaluation_mode
 from fastp3o.packing.packed_row import Ids, to_device
 from fastp3o.rollouts.cache import Cache, Room, available_memory
-from fastp3o.rollouts.engine import Engine, rows_to_cache, without_gradients
+from fastp3o.rollouts.engine import Engine, rows_to_cache
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler
 from fastp3o.rollouts.queue import NO_TOKEN, Queue
@@ -92,26 +92,26 @@ class KeptEngine(Engine):
         super().__init__(*arguments, **options)
         self.queue = KeptQueue(self.room, turn_tokens, set(self.queue.end_ids.tolist()), self.policy.model.device)
 
-    @without_gradients
     def go_on(self, given: Continued, keys: Tensor) -> tuple[list[Ids], list[list[float]]]:
         """The next turns, in the order of `given`, and their log-probabilities. keys: [n] int64."""
-        queue, K, lengths = self.queue, self.room.responses_per_prompt, self.queue.prompt_lengths
-        queue.go_on(given, keys)
-        observed = [(n, given[n][0], given[n][1][:-1]) for n in sorted(given) if len(given[n][1]) > 1]
-        prompt_lengths = queue.slots().prompt_lengths
-        for row in rows_to_cache(observed, self.tokens_per_row, self.static, prompt_lengths.device):
-            slots = row.number_of_token
-            steps = row.position_ids[0, : len(slots)] - prompt_lengths[slots]
-            ends = zip(row.numbers, row.segments.key_lengths, strict=False)  # padding has none
-            segments = [(n // K, lengths[n // K], n, end - lengths[n // K]) for n, end in ends]
-            cache = Observed(self.cache, slots, steps, segments)
-            self.policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
-        if not self.static:
-            self.cache.keep_slots(torch.arange(self.room.slots))
-            self.drop_idle_slots()
-        self.decode()
-        ids, logprobs = queue.results(len(lengths))
-        return [ids[n // K][n % K] for n in given], [logprobs[n // K][n % K] for n in given]
+        with self.without_gradients():
+            queue, K, lengths = self.queue, self.room.responses_per_prompt, self.queue.prompt_lengths
+            queue.go_on(given, keys)
+            observed = [(n, given[n][0], given[n][1][:-1]) for n in sorted(given) if len(given[n][1]) > 1]
+            prompt_lengths = queue.slots().prompt_lengths
+            for row in rows_to_cache(observed, self.tokens_per_row, self.static, prompt_lengths.device):
+                slots = row.number_of_token
+                steps = row.position_ids[0, : len(slots)] - prompt_lengths[slots]
+                ends = zip(row.numbers, row.segments.key_lengths, strict=False)  # padding has none
+                segments = [(n // K, lengths[n // K], n, end - lengths[n // K]) for n, end in ends]
+                cache = Observed(self.cache, slots, steps, segments)
+                self.policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
+            if not self.static:
+                self.cache.keep_slots(torch.arange(self.room.slots))
+                self.drop_idle_slots()
+            self.decode()
+            ids, logprobs = queue.results(len(lengths))
+            return [ids[n // K][n % K] for n in given], [logprobs[n // K][n % K] for n in given]
 
 
 class KeptTurns(EngineSampler):
