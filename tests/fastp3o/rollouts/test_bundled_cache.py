@@ -11,8 +11,7 @@ from benchmarks.host_work import host_work
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts import bundled_cache
 from fastp3o.rollouts.cache import LayerShape, Room
-from fastp3o.rollouts.engine import Engine, layer_shapes
-from fastp3o_kernels.decoding import response_keys
+from fastp3o.rollouts.engine import Engine
 from tests.kernels.decoding.steps import oracle, random_step
 
 
@@ -41,8 +40,7 @@ def test_bundles_attend_as_the_oracle_also_when_they_change_places(seed, monkeyp
     cache.keep_slots(slots.response[pick.randrange(len(slots.response)) :])
     cache.keep_slots(slots.response)
     cache.begin_step(slots, int(slots.steps.max()))
-    tensors = (tensor.transpose(0, 1)[None] for tensor in (step.query, step.key, step.value))
-    result = cache.attend(7, *tensors, **step.settings)
+    result = cache.attend(7, *(t.transpose(0, 1)[None] for t in (step.query, step.key, step.value)), **step.settings)
     torch.testing.assert_close(result[0], oracle(step), atol=1e-9, rtol=0)
 
 
@@ -50,8 +48,7 @@ def test_operations_of_a_step():
     """Of a Llama with four layers, views counted: 284 are transformers' own, and `generate` has 341."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     policy = PackedModel(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1024))).eval()
-    with torch.no_grad():
-        engines = [Engine(policy, layer_shapes(policy, 3), Room(2, 8, 2, 4, tokens), set()) for tokens in (8, 16)]
-    keys = response_keys(0, torch.arange(2), 2)
+    shapes, keys = {layer: LayerShape(4, 8, torch.float32) for layer in range(4)}, torch.arange(4).view(2, 2)
+    engines = (Engine(policy, shapes, Room(2, 8, 2, 4, tokens), set()) for tokens in (8, 16))
     few, many = (host_work(partial(engine.run, [[5] * 9, [6] * 4], keys))["operations"] for engine in engines)
     assert (many - few) / 8 <= 360
