@@ -15,6 +15,7 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.precision import choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine, layer_shapes
+from fastp3o_kernels import onednn
 from fastp3o_kernels.decoding import response_keys
 from fastp3o_kernels.head import chunked_loss, linear_logprobs
 from fastp3o_kernels.head.chunks import plan_chunks
@@ -50,7 +51,8 @@ def random_row(pairs, prompt, response, share_prompts):
 
 @pytest.fixture
 def as_kernels(monkeypatch):
-    """The head's gradients have a buffer of their own, as with kernels on a GPU, which is what is predicted."""
+    """The head's gradients have a buffer of their own and products need none, as on a GPU, which is what is predicted."""
+    monkeypatch.setattr(onednn, "is_faster", lambda: False)
     for module in (chunked_loss, linear_logprobs):
         monkeypatch.setattr(module, "plan_chunks", lambda *arguments, triton: plan_chunks(*arguments, triton=True))
 
