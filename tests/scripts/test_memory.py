@@ -51,7 +51,7 @@ def random_row(pairs, prompt, response, share_prompts):
 
 @pytest.fixture
 def as_kernels(monkeypatch):
-    """The head's gradients have a buffer of their own and products need none, as on a GPU, which is what is predicted."""
+    """The head's gradients have a buffer of their own, and products need none: as on a GPU, which is predicted."""
     monkeypatch.setattr(onednn, "is_faster", lambda: False)
     for module in (chunked_loss, linear_logprobs):
         monkeypatch.setattr(module, "plan_chunks", lambda *arguments, triton: plan_chunks(*arguments, triton=True))
@@ -108,7 +108,7 @@ def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth
     assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
     room, cached = Room(8 * P, prompt - 1, 2, 16 * P, response), layer_shapes(model.eval(), 3)
     with PeakMemory() as measured:
-        engine = Engine(model, cached, room, {0})
+        engine = Engine(model, cached, room, {0}, static=True)
         engine.tokens_per_row = 256
         engine.run([[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2))
     predicted = rollout_memory(sizes, room, precision)
