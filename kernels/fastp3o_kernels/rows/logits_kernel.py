@@ -83,6 +83,22 @@ def grouped_columns(BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def everywhere(columns):
+    """The mask of a block that is full: none in the compiled code. One that cuts a row at an odd place would split
+    loads into single elements, so only the last block has it.
+    """
+    return tl.full(columns.shape, True, tl.int1)
+
+
+@triton.jit
+def with_exponentials(running_max, sums, x, to_base_2):
+    """Largest logits and sums of exponentials of each group, with those of a further block x."""
+    new_max = tl.maximum(running_max, tl.max(x, axis=1))
+    decay = exp2((running_max - new_max) * to_base_2)
+    return new_max, sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
+
+
+@triton.jit
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -105,12 +121,12 @@ def logprobs_kernel(
     to_base_2 = inverse_temperature * LOG2E
     running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
     sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, start + columns < V, softcap)
-        new_max = tl.maximum(running_max, tl.max(x, axis=1))
-        decay = exp2((running_max - new_max) * to_base_2)
-        sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
-        running_max = new_max
+    for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, everywhere(columns), softcap)
+        running_max, sums = with_exponentials(running_max, sums, x, to_base_2)
+    rest = V // BLOCK_V * BLOCK_V + columns
+    x, _ = load_logits(logits_ptr, bias_ptr, rest, rest < V, softcap)
+    running_max, sums = with_exponentials(running_max, sums, x, to_base_2)
     row_max = tl.max(running_max, axis=0)
     log_sum = tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
     label = tl.load(labels_ptr + row)
@@ -133,6 +149,13 @@ def log2_probability(x, row_max, log_sum, inverse_temperature):
 @triton.jit
 def at_least(x, lowest):
     return tl.maximum(x, lowest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def negative_entropies(x, row_max, log_sum, inverse_temperature):
+    """Each group's sum of p log2 p."""
+    log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
+    return tl.sum(exp2(log2) * log2, axis=1)
 
 
 @triton.jit
@@ -162,12 +185,14 @@ def statistics_kernel(
     # Each thread sums its own columns; one exchange at the end.
     entropies = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     totals = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + columns < V
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
-        log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
-        entropies += tl.sum(exp2(log2) * log2, axis=1)
-        totals += tl.sum(tl.where(inside, x, 0.0), axis=1)
+    for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, everywhere(columns), softcap)
+        entropies += negative_entropies(x, row_max, log_sum, inverse_temperature)
+        totals += tl.sum(x, axis=1)
+    rest = V // BLOCK_V * BLOCK_V + columns
+    x, _ = load_logits(logits_ptr, bias_ptr, rest, rest < V, softcap)
+    entropies += negative_entropies(x, row_max, log_sum, inverse_temperature)
+    totals += tl.sum(tl.where(rest < V, x, 0.0), axis=1)
     within_vocabulary = (label >= 0) & (label < V)
     label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap)
     counts = label != ignore_index
@@ -219,12 +244,14 @@ def dlogits_kernel(
     if entropy_coefficients_ptr is not None:
         entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
         nothing = nothing & (entropy_gradient == 0.0)
+    columns = tl.arange(0, BLOCK_V)
+    rest = V // BLOCK_V * BLOCK_V + columns
     if nothing | (label == ignore_index):
         # The row's logits are not read.
-        columns = tl.arange(0, BLOCK_V)
-        for start in range(0, V, BLOCK_V):
-            zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-            tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
+        zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+        for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
+            tl.store(dlogits_ptr + start + columns, zeros)
+        tl.store(dlogits_ptr + rest, zeros, mask=rest < V)
     else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
@@ -239,12 +266,13 @@ def dlogits_kernel(
         label_entry = logit_gradient(label_logit, label_slope, row_numbers, entropy, entropy_gradient, True)
         # Some thread may overwrite the label's logit, or store its entry, before another one has come here.
         tl.debug_barrier()
-        for start in range(0, V, BLOCK_V):
-            columns = start + tl.arange(0, BLOCK_V)
-            inside = columns < V
-            x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap)
+        for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
+            x, slope = load_logits(logits_ptr, bias_ptr, start + columns, everywhere(columns), softcap)
             dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
-            tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+            tl.store(dlogits_ptr + start + columns, dlogits.to(dlogits_ptr.dtype.element_ty))
+        x, slope = load_logits(logits_ptr, bias_ptr, rest, rest < V, softcap)
+        dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
+        tl.store(dlogits_ptr + rest, dlogits.to(dlogits_ptr.dtype.element_ty), mask=rest < V)
         tl.debug_barrier()
         tl.store(dlogits_ptr + label, label_entry.to(dlogits_ptr.dtype.element_ty), mask=within_vocabulary)
 
