@@ -1,8 +1,10 @@
 """What is wrong with an input is named: the argument, the index, what was expected and what came."""
 
 import re
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +54,7 @@ def arguments(**changes):
         ({"old_logprobs": torch.tensor([[0.0, -INF], [0.0, 0.0]])}, "old_logprobs[0, 1] is -inf"),
         ({"valid_responses": torch.ones(2, 2)}, "valid_responses must be bool, got torch.float32: call .bool()"),
         ({"divisor": 0}, "divisor must be above 0, got 0"),
+        ({"divisor": "2"}, "divisor must be a number, got '2'"),
         ({"divisor": torch.ones(2)}, "divisor must have shape [] (one number), got [2]"),
         ({"temperature": torch.tensor(2.0)}, "temperature must be a number, got tensor(2.)"),
         ({"settings": TOKEN}, "needs old_token_logprobs"),
@@ -74,6 +77,7 @@ def test_wrong_input_is_named(changes, message):
         ({"bias": torch.zeros(4)}, "bias must have shape [9]"),
         ({"softcap": INF}, "softcap must be above 0, or None for no cap, got inf"),
         ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"softcap": True}, "softcap must be a number, got True"),
         ({"memory_budget": 60}, "memory_budget of 60 bytes is less than one row"),
     ],
 )
@@ -82,6 +86,15 @@ def test_what_is_wrong_with_a_head_is_named(change, message):
     head = {name: given.pop(name) for name in ("weight", "bias", "softcap", "temperature") if name in given}
     with pytest.raises(ValueError, match=re.escape(message)):
         linear_logprobs(head=Head(**head), **given)
+
+
+@pytest.mark.parametrize("number", [np.float32(2), np.int64(2), Fraction(2), 2])
+def test_numbers_of_any_type_are_floats_to_the_kernels(number):
+    """Triton's launcher refuses numpy's, and compiles another kernel for a whole one."""
+    head, settings = Head(HEAD[1], softcap=number, temperature=number), P3OSettings(ratio_cap=number, kl_coef=number)
+    for stored in (head.softcap, head.temperature, settings.ratio_cap, settings.kl_coef):
+        assert type(stored) is float
+        assert stored == 2
 
 
 FOUR = [torch.zeros(2, 2)] * 4

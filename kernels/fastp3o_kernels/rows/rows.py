@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_number
+from fastp3o_kernels.checks import checked_number
 
 # This ignore_index ignores no label.
 NO_LABEL = -(2**31)
@@ -33,11 +33,11 @@ class LogitsTransform:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature)
+        object.__setattr__(self, "temperature", checked_number("temperature", self.temperature))
         if not 0 < self.temperature < inf:
             raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
         if self.softcap is not None:
-            check_number("softcap", self.softcap)
+            object.__setattr__(self, "softcap", checked_number("softcap", self.softcap))
             if not 0 < self.softcap < inf:
                 raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
 
