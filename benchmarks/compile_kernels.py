@@ -207,7 +207,8 @@ def compiler_source(config: Configuration) -> ASTSource:
         else:
             signature[name] = SCALARS[name]
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
-        if (name.endswith(("_ptr", "_stride")) or name.endswith("size")) and name not in kernel.do_not_specialize:
+        at_any_address = name in kernel.do_not_specialize or kernel.params[position].do_not_specialize_on_alignment
+        if name.endswith(("_ptr", "_stride", "size")) and not at_any_address:
             attributes[(position,)] = [["tt.divisibility", 16]]
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, positions, attributes)

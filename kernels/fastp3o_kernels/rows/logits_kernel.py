@@ -22,6 +22,9 @@ LOAD_BYTES = 16
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Base-2 log-probability below which a probability is 0; a product with it is 0, too, and not NaN.
 LEAST_LOG2 = tl.constexpr(-256.0)
+# Pointers to one number a row. Slices begin at any address, and Triton would compile a variant for each alignment.
+ROW_NUMBERS = ["labels_ptr", "logprobs_ptr", "max_ptr", "log_sum_ptr", "mean_ptr", "is_top_ptr"]
+ROW_NUMBERS += ["coefficients_ptr", "entropy_ptr", "entropy_coefficients_ptr"]
 INTERPRETED = tl.constexpr(INTERPRET)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -98,7 +101,7 @@ def with_exponentials(running_max, sums, x, to_base_2):
     return new_max, sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -158,7 +161,7 @@ def negative_entropies(x, row_max, log_sum, inverse_temperature):
     return tl.sum(exp2(log2) * log2, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def statistics_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -215,7 +218,7 @@ def logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, IS_LABEL: t
     return dlogits * slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def dlogits_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -292,7 +295,7 @@ def row_arguments(rows: Rows) -> dict[str, Tensor | float | None]:
         "ignore_index": rows.ignore_index,
         # The kernels step by one element, whatever the caller's strides.
         "bias_ptr": None if transform.bias is None else transform.bias.contiguous(),
-        "softcap": None if transform.softcap is None else float(transform.softcap),
+        "softcap": transform.softcap,
         "inverse_temperature": 1 / transform.temperature,
         "V": V,
         "BLOCK_V": block_size(V),

@@ -4,6 +4,10 @@ from itertools import accumulate
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from fastp3o_kernels import (
     Head,
@@ -110,6 +114,8 @@ def test_a_device_that_is_not_the_current_one():
 
 # Launches of a chunk of one pair, beside the products of a filling.
 MOST_LAUNCHES = {torch.float32: 7, torch.bfloat16: 7, torch.float16: 9}
+# Variants of kernels that P3O's updates compile.
+MOST_VARIANTS = 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,3 +133,29 @@ def test_launches_of_a_chunk(dtype):
     few, many = launches(4), launches(6)
     assert many["triton dlogits_kernel"] - few["triton dlogits_kernel"] == 2
     assert (many.total() - few.total()) / 2 <= MOST_LAUNCHES[dtype], many - few
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_ragged_updates_compile_few_variants(dtype, monkeypatch):
+    """Slices begin at any address and have any length: neither may ask for another variant of a kernel."""
+    backend, variants, run = make_backend(GPUTarget("cuda", 90, 32)), set(), InterpretedFunction.run
+
+    def noted_run(kernel, *args, grid, warmup, **kwargs):
+        compiled = JITFunction(kernel.fn, **kernel.kwargs)
+        bind = create_function_from_signature(compiled.signature, compiled.params, backend)
+        variants.add((kernel.__name__, str(bind(*args, **kwargs)[1:])))
+        return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted_run)
+    generator, V = torch.Generator().manual_seed(0), 50
+    head = Head(randn(V, D, dtype=dtype, gradient=True))
+    for _ in range(20):
+        pairs = int(torch.randint(1, 6, (), generator=generator))
+        lengths = torch.randint(8, (2 * pairs,), generator=generator)
+        offsets, tokens = [0, *accumulate(lengths.tolist())], torch.randint(V, (int(lengths.sum()),)).to(DEVICE)
+        hidden = randn(len(tokens), D, dtype=dtype, gradient=True)
+        known = [linear_logprobs(hidden.detach(), head, tokens, memory_budget=budget_for(10, V)) for _ in range(2)]
+        old, ref = (sequence_logprobs(logprobs.detach(), offsets).view(pairs, 2) for logprobs in known)
+        given = hidden, head, tokens, offsets, old, ref, randn(pairs, 2)
+        linear_p3o_loss(*given, memory_budget=budget_for(10, V)).loss.backward()
+    assert len(variants) <= MOST_VARIANTS, "\n".join(f"{name} {key}" for name, key in sorted(variants))
