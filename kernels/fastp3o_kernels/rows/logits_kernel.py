@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastp3o_kernels.operation import INTERPRET
-from fastp3o_kernels.rows.rows import Rows
+from fastp3o_kernels.rows.rows import ALIGNMENT, Rows
 
 # One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
 # 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
@@ -85,22 +85,6 @@ def grouped_columns(BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
     return tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
-@triton.jit
-def everywhere(columns):
-    """The mask of a block that is full: none in the compiled code. One that cuts a row at an odd place would split
-    loads into single elements, so only the last block has it.
-    """
-    return tl.full(columns.shape, True, tl.int1)
-
-
-@triton.jit
-def with_exponentials(running_max, sums, x, to_base_2):
-    """Largest logits and sums of exponentials of each group, with those of a further block x."""
-    new_max = tl.maximum(running_max, tl.max(x, axis=1))
-    decay = exp2((running_max - new_max) * to_base_2)
-    return new_max, sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
-
-
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
@@ -124,12 +108,16 @@ def logprobs_kernel(
     to_base_2 = inverse_temperature * LOG2E
     running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
     sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, everywhere(columns), softcap)
-        running_max, sums = with_exponentials(running_max, sums, x, to_base_2)
-    rest = V // BLOCK_V * BLOCK_V + columns
-    x, _ = load_logits(logits_ptr, bias_ptr, rest, rest < V, softcap)
-    running_max, sums = with_exponentials(running_max, sums, x, to_base_2)
+    # Whole blocks have no mask: one that cuts a row at an odd place splits its accesses into single elements.
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for rest in tl.static_range(2):
+        for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+            inside = (start + columns < V) | (rest == 0)
+            x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
+            new_max = tl.maximum(running_max, tl.max(x, axis=1))
+            decay = exp2((running_max - new_max) * to_base_2)
+            sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
+            running_max = new_max
     row_max = tl.max(running_max, axis=0)
     log_sum = tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
     label = tl.load(labels_ptr + row)
@@ -152,13 +140,6 @@ def log2_probability(x, row_max, log_sum, inverse_temperature):
 @triton.jit
 def at_least(x, lowest):
     return tl.maximum(x, lowest, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def negative_entropies(x, row_max, log_sum, inverse_temperature):
-    """Each group's sum of p log2 p."""
-    log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
-    return tl.sum(exp2(log2) * log2, axis=1)
 
 
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
@@ -188,14 +169,14 @@ def statistics_kernel(
     # Each thread sums its own columns; one exchange at the end.
     entropies = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     totals = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, everywhere(columns), softcap)
-        entropies += negative_entropies(x, row_max, log_sum, inverse_temperature)
-        totals += tl.sum(x, axis=1)
-    rest = V // BLOCK_V * BLOCK_V + columns
-    x, _ = load_logits(logits_ptr, bias_ptr, rest, rest < V, softcap)
-    entropies += negative_entropies(x, row_max, log_sum, inverse_temperature)
-    totals += tl.sum(tl.where(rest < V, x, 0.0), axis=1)
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for rest in tl.static_range(2):
+        for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+            inside = (start + columns < V) | (rest == 0)
+            x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
+            log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
+            entropies += tl.sum(exp2(log2) * log2, axis=1)
+            totals += tl.sum(tl.where(inside, x, 0.0), axis=1)
     within_vocabulary = (label >= 0) & (label < V)
     label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap)
     counts = label != ignore_index
@@ -247,14 +228,14 @@ def dlogits_kernel(
     if entropy_coefficients_ptr is not None:
         entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
         nothing = nothing & (entropy_gradient == 0.0)
-    columns = tl.arange(0, BLOCK_V)
-    rest = V // BLOCK_V * BLOCK_V + columns
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
     if nothing | (label == ignore_index):
         # The row's logits are not read.
-        zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-        for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-            tl.store(dlogits_ptr + start + columns, zeros)
-        tl.store(dlogits_ptr + rest, zeros, mask=rest < V)
+        for rest in tl.static_range(2):
+            for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+                columns = start + tl.arange(0, BLOCK_V)
+                zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+                tl.store(dlogits_ptr + columns, zeros, mask=(columns < V) | (rest == 0))
     else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
@@ -269,13 +250,13 @@ def dlogits_kernel(
         label_entry = logit_gradient(label_logit, label_slope, row_numbers, entropy, entropy_gradient, True)
         # Some thread may overwrite the label's logit, or store its entry, before another one has come here.
         tl.debug_barrier()
-        for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-            x, slope = load_logits(logits_ptr, bias_ptr, start + columns, everywhere(columns), softcap)
-            dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
-            tl.store(dlogits_ptr + start + columns, dlogits.to(dlogits_ptr.dtype.element_ty))
-        x, slope = load_logits(logits_ptr, bias_ptr, rest, rest < V, softcap)
-        dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
-        tl.store(dlogits_ptr + rest, dlogits.to(dlogits_ptr.dtype.element_ty), mask=rest < V)
+        for rest in tl.static_range(2):
+            for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+                columns = start + tl.arange(0, BLOCK_V)
+                inside = (columns < V) | (rest == 0)
+                x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap)
+                dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
+                tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
         tl.debug_barrier()
         tl.store(dlogits_ptr + label, label_entry.to(dlogits_ptr.dtype.element_ty), mask=within_vocabulary)
 
@@ -283,6 +264,12 @@ def dlogits_kernel(
 def block_size(V: int) -> int:
     """A power of two, no longer than the vocabulary needs."""
     return min(BLOCK_V, max(triton.next_power_of_2(V), LOAD_BYTES))
+
+
+def group_size(logits: Tensor) -> int:
+    """Elements of a thread's load: of 16 bytes, or 1 where rows begin anywhere and neighbours go to other threads."""
+    aligned = logits.data_ptr() % LOAD_BYTES == 0 and logits.stride(0) % ALIGNMENT == 0
+    return LOAD_BYTES // logits.element_size() if aligned else 1
 
 
 def row_arguments(rows: Rows) -> dict[str, Tensor | float | None]:
@@ -314,7 +301,7 @@ def launch_logprobs(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
             logprobs_ptr=logprobs,
             max_ptr=row_max,
             log_sum_ptr=log_sum,
-            GROUP=LOAD_BYTES // logits.element_size(),
+            GROUP=group_size(logits),
         )
     return logprobs, row_max, log_sum
 
@@ -331,7 +318,7 @@ def launch_statistics(rows: Rows, row_max: Tensor, log_sum: Tensor) -> tuple[Ten
             entropy_ptr=entropy,
             mean_ptr=mean_logit,
             is_top_ptr=is_top,
-            GROUP=LOAD_BYTES // rows.logits.element_size(),
+            GROUP=group_size(rows.logits),
         )
     return entropy, mean_logit, is_top
 

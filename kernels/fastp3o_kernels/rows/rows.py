@@ -14,6 +14,15 @@ from fastp3o_kernels.checks import checked_number
 # This ignore_index ignores no label.
 NO_LABEL = -(2**31)
 
+# Rows that begin at a multiple of this many elements are read in the widest loads, by matrix products and by kernels:
+# Triton has a variant for strides that it divides.
+ALIGNMENT = 16
+
+
+def padded(V: int) -> int:
+    """Elements of a row of V logits in a buffer of ours."""
+    return -(-V // ALIGNMENT) * ALIGNMENT
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogitsTransform:
