@@ -6,8 +6,7 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime import interpreter, jit
 
 from fastp3o_kernels import (
     Head,
@@ -136,15 +135,15 @@ def test_launches_of_a_chunk(dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_launches_of_ragged_updates_have_few_variants(dtype, monkeypatch):
     """Slices begin at any address and have any length: neither may ask for another variant of a kernel."""
-    backend, variants, run = make_backend(GPUTarget("cuda", 90, 32)), set(), InterpretedFunction.run
+    backend, variants, run = make_backend(GPUTarget("cuda", 90, 32)), set(), interpreter.InterpretedFunction.run
 
     def noted_run(kernel, *args, **kwargs):
-        compiled = JITFunction(kernel.fn, **kernel.kwargs)
-        bind = create_function_from_signature(compiled.signature, compiled.params, backend)
+        compiled = jit.JITFunction(kernel.fn, **kernel.kwargs)
+        bind = jit.create_function_from_signature(compiled.signature, compiled.params, backend)
         variants.add(f"{kernel.__name__} {bind(*args, **kwargs)[1]}")
         return run(kernel, *args, **kwargs)
 
-    monkeypatch.setattr(InterpretedFunction, "run", noted_run)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", noted_run)
     weight, budget = randn(V + 1, D, dtype=dtype, gradient=True), {"memory_budget": budget_for(5, V + 1)}
     torch.manual_seed(0)
     for update in range(20):
