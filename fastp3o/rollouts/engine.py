@@ -160,7 +160,7 @@ def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Te
     """
     dtypes = HeadDtypes.for_hidden(hidden)
     V = len(head.weight)
-    logits = hidden.new_empty(len(hidden), padded(V), dtype=dtypes.logits)[:, :V]
+    logits = hidden.new_empty_strided((len(hidden), V), (padded(V), 1), dtype=dtypes.logits)
     multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T if widened is None else widened, out=logits)
     return transformed(logits, head)
 
