@@ -24,7 +24,7 @@ from fastp3o.rollouts.steps import StepGraph
 from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import Slots, race_numbers, sample_tokens
 from fastp3o_kernels.head.head import HeadDtypes, multiply
-from fastp3o_kernels.rows.rows import transformed
+from fastp3o_kernels.rows.rows import padded, transformed
 
 # Length of a packed row of prompts: enough for large matrix products.
 TOKENS_PER_ROW = 2048
@@ -159,7 +159,8 @@ def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Te
     it, [D, V], if it is known.
     """
     dtypes = HeadDtypes.for_hidden(hidden)
-    logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
+    V = len(head.weight)
+    logits = hidden.new_empty_strided((len(hidden), V), (padded(V), 1), dtype=dtypes.logits)
     multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T if widened is None else widened, out=logits)
     return transformed(logits, head)
 

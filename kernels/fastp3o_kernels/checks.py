@@ -28,10 +28,14 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
         raise ValueError(f"{name} must have shape {list(shape)} ({why}), got {list(tensor.shape)}")
 
 
-def check_number(name: str, value: object) -> None:
-    """Raises ValueError for text and for a tensor, which Triton's kernels would take for an address."""
-    if not isinstance(value, Real):
+def checked_number(name: str, value: object) -> float:
+    """The number as Python's float: Triton's launcher takes no numpy number, and compiles a variant for an int.
+
+    Raises ValueError for text, a bool, and a tensor, which Triton's kernels would take for an address.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -127,5 +131,7 @@ def check_offsets(offsets: list[int], tokens: int, step: int = 1) -> None:
 def check_divisor(divisor: float | Tensor) -> None:
     if isinstance(divisor, Tensor):
         check_shape("divisor", divisor, (), "one number")
+    else:
+        checked_number("divisor", divisor)
     if not (isinstance(divisor, Tensor) and not may_look_at_values(divisor)) and not divisor > 0:
         raise ValueError(f"divisor must be above 0, got {float(divisor)}")

@@ -1,8 +1,10 @@
 """What is wrong with an input is named: the argument, the index, what was expected and what came."""
 
 import re
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +54,7 @@ def arguments(**changes):
         ({"old_logprobs": torch.tensor([[0.0, -INF], [0.0, 0.0]])}, "old_logprobs[0, 1] is -inf"),
         ({"valid_responses": torch.ones(2, 2)}, "valid_responses must be bool, got torch.float32: call .bool()"),
         ({"divisor": 0}, "divisor must be above 0, got 0"),
+        ({"divisor": "2"}, "divisor must be a number, got '2'"),
         ({"divisor": torch.ones(2)}, "divisor must have shape [] (one number), got [2]"),
         ({"temperature": torch.tensor(2.0)}, "temperature must be a number, got tensor(2.)"),
         ({"settings": TOKEN}, "needs old_token_logprobs"),
@@ -74,6 +77,7 @@ def test_wrong_input_is_named(changes, message):
         ({"bias": torch.zeros(4)}, "bias must have shape [9]"),
         ({"softcap": INF}, "softcap must be above 0, or None for no cap, got inf"),
         ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"softcap": True}, "softcap must be a number, got True"),
         ({"memory_budget": 60}, "memory_budget of 60 bytes is less than one row"),
     ],
 )
@@ -84,6 +88,14 @@ def test_what_is_wrong_with_a_head_is_named(change, message):
         linear_logprobs(head=Head(**head), **given)
 
 
+@pytest.mark.parametrize("number", [np.float32(2), np.int64(2), Fraction(2), 2])
+def test_numbers_of_any_type_are_floats_to_the_kernels(number):
+    """Triton's launcher refuses numpy's, and compiles another variant for an int."""
+    head, settings = Head(HEAD[1], softcap=number, temperature=number), P3OSettings(ratio_cap=number, kl_coef=number)
+    stored = head.softcap, head.temperature, settings.ratio_cap, settings.kl_coef
+    assert [(type(value), value) for value in stored] == [(float, 2.0)] * 4
+
+
 FOUR = [torch.zeros(2, 2)] * 4
 SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
 
@@ -92,6 +104,7 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
     ("function", "given", "message"),
     [
         (token_logprobs, (torch.randn(1, 5), torch.tensor([9])), "labels[0] = 9 must be from 0 to 4 or ignore_index"),
+        (partial(token_logprobs, inplace_backward=True), (torch.zeros(3, 5, requires_grad=True), HEAD[2]), "is a leaf"),
         (sequence_logprobs, (torch.zeros(4), torch.tensor([0, 3])), "must be the number of tokens, 4"),
         (p3o_loss, (torch.zeros(4), *FOUR[:3]), "logprobs must have shape [P, K]"),
         (p3o_loss, [torch.zeros(3, 1)] * 4, "K of at least 2"),
@@ -114,11 +127,6 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
 def test_every_operation_checks(function, given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         function(*given)
-
-
-def test_in_place_backward_over_a_leaf_is_refused():
-    with pytest.raises(ValueError, match="leaf"):
-        token_logprobs(torch.randn(3, 5, requires_grad=True), HEAD[2], inplace_backward=True)
 
 
 @pytest.mark.gpu

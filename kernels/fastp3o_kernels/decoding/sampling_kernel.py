@@ -50,19 +50,22 @@ def race_kernel(
     t = tl.arange(0, BLOCKS_AT_ONCE)
     running_max = tl.full([BLOCKS_AT_ONCE], -float("inf"), tl.float32)
     total = tl.zeros([BLOCKS_AT_ONCE], tl.float32)
-    for first in range(0, BLOCKS, BLOCKS_AT_ONCE):
-        block = first + t
-        tokens = block[:, None] * B + in_block[None, :]
-        x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
-        block_max = tl.max(x, axis=1)
-        # If every logit is -inf there is no maximum to subtract.
-        base = tl.where(block_max == -float("inf"), 0.0, block_max)
-        block_sum = tl.sum(tl.exp(x - base[:, None]), axis=1)
-        tl.store(sums_ptr + block, base + tl.log(block_sum), mask=block < BLOCKS)
-        new_max = tl.maximum(running_max, block_max)
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        total = total * tl.exp(running_max - base) + block_sum * tl.exp(block_max - base)
-        running_max = new_max
+    # Whole tiles have no mask: one that cuts a row at an odd place splits loads into single elements.
+    WHOLE: tl.constexpr = V // B // BLOCKS_AT_ONCE * BLOCKS_AT_ONCE
+    for rest in tl.static_range(2):
+        for first in range(rest * WHOLE, BLOCKS if rest else WHOLE, BLOCKS_AT_ONCE):
+            block = first + t
+            tokens = block[:, None] * B + in_block[None, :]
+            x = tl.load(logits_ptr + tokens, mask=(tokens < V) | (rest == 0), other=-float("inf")).to(tl.float32)
+            block_max = tl.max(x, axis=1)
+            # If every logit is -inf there is no maximum to subtract.
+            base = tl.where(block_max == -float("inf"), 0.0, block_max)
+            block_sum = tl.sum(tl.exp(x - base[:, None]), axis=1)
+            tl.store(sums_ptr + block, base + tl.log(block_sum), mask=(block < BLOCKS) | (rest == 0))
+            new_max = tl.maximum(running_max, block_max)
+            base = tl.where(new_max == -float("inf"), 0.0, new_max)
+            total = total * tl.exp(running_max - base) + block_sum * tl.exp(block_max - base)
+            running_max = new_max
     # In the loop all threads of a warp would draw a block's number, in fp64; so each draws that of another block.
     tl.debug_barrier()
     block = tl.arange(0, ALL_BLOCKS)

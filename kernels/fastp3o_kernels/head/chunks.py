@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fastp3o_kernels.head.head import HeadDtypes
+from fastp3o_kernels.rows.rows import padded
 
 # Bytes of scratch for logits and their gradient, least and most. benchmarks/NOTES.md has the modelled time by budget.
 MEMORY_BUDGET, MOST_BUDGET = 960_000_000, 4_000_000_000
@@ -26,10 +27,6 @@ SHARES = 16  # of the budget, of which logits get some and their gradients the o
 # Tokens, about, that go through the head together where their gradients take the place of the logits: more gain nothing
 # in the products, and no longer are in a processor's caches for the softmax.
 ROWS_IN_PLACE = 512
-
-# Rows of both buffers begin at a multiple of this many elements, whatever the vocabulary: matrix products and kernels
-# then read them in their widest loads.
-ALIGNMENT = 16
 
 
 class Chunk(NamedTuple):
@@ -96,7 +93,7 @@ def plan_chunks(
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
-    row_elements = -(-V // ALIGNMENT) * ALIGNMENT
+    row_elements = padded(V)
     logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
     in_place = not triton and dtypes.multiplied == dtypes.logits
     dlogits_bytes = 0 if in_place else row_elements * dtypes.dlogits.itemsize

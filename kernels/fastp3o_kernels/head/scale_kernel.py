@@ -45,7 +45,7 @@ def scale_kernel(
         scale_values(fourth_ptr, fourth_size, scale, BLOCK)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["coefficients_ptr"])
 def lowered_scale_kernel(
     coefficients_ptr,  # [size] fp32
     scale_ptr,  # [] fp32

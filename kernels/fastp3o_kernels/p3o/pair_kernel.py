@@ -107,7 +107,8 @@ def pair_losses(q, u, u_clipped, log_ratio, clip_range, ratio_cap, CLIPPING: tl.
     return loss, slope, -slope
 
 
-@triton.jit(do_not_specialize=["P", "terms_stride"])
+# Slices of tokens and prompts begin at any address, and Triton would compile a variant for each alignment of a pointer.
+@triton.jit(do_not_specialize=["P", "terms_stride"], do_not_specialize_on_alignment=range(14))
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
     cu_seqlens_ptr,  # [P K + 1]

@@ -76,13 +76,12 @@ class Pairs:
             divisor = max(tokens if settings.clipping == "token" else P, 1)
         check_divisor(divisor)
         dtype = at_least_fp32(rewards[:0]).dtype
-        divisor = (
-            divisor.detach() if isinstance(divisor, Tensor) else torch.full((), divisor, dtype=dtype, device=device)
-        )
+        if not isinstance(divisor, Tensor):
+            divisor = torch.full((), float(divisor), dtype=dtype, device=device)
         pairs = replace(
             self,
             cu_seqlens=on_device(cu_seqlens, device),
-            divisor=on_device(divisor, device, dtype),
+            divisor=on_device(divisor.detach(), device, dtype),
             **{name: tensor.detach() for name, tensor in self.floating.items()},
         )
         check_same_device(**{policy_name: policy}, **pairs.floating, valid_responses=self.valid_responses)

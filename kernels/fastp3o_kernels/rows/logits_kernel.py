@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastp3o_kernels.operation import INTERPRET
-from fastp3o_kernels.rows.rows import Rows
+from fastp3o_kernels.rows.rows import ALIGNMENT, Rows
 
 # One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
 # 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
@@ -22,6 +22,9 @@ LOAD_BYTES = 16
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Base-2 log-probability below which a probability is 0; a product with it is 0, too, and not NaN.
 LEAST_LOG2 = tl.constexpr(-256.0)
+# Pointers to one number a row. Slices begin at any address, and Triton would compile a variant for each alignment.
+ROW_NUMBERS = ["labels_ptr", "logprobs_ptr", "max_ptr", "log_sum_ptr", "mean_ptr", "is_top_ptr"]
+ROW_NUMBERS += ["coefficients_ptr", "entropy_ptr", "entropy_coefficients_ptr"]
 INTERPRETED = tl.constexpr(INTERPRET)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -82,7 +85,7 @@ def grouped_columns(BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
     return tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -105,12 +108,16 @@ def logprobs_kernel(
     to_base_2 = inverse_temperature * LOG2E
     running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
     sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, start + columns < V, softcap)
-        new_max = tl.maximum(running_max, tl.max(x, axis=1))
-        decay = exp2((running_max - new_max) * to_base_2)
-        sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
-        running_max = new_max
+    # Whole blocks have no mask: one that cuts a row at an odd place splits its accesses into single elements.
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for rest in tl.static_range(2):
+        for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+            inside = (start + columns < V) | (rest == 0)
+            x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
+            new_max = tl.maximum(running_max, tl.max(x, axis=1))
+            decay = exp2((running_max - new_max) * to_base_2)
+            sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
+            running_max = new_max
     row_max = tl.max(running_max, axis=0)
     log_sum = tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
     label = tl.load(labels_ptr + row)
@@ -135,7 +142,7 @@ def at_least(x, lowest):
     return tl.maximum(x, lowest, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def statistics_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -162,12 +169,14 @@ def statistics_kernel(
     # Each thread sums its own columns; one exchange at the end.
     entropies = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     totals = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + columns < V
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
-        log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
-        entropies += tl.sum(exp2(log2) * log2, axis=1)
-        totals += tl.sum(tl.where(inside, x, 0.0), axis=1)
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for rest in tl.static_range(2):
+        for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+            inside = (start + columns < V) | (rest == 0)
+            x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
+            log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
+            entropies += tl.sum(exp2(log2) * log2, axis=1)
+            totals += tl.sum(tl.where(inside, x, 0.0), axis=1)
     within_vocabulary = (label >= 0) & (label < V)
     label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap)
     counts = label != ignore_index
@@ -190,7 +199,7 @@ def logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, IS_LABEL: t
     return dlogits * slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def dlogits_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
@@ -219,12 +228,14 @@ def dlogits_kernel(
     if entropy_coefficients_ptr is not None:
         entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
         nothing = nothing & (entropy_gradient == 0.0)
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
     if nothing | (label == ignore_index):
         # The row's logits are not read.
-        columns = tl.arange(0, BLOCK_V)
-        for start in range(0, V, BLOCK_V):
-            zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-            tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
+        for rest in tl.static_range(2):
+            for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+                columns = start + tl.arange(0, BLOCK_V)
+                zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+                tl.store(dlogits_ptr + columns, zeros, mask=(columns < V) | (rest == 0))
     else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
@@ -239,12 +250,13 @@ def dlogits_kernel(
         label_entry = logit_gradient(label_logit, label_slope, row_numbers, entropy, entropy_gradient, True)
         # Some thread may overwrite the label's logit, or store its entry, before another one has come here.
         tl.debug_barrier()
-        for start in range(0, V, BLOCK_V):
-            columns = start + tl.arange(0, BLOCK_V)
-            inside = columns < V
-            x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap)
-            dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
-            tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+        for rest in tl.static_range(2):
+            for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+                columns = start + tl.arange(0, BLOCK_V)
+                inside = (columns < V) | (rest == 0)
+                x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap)
+                dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
+                tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
         tl.debug_barrier()
         tl.store(dlogits_ptr + label, label_entry.to(dlogits_ptr.dtype.element_ty), mask=within_vocabulary)
 
@@ -252,6 +264,12 @@ def dlogits_kernel(
 def block_size(V: int) -> int:
     """A power of two, no longer than the vocabulary needs."""
     return min(BLOCK_V, max(triton.next_power_of_2(V), LOAD_BYTES))
+
+
+def group_size(logits: Tensor) -> int:
+    """Elements of a thread's load: of 16 bytes, or 1 where rows begin anywhere and neighbours go to other threads."""
+    aligned = logits.data_ptr() % LOAD_BYTES == 0 and logits.stride(0) % ALIGNMENT == 0
+    return LOAD_BYTES // logits.element_size() if aligned else 1
 
 
 def row_arguments(rows: Rows) -> dict[str, Tensor | float | None]:
@@ -264,7 +282,7 @@ def row_arguments(rows: Rows) -> dict[str, Tensor | float | None]:
         "ignore_index": rows.ignore_index,
         # The kernels step by one element, whatever the caller's strides.
         "bias_ptr": None if transform.bias is None else transform.bias.contiguous(),
-        "softcap": None if transform.softcap is None else float(transform.softcap),
+        "softcap": transform.softcap,
         "inverse_temperature": 1 / transform.temperature,
         "V": V,
         "BLOCK_V": block_size(V),
@@ -283,7 +301,7 @@ def launch_logprobs(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
             logprobs_ptr=logprobs,
             max_ptr=row_max,
             log_sum_ptr=log_sum,
-            GROUP=LOAD_BYTES // logits.element_size(),
+            GROUP=group_size(logits),
         )
     return logprobs, row_max, log_sum
 
@@ -300,7 +318,7 @@ def launch_statistics(rows: Rows, row_max: Tensor, log_sum: Tensor) -> tuple[Ten
             entropy_ptr=entropy,
             mean_ptr=mean_logit,
             is_top_ptr=is_top,
-            GROUP=LOAD_BYTES // rows.logits.element_size(),
+            GROUP=group_size(rows.logits),
         )
     return entropy, mean_logit, is_top
 

@@ -9,10 +9,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_number
+from fastp3o_kernels.checks import checked_number
 
 # This ignore_index ignores no label.
 NO_LABEL = -(2**31)
+
+# Rows that begin at a multiple of this many elements are read in the widest loads, by matrix products and by kernels:
+# Triton has a variant for strides that it divides.
+ALIGNMENT = 16
+
+
+def padded(V: int) -> int:
+    """Elements of a row of V logits in a buffer of ours."""
+    return -(-V // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,11 +42,11 @@ class LogitsTransform:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature)
+        object.__setattr__(self, "temperature", checked_number("temperature", self.temperature))
         if not 0 < self.temperature < inf:
             raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
         if self.softcap is not None:
-            check_number("softcap", self.softcap)
+            object.__setattr__(self, "softcap", checked_number("softcap", self.softcap))
             if not 0 < self.softcap < inf:
                 raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
 

@@ -44,7 +44,7 @@ def sequence_sums(values_ptr, begin, end, BLOCK_S: tl.constexpr, BLOCK_T: tl.con
     return tl.sum(sums, axis=1)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["values_ptr", "cu_seqlens_ptr"])
 def sequence_sums_kernel(
     values_ptr,  # [N] fp32
     cu_seqlens_ptr,  # [S + 1]

@@ -4,8 +4,9 @@ import torch
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import Room
-from fastp3o.rollouts.engine import TOKENS_PER_ROW, Engine, layer_shapes
+from fastp3o.rollouts.engine import TOKENS_PER_ROW, Engine, head_logits, layer_shapes
 from fastp3o.rollouts.engine_sampler import decodable_shapes
+from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, adapted, random_model
 from tests.fastp3o.on_meta import META, on_meta_alone
@@ -41,6 +42,13 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
         expected = labelled_logprobs(policy, row.to(policy.model.device)).cpu()
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     return (got - expected).abs().max().item()
+
+
+def test_rows_of_logits_begin_where_a_gpu_loads_16_bytes_at_once():
+    hidden, weight = torch.randn(3, 8), torch.randn(21, 8)
+    logits = head_logits(hidden, Head(weight))
+    assert logits.stride() == (32, 1)
+    torch.testing.assert_close(logits, hidden @ weight.T)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "LoRA"])

@@ -4,6 +4,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime import interpreter, jit
 
 from fastp3o_kernels import (
     Head,
@@ -127,3 +130,26 @@ def test_launches_of_a_chunk(dtype):
     few, many = launches(4), launches(6)
     assert many["triton dlogits_kernel"] - few["triton dlogits_kernel"] == 2
     assert (many.total() - few.total()) / 2 <= MOST_LAUNCHES[dtype], many - few
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_launches_of_ragged_updates_have_few_variants(dtype, monkeypatch):
+    """Slices begin at any address and have any length: neither may ask for another variant of a kernel."""
+    backend, variants, run = make_backend(GPUTarget("cuda", 90, 32)), set(), interpreter.InterpretedFunction.run
+
+    def noted_run(kernel, *args, **kwargs):
+        compiled = jit.JITFunction(kernel.fn, **kernel.kwargs)
+        bind = jit.create_function_from_signature(compiled.signature, compiled.params, backend)
+        variants.add(f"{kernel.__name__} {bind(*args, **kwargs)[1]}")
+        return run(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", noted_run)
+    weight, budget = randn(V + 1, D, dtype=dtype, gradient=True), {"memory_budget": budget_for(5, V + 1)}
+    torch.manual_seed(0)
+    for update in range(20):
+        offsets = [0, *torch.randint(4, (2 + 2 * (update % 3),)).cumsum(0).tolist()]
+        batch = randn(offsets[-1], D, dtype=dtype, gradient=True), weight, labels(offsets[-1])
+        logprobs = torch.cat([randn(update % 4), linear_logprobs(*batch, **budget).detach()])[update % 4 :]
+        old = sequence_logprobs(logprobs, offsets).view(-1, 2)
+        linear_p3o_loss(*batch, offsets, old, old + 1, torch.randn_like(old), **budget).loss.backward()
+    assert len(variants) <= 8, "\n".join(sorted(variants))
