@@ -13,14 +13,15 @@ T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.utils.logging import get_logger
 
@@ -39,6 +40,7 @@ NAME = "fastp3o_segments"
 # Head size that both libraries take.
 LARGEST_HEAD = 256
 LEAST_CAPABILITY = (8, 0)
+LARGEST_BLOCK = 2**24  # products of queries and keys that are in memory at once, where a kernel does not hide them
 
 
 class KeyValueCache(Protocol):
@@ -197,19 +199,47 @@ def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softc
     keys, values = (tensor.split(segments.key_lengths) for tensor in (key, value))
     pieces = zip(query.split(segments.query_lengths), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
-    results = [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces]
-    return torch.cat(results, dim=1).transpose(0, 1)
+    if softcap or query.is_cuda:
+        # The backward pass computes a block's products anew: kept, they would take memory by the square of its length.
+        recomputed: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        attend = partial(checkpoint, attend, **recomputed)
+    blocks = (block for piece in pieces for block in causal_blocks(*piece, window, softcap))
+    return torch.cat([attend(*block, scale, window, softcap) for block in blocks], dim=1).transpose(0, 1)
+
+
+def causal_blocks(query, key, value, window, softcap) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """A segment [n, H, D] as [H, n, D], in blocks of queries with the keys that they see. A block bounds what is
+    [queries, keys]: the products of all heads with a softcap, else a mask; a whole segment needs none.
+    """
+    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    (heads, queries, _), keys = query.shape, key.shape[1]
+    if not softcap and is_whole(queries, keys, window):
+        yield query, key, value
+        return
+    end = keys - queries
+    for block in query.split(max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1))), dim=1):
+        first = 0 if window is None else max(0, end - window + 1)
+        end += block.shape[1]
+        yield block, key[:, first:end], value[:, first:end]
+
+
+def is_whole(queries: int, keys: int, window: int | None) -> bool:
+    """Whether queries see all keys up to their own."""
+    return queries == keys and (window is None or window >= keys)
 
 
 def with_sdpa(query, key, value, scale, window, softcap):
     queries, keys = query.shape[1], key.shape[1]
-    square = queries == keys and (window is None or window >= keys)
+    whole = is_whole(queries, keys, window)
+    if query.is_cuda:
+        # There torch's kernel for fp32 and old GPUs takes no groups, and one that keeps all products would serve.
+        key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
     return F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),
-        attn_mask=None if square else visible(queries, keys, window, query.device),
-        is_causal=square,
+        attn_mask=None if whole else visible(queries, keys, window, query.device),
+        is_causal=whole,
         scale=scale,
         enable_gqa=query.shape[0] != key.shape[0],
     ).squeeze(0)

@@ -222,13 +222,16 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
+        # Kernels that keep no products of queries and keys take groups only in half precision and without a mask.
+        fused_kernel = query.shape[1] == key.shape[1] or (query.dtype.itemsize == 2 and mask is None)
+        kept = None if fused_kernel else query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, kept)
         ctx.options = options
         return launched_attention(attention, query.device, query, key, value, mask, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        inputs = *ctx.saved_tensors, ctx.options
+        inputs = *ctx.saved_tensors[:4], ctx.options
         return *launched_attention(attention_backward, grad.device, grad, *inputs), None, None
 
 

@@ -1,5 +1,7 @@
 import math
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.peak_memory import PeakMemory
 from fastp3o.models import attention
 from fastp3o.models.attention import GatherKeys, fastest_backend, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
@@ -62,16 +65,32 @@ one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths
     st.sampled_from([1, 2]),
     st.none() | st.integers(1, 8),
     st.none() | st.just(0.7),
+    st.sampled_from([1, 24, attention.LARGEST_BLOCK]),
 )
-def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap):
+def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap, block):
     segments = make_segments(lengths)
     tensors = random_tensors(segments, 2, groups, 4)
-    got = with_gradients(sdpa_per_segment, tensors, segments, 0.8, window, softcap)
+    with mock.patch.object(attention, "LARGEST_BLOCK", block):
+        got = with_gradients(sdpa_per_segment, tensors, segments, 0.8, window, softcap)
     expected = with_gradients(dense, tensors, segments, 0.8, window, softcap)
     # With soft capping the softmax is fp32, as transformers' is.
     tolerance = 1e-12 if softcap is None else 2e-6
     for tensor, expected_tensor in zip(got, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, atol=tolerance, rtol=tolerance)
+
+
+on_gpu = partial(pytest.param, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("kind", "softcap"), [("cpu", 30.0), on_gpu("cuda", None), on_gpu("cuda", 30.0)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_products_of_queries_and_keys_are_not_kept_for_the_backward_pass(kind, softcap, window):
+    segments = make_segments([(64, 64), (48, 96)])
+    tensors = [tensor.to(kind).requires_grad_() for tensor in random_tensors(segments, 4, 2, 8, torch.float32)]
+    with PeakMemory() as memory:
+        result = sdpa_per_segment(*tensors, segments, 0.3, window, softcap)
+    assert sum(size for storage, size in memory.alive.values() if not storage.expired()) == result.nbytes
+    assert softcap or memory.largest <= 2 * result.nbytes
 
 
 def test_gathering_shared_keys_is_indexing():
