@@ -39,6 +39,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "
 # Names of `fastp3o.precision.choose_precision`.
 PrecisionName = Literal["auto", "fp32", "bf16-autocast", "bf16", "fp16"]
 PRECISIONS = get_args(PrecisionName)
+AttentionName = Literal["auto", "fa3", "fa4", "hub"]
 
 TOKENS_PER_ROW = 8192
 LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to tokenise
@@ -487,6 +488,13 @@ class ModelConfig(LoadingConfig):
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. bf16-autocast: fp32 "
         "weights, and on a GPU a bf16 copy that is sampled. bf16, fp16: half-precision weights, with fp32 masters of "
         "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32.",
+        changeable=True,
+    )
+    attention: AttentionName = option(
+        "auto",
+        "Attention's kernels on a GPU. auto: flash-attn 2 if it is installed, else torch's. fa3, fa4: torch's, by "
+        "flash-attn 3 or 4, if installed. hub: flash-attn 2, or 3 on Hopper, from the Hugging Face Hub at a fixed "
+        "commit, offline from its cache; needs the package kernels. None of them was run yet.",
         changeable=True,
     )
     tokens_per_row: int = option(

@@ -19,6 +19,7 @@ from fastp3o.config import DataConfig, Named, StageConfig
 from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
+from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision
@@ -45,6 +46,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     precision = choose_precision(config.precision, automatic)
     trackers = tracker_names(config.report_to)
     accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
+    choose_attention(config.attention, accelerator.device)
     processes = accelerator.num_processes
     for flag, total in divisible.items():
         if total % processes:

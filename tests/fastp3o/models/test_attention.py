@@ -1,4 +1,6 @@
 import math
+import re
+import sys
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o.models import attention
-from fastp3o.models.attention import GatherKeys, fastest_backend, sdpa_per_segment, segment_attention
+from fastp3o.models.attention import GatherKeys, choose_attention, fastest_backend, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import PAIRS, Groups
 
@@ -148,6 +150,34 @@ def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap
     attention.libraries_support.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("name", "major", "loads"), [("hub", 8, "2"), ("hub", 9, "3"), ("fa3", 9, "FA3"), ("fa4", 10, "FA4")]
+)
+def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypatch, name, major, loads):
+    gpu, loaded, kernel = torch.device("cuda", 0), [], SimpleNamespace(flash_attn_varlen_func="the hub's")
+
+    def get_kernel(repository, *, revision):
+        loaded.append(re.sub("kernels-community/flash-attn|@[0-9a-f]{40}$", "", f"{repository}@{revision}"))
+        return kernel
+
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", loaded.append)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    choose_attention(name, gpu)
+    assert (loaded, attention.flash_attn_varlen_func) == ([loads], "the hub's" if name == "hub" else None)
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: loads)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", loaded.clear)
+    choose_attention("auto", gpu)
+    assert (loaded, attention.flash_attn_varlen_func) == ([], attention.installed_flash_attn)
+    with pytest.raises(ValueError, match=f"attention {name} needs a GPU"):
+        choose_attention(name, torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", torch.nn.attention.activate_flash_attention_impl)
+    with pytest.raises(ValueError, match=rf"attention {name}: .*pip install '\.\[flash\]'"):
+        choose_attention(name, gpu)
+
+
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
 
 
@@ -173,7 +203,8 @@ def test_libraries_are_called_as_they_document(monkeypatch, window, library, sof
         assert causal
         assert window_size == (left, -1 if window is None else 0)
         calls.append(deterministic)
-        return by_offsets(*given, softmax_scale, left, softcap)
+        result = by_offsets(*given, softmax_scale, left, softcap)
+        return result if softcap else (result, None)  # as a build of flash-attn 3
 
     # Older versions of torch have no option for groups.
     def older(query, key, *given, scale, window_size):
