@@ -497,6 +497,12 @@ class ModelConfig(LoadingConfig):
         "commit, offline from its cache; needs the package kernels. None of them was run yet.",
         changeable=True,
     )
+    deterministic: bool = option(
+        False,
+        "On a GPU compute only what gives the same bits each time; slower, not measured. Without it gradients of "
+        "attention differ in their last bits from run to run.",
+        changeable=True,
+    )
     tokens_per_row: int = option(
         TOKENS_PER_ROW, "Tokens of a packed row, prompts included, which is one pass.", at_least=1, changeable=True
     )
@@ -588,7 +594,9 @@ class RunConfig(Flags):
         0, "Seed of every random choice; the same seed gives the same run.", at_least=0, below=LARGEST_INT
     )
     resume: bool = option(
-        False, "Continue the run in output_dir exactly as if it had not stopped; without one, begin.", changeable=True
+        False,
+        "Continue the run in output_dir as if it had not stopped (on a GPU: --deterministic); without one, begin.",
+        changeable=True,
     )
     overwrite: bool = option(
         False, "Remove what an earlier run has left in output_dir, and begin anew.", changeable=True
@@ -641,6 +649,8 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
             raise UserError("--quantize and --compile_layers exclude each other: quantized layers are not compiled")
         if self.lora_dropout and self.compile_layers:
             raise UserError("--lora_dropout and --compile_layers exclude each other: a resumed run drops other inputs")
+        if self.deterministic and isinstance(self, SamplerConfig) and self.top_p < 1:
+            raise UserError("--deterministic and --top_p exclude each other: torch's sums for it differ on GPUs")
         if self.quantize and isinstance(self, SamplerConfig) and self.sampler == "vllm":
             raise UserError("--quantize and --sampler vllm exclude each other: servers would sample from other weights")
 

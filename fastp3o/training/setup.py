@@ -47,6 +47,10 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     trackers = tracker_names(config.report_to)
     accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
     choose_attention(config.attention, accelerator.device)
+    if config.deterministic and accelerator.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every buffer
     processes = accelerator.num_processes
     for flag, total in divisible.items():
         if total % processes:

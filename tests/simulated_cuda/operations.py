@@ -5,6 +5,7 @@ one on the device raises; so do two devices), and noted as a launch, or as a wai
 on the host.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ WAITS += ("nonzero", "unique_consecutive", "unique_dim")
 # They neither launch nor are views by their schemas.
 NO_LAUNCH = ("_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_pinned")
 NO_LAUNCH += ("new_empty", "new_empty_strided", "resize_", "set_")
+# They raise under `torch.use_deterministic_algorithms`; products do without cuBLAS's setting.
+NOT_DETERMINISTIC = ("cumprod", "cumsum", "histc", "kthvalue", "median", "nll_loss2d_forward", "put_")
+PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 INDEXES = ("_index_put_impl_", "index", "index_put", "index_put_")
 # They take a number in a CPU tensor although they are not elementwise by their tags.
 TAKE_NUMBERS = ("fill", "fill_", "masked_fill", "masked_fill_")
@@ -60,6 +64,10 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     assert name not in ("_pin_memory", "pin_memory"), "only memory of the host can be pinned"
     device = simulated[0].simulated_device if simulated else asked
     check_devices(name, function, tensors, device)
+    if torch.are_deterministic_algorithms_enabled():
+        unset = name in PRODUCTS and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        if unset or (name in NOT_DETERMINISTIC and tensors[0].is_floating_point()):
+            raise RuntimeError(f"{name} is not deterministic (at {place()})")
     for kind in waits(name, args, kwargs):
         wait_for_device(kind)
     launched = not function.is_view and name not in NO_LAUNCH
