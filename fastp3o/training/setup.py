@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -50,7 +50,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     if config.deterministic and accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every buffer
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # a pass over every buffer
     processes = accelerator.num_processes
     for flag, total in divisible.items():
         if total % processes:
