@@ -1,5 +1,6 @@
 """What is built before a run begins, and what is refused or warned of then."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -40,10 +41,11 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
 
     def copy(policy, device, dtype, *, merges):
         made.append((dtype, merges))
-        return "copy"
+        return SimpleNamespace(model="copy", bytes=10**9, memory=torch.empty(0), gathered=lambda model: nullcontext())
 
     monkeypatch.setattr(models, "SamplingCopy", copy)
-    monkeypatch.setattr(models, "available_memory", lambda _: memory)
+    free = [memory, 10**10 if precision in ("fp32", "bf16") else 10**8]
+    monkeypatch.setattr(models, "available_memory", lambda _: free.pop(0))
     policy = PackedModel(random_model("llama"))
     if lora:
         add_lora(policy, TrainableConfig(lora_rank=2))
@@ -58,4 +60,7 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
         assert made == [(arithmetic.weights, True)]
     else:
         assert made == []
-        assert sampled.sampled is policy
+        assert sampled.copy is None
+    # The first rollout finds the memory that is left, and decides for all.
+    sampler = sampled.gathered(lambda model: lambda *_: model)
+    assert [sampler([], 2, seed) for seed in range(2)] == 2 * ["copy" if made and precision != "fp16" else policy]
