@@ -28,10 +28,13 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
         raise ValueError(f"{name} must have shape {list(shape)} ({why}), got {list(tensor.shape)}")
 
 
-def check_number(name: str, value: object) -> None:
-    """Raises ValueError for text and for a tensor, which Triton's kernels would take for an address."""
+def check_number(name: str, value: object) -> float:
+    """The number as Python's own: Triton takes none of numpy's. Raises ValueError for text and for a tensor, which its
+    kernels would take for an address.
+    """
     if not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:

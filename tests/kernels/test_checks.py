@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from fastp3o_kernels import (
     token_logprobs,
     token_p3o_loss,
 )
+from fastp3o_kernels.rows.rows import LogitsTransform
 
 NAN, INF = float("nan"), float("inf")
 TOKEN = P3OSettings(clipping="token")
@@ -129,3 +131,9 @@ def test_values_on_a_gpu_are_looked_at_only_on_request(monkeypatch):
     monkeypatch.setenv("FASTP3O_DEBUG", "1")
     with pytest.raises(ValueError, match="labels"):
         logits_p3o_loss(**given)
+
+
+def test_numbers_of_numpy_become_pythons_own_which_triton_takes():
+    transform = LogitsTransform(softcap=np.float32(30), temperature=np.int64(2))
+    numbers = P3OSettings(clip_range=np.float16(0.5)).clip_range, transform.softcap, transform.temperature
+    assert repr(numbers) == "(0.5, 30.0, 2.0)"

@@ -51,7 +51,7 @@ class P3OSettings:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name not in CHOICES:
-                check_number(name, value)
+                object.__setattr__(self, name, check_number(name, value))
             elif value not in CHOICES[name]:
                 raise ValueError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
         if not self.clip_range > 0:

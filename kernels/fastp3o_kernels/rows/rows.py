@@ -33,11 +33,11 @@ class LogitsTransform:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature)
+        object.__setattr__(self, "temperature", check_number("temperature", self.temperature))
         if not 0 < self.temperature < inf:
             raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
         if self.softcap is not None:
-            check_number("softcap", self.softcap)
+            object.__setattr__(self, "softcap", check_number("softcap", self.softcap))
             if not 0 < self.softcap < inf:
                 raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
 
