@@ -67,8 +67,14 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
     """An Accelerator with this precision; the seed of all libraries is set.
 
     trackers: accelerate's own arguments. Raises ValueError if accelerate's configuration would spread the model over
-    the processes itself.
+    the processes itself, and beside a GPU that torch cannot use, unless the CPU is asked for.
     """
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if torch.version.cuda and not (torch.cuda.is_available() or asked) and os.path.exists("/dev/nvidia0"):
+        raise UserError(
+            f"torch for CUDA {torch.version.cuda} cannot use this GPU: update its driver, or install torch "
+            "for an older CUDA; ACCELERATE_USE_CPU=true trains on the CPU"
+        )
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
             raise UserError(
@@ -94,6 +100,9 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
     # ACCELERATE_TORCH_DEVICE leaves another device the current one, whose clock, memory and generator would be read.
     if accelerator.device.type == "cuda" and accelerator.device.index is not None:
         torch.cuda.set_device(accelerator.device)
+    on_gpu = accelerator.device.type == "cuda"
+    device = torch.cuda.get_device_name(accelerator.device) if on_gpu else "the CPU"
+    accelerator.print(f"device: {accelerator.num_processes} x {device}, {precision.name}")
     return accelerator
 
 

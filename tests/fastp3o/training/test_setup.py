@@ -33,6 +33,21 @@ def test_engines_of_accelerate_and_processes_that_it_does_not_see_are_refused(mo
         make_accelerator(0, choose_precision("fp32", "fp32"))
 
 
+def test_a_run_names_its_device_and_does_not_take_the_cpu_for_a_gpu_unasked(monkeypatch, capsys):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidia0")
+    with pytest.raises(ValueError, match=r"torch for CUDA 13.0 cannot use .*ACCELERATE_USE_CPU=true trains on the CPU"):
+        make_accelerator(0, choose_precision("fp32", "fp32"))
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")):
+        with monkeypatch.context() as asked:
+            asked.setenv(name, value)
+            make_accelerator(0, choose_precision("fp32", "fp32"))
+            assert capsys.readouterr().out == "device: 1 x the CPU, fp32\n"
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
 @pytest.mark.parametrize(("device", "memory"), [("cpu", 10**12), ("cuda", 10**12), ("cuda", 0)])
