@@ -492,15 +492,13 @@ class ModelConfig(LoadingConfig):
     )
     attention: AttentionName = option(
         "auto",
-        "Attention's kernels on a GPU. auto: flash-attn 2 if it is installed, else torch's. fa3, fa4: torch's, by "
-        "flash-attn 3 or 4, if installed. hub: flash-attn 2, or 3 on Hopper, from the Hugging Face Hub at a fixed "
-        "commit, offline from its cache; needs the package kernels. None of them was run yet.",
+        "Kernels on a GPU; none was run yet. auto: flash-attn 2 if installed, else torch's. fa3, fa4: torch's, by an "
+        "installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its cache (needs kernels).",
         changeable=True,
     )
     deterministic: bool = option(
         False,
-        "On a GPU compute only what gives the same bits each time; slower, not measured. Without it gradients of "
-        "attention differ in their last bits from run to run.",
+        "On a GPU the same bits each time, more slowly; without it last bits of attention's gradients differ.",
         changeable=True,
     )
     tokens_per_row: int = option(
@@ -594,9 +592,7 @@ class RunConfig(Flags):
         0, "Seed of every random choice; the same seed gives the same run.", at_least=0, below=LARGEST_INT
     )
     resume: bool = option(
-        False,
-        "Continue the run in output_dir as if it had not stopped (on a GPU: --deterministic); without one, begin.",
-        changeable=True,
+        False, "Continue the run in output_dir, on a GPU exactly with --deterministic; or begin it.", changeable=True
     )
     overwrite: bool = option(
         False, "Remove what an earlier run has left in output_dir, and begin anew.", changeable=True

@@ -44,8 +44,7 @@ NAME = "fastp3o_segments"
 LARGEST_HEAD = 256
 LEAST_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
-# Repositories of the hub, at commits with builds for torch 2.11 to 2.13. Later ones of the first lacked gradients of
-# grouped heads for a time (huggingface/kernels-community, issue 1085).
+# Commits with builds for torch 2.11 to 2.13, before huggingface/kernels-community's issue 1085: no gradients of groups.
 FLASH_ATTN_2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce9c1c9087b"
 LARGEST_BLOCK = 2**24  # products of queries and keys that are in memory at once, where a kernel does not hide them
@@ -125,10 +124,7 @@ AttentionInterface.register(NAME, segment_attention)
 
 
 def choose_attention(name: AttentionName, device: torch.device) -> None:
-    """Chooses the kernels of all models of this process, of which `fastest_backend` takes the first that can.
-
-    Raises UserError if the GPU is too old for them, or there is none, and if they cannot be had.
-    """
+    """Chooses the kernels of all models of this process. Raises UserError if they cannot be had or run here."""
     global flash_attn_varlen_func
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
@@ -249,18 +245,15 @@ def causal_blocks(query, key, value, window, softcap) -> Iterator[tuple[Tensor, 
     """
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     (heads, queries, _), keys = query.shape, key.shape[1]
-    if not softcap and is_whole(queries, keys, window):
-        yield query, key, value
-        return
-    end = keys - queries
-    for block in query.split(max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1))), dim=1):
+    whole, end = not softcap and is_whole(queries, keys, window), keys - queries
+    size = queries if whole else max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1)))
+    for block in query.split(size, dim=1):
         first = 0 if window is None else max(0, end - window + 1)
         end += block.shape[1]
         yield block, key[:, first:end], value[:, first:end]
 
 
 def is_whole(queries: int, keys: int, window: int | None) -> bool:
-    """Whether queries see all keys up to their own."""
     return queries == keys and (window is None or window >= keys)
 
 

@@ -79,9 +79,8 @@ def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> Packe
 @dataclass
 class SampledModel:
     """A model to sample from. copy: sampled in its place, if it is spread over processes, if its weights are finer than
-    its passes, or if it has adapters; None if it is sampled itself. optional: whether it is sampled itself, too, if at
-    the first rollout memory has no room for the copy. publisher: brings it to servers, which sample in the place of
-    both; None without.
+    its passes, or if it has adapters; None if it is sampled itself. optional: a copy that memory may have no room for.
+    publisher: brings it to servers, which sample in the place of both; None without.
     """
 
     model: PackedModel

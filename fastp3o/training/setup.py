@@ -66,15 +66,9 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
     """An Accelerator with this precision; the seed of all libraries is set.
 
-    trackers: accelerate's own arguments. Raises ValueError if accelerate's configuration would spread the model over
-    the processes itself, and beside a GPU that torch cannot use, unless the CPU is asked for.
+    trackers: accelerate's own arguments. Raises ValueError if accelerate would spread the model over the processes, and
+    beside a GPU that torch cannot use, unless the CPU is asked for.
     """
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if torch.version.cuda and not (torch.cuda.is_available() or asked) and os.path.exists("/dev/nvidia0"):
-        raise UserError(
-            f"torch for CUDA {torch.version.cuda} cannot use this GPU: update its driver, or install torch "
-            "for an older CUDA; ACCELERATE_USE_CPU=true trains on the CPU"
-        )
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
             raise UserError(
@@ -97,12 +91,17 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
             f"torchrun started {started} processes, and accelerate sees {accelerator.num_processes}: without a GPU, "
             "set ACCELERATE_USE_CPU=true"
         )
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if torch.version.cuda and accelerator.device.type == "cpu" and os.path.exists("/dev/nvidia0") and not asked:
+        raise UserError(
+            f"torch for CUDA {torch.version.cuda} cannot use this GPU: update its driver, or install torch for an "
+            "older CUDA; ACCELERATE_USE_CPU=true trains on the CPU"
+        )
     # ACCELERATE_TORCH_DEVICE leaves another device the current one, whose clock, memory and generator would be read.
     if accelerator.device.type == "cuda" and accelerator.device.index is not None:
         torch.cuda.set_device(accelerator.device)
-    on_gpu = accelerator.device.type == "cuda"
-    device = torch.cuda.get_device_name(accelerator.device) if on_gpu else "the CPU"
-    accelerator.print(f"device: {accelerator.num_processes} x {device}, {precision.name}")
+    name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "the CPU"
+    accelerator.print(f"device: {accelerator.num_processes} x {name}, {precision.name}")
     return accelerator
 
 

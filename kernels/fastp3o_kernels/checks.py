@@ -29,9 +29,7 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
 
 
 def check_number(name: str, value: object) -> float:
-    """The number as Python's own: Triton takes none of numpy's. Raises ValueError for text and for a tensor, which its
-    kernels would take for an address.
-    """
+    """A number as Python's own: Triton takes none of numpy's, and tensors for addresses. Raises ValueError for them."""
     if not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)

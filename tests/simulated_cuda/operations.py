@@ -28,7 +28,7 @@ WAITS += ("nonzero", "unique_consecutive", "unique_dim")
 # They neither launch nor are views by their schemas.
 NO_LAUNCH = ("_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_pinned")
 NO_LAUNCH += ("new_empty", "new_empty_strided", "resize_", "set_")
-# They raise under `torch.use_deterministic_algorithms`; products do without cuBLAS's setting.
+# They raise under `torch.use_deterministic_algorithms`, products without cuBLAS's setting.
 NOT_DETERMINISTIC = ("cumprod", "cumsum", "histc", "kthvalue", "median", "nll_loss2d_forward", "put_")
 PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 INDEXES = ("_index_put_impl_", "index", "index_put", "index_put_")

@@ -1,5 +1,4 @@
 import math
-import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -112,11 +111,9 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
     query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
     tensors = query, key[:, :1], value[:, :1]
     packed = {"attention_mask": None, "segments": row.segments}
-    default, given_half, other = (
-        segment_attention(nn.Module(), *tensors, **packed, scaling=scaling)[0] for scaling in (None, 0.5, 0.7)
-    )
-    assert torch.equal(default, given_half)
-    assert not torch.allclose(default, other)
+    scaled = [segment_attention(nn.Module(), *tensors, **packed, scaling=scale)[0] for scale in (None, 0.5, 0.7)]
+    assert torch.equal(*scaled[:2])
+    assert not torch.allclose(*scaled[1:])
     for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
@@ -150,32 +147,31 @@ def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap
     attention.libraries_support.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "major", "loads"), [("hub", 8, "2"), ("hub", 9, "3"), ("fa3", 9, "FA3"), ("fa4", 10, "FA4")]
-)
+LOADED = [("hub", 8, "2"), ("hub", 9, "3"), ("fa3", 9, "FA3"), ("fa4", 10, "FA4")]
+
+
+@pytest.mark.parametrize(("name", "major", "loads"), LOADED)
 def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypatch, name, major, loads):
-    gpu, loaded, kernel = torch.device("cuda", 0), [], SimpleNamespace(flash_attn_varlen_func="the hub's")
-
-    def get_kernel(repository, *, revision):
-        loaded.append(re.sub("kernels-community/flash-attn|@[0-9a-f]{40}$", "", f"{repository}@{revision}"))
-        return kernel
-
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", loaded.append)
+    loaded, kernel = [], SimpleNamespace(flash_attn_varlen_func="the hub's")
+    hub = SimpleNamespace(get_kernel=lambda repository, revision: loaded.append(repository[-1]) or kernel)
+    monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    choose_attention(name, gpu)
-    assert (loaded, attention.flash_attn_varlen_func) == ([loads], "the hub's" if name == "hub" else None)
-    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: loads)
-    monkeypatch.setattr(attention, "restore_flash_attention_impl", loaded.clear)
-    choose_attention("auto", gpu)
-    assert (loaded, attention.flash_attn_varlen_func) == ([], attention.installed_flash_attn)
+    with mock.patch.multiple(
+        attention,
+        activate_flash_attention_impl=loaded.append,
+        current_flash_attention_impl=loaded.copy,
+        restore_flash_attention_impl=loaded.clear,
+    ):
+        choose_attention(name, torch.device("cuda"))
+        assert (loaded, attention.flash_attn_varlen_func) == ([loads], "the hub's" if name == "hub" else None)
+        choose_attention("auto", torch.device("cuda"))
+        assert (loaded, attention.flash_attn_varlen_func) == ([], attention.installed_flash_attn)
     with pytest.raises(ValueError, match=f"attention {name} needs a GPU"):
         choose_attention(name, torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "kernels", None)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", torch.nn.attention.activate_flash_attention_impl)
     with pytest.raises(ValueError, match=rf"attention {name}: .*pip install '\.\[flash\]'"):
-        choose_attention(name, gpu)
+        choose_attention(name, torch.device("cuda"))
 
 
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]

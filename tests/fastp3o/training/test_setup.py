@@ -17,35 +17,39 @@ from fastp3o.training.setup import make_accelerator
 from tests.fastp3o.models.model_families import random_model
 
 
+def beside_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """The variable is set on a machine with a GPU whose driver is too old."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidia0")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
         ("ACCELERATE_USE_FSDP", "true", "asks for FSDP, and fastp3o shards models itself: start with torchrun"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "asks for DEEPSPEED, and fastp3o shards models itself"),
+        (
+            "CUDA_VISIBLE_DEVICES",
+            "0",
+            "torch for CUDA 13.0 cannot use this GPU: .*ACCELERATE_USE_CPU=true trains on the",
+        ),
         ("WORLD_SIZE", "2", "torchrun started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU"),
     ],
 )
 def test_engines_of_accelerate_and_processes_that_it_does_not_see_are_refused(monkeypatch, name, value, says):
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setenv(name, value)
+    beside_a_gpu(monkeypatch, name, value)
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 1)
     with pytest.raises(ValueError, match=says):
         make_accelerator(0, choose_precision("fp32", "fp32"))
 
 
-def test_a_run_names_its_device_and_does_not_take_the_cpu_for_a_gpu_unasked(monkeypatch, capsys):
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidia0")
-    with pytest.raises(ValueError, match=r"torch for CUDA 13.0 cannot use .*ACCELERATE_USE_CPU=true trains on the CPU"):
-        make_accelerator(0, choose_precision("fp32", "fp32"))
-    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")):
-        with monkeypatch.context() as asked:
-            asked.setenv(name, value)
-            make_accelerator(0, choose_precision("fp32", "fp32"))
-            assert capsys.readouterr().out == "device: 1 x the CPU, fp32\n"
+@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")])
+def test_a_run_names_its_device_which_is_the_cpu_beside_a_gpu_if_that_is_asked_for(monkeypatch, capsys, name, value):
+    beside_a_gpu(monkeypatch, name, value)
+    make_accelerator(0, choose_precision("fp32", "fp32"))
+    assert capsys.readouterr().out == "device: 1 x the CPU, fp32\n"
 
 
 @pytest.mark.parametrize("lora", [False, True])
