@@ -39,6 +39,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "
 # Names of `fastp3o.precision.choose_precision`.
 PrecisionName = Literal["auto", "fp32", "bf16-autocast", "bf16", "fp16"]
 PRECISIONS = get_args(PrecisionName)
+AttentionName = Literal["auto", "fa3", "fa4", "hub"]
 
 TOKENS_PER_ROW = 8192
 LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to tokenise
@@ -489,6 +490,17 @@ class ModelConfig(LoadingConfig):
         "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32.",
         changeable=True,
     )
+    attention: AttentionName = option(
+        "auto",
+        "Kernels on a GPU; none was run yet. auto: flash-attn 2 if installed, else torch's. fa3, fa4: torch's, by an "
+        "installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its cache (needs kernels).",
+        changeable=True,
+    )
+    deterministic: bool = option(
+        False,
+        "On a GPU the same bits each time, more slowly; without it last bits of attention's gradients differ.",
+        changeable=True,
+    )
     tokens_per_row: int = option(
         TOKENS_PER_ROW, "Tokens of a packed row, prompts included, which is one pass.", at_least=1, changeable=True
     )
@@ -580,7 +592,7 @@ class RunConfig(Flags):
         0, "Seed of every random choice; the same seed gives the same run.", at_least=0, below=LARGEST_INT
     )
     resume: bool = option(
-        False, "Continue the run in output_dir exactly as if it had not stopped; without one, begin.", changeable=True
+        False, "Continue the run in output_dir, on a GPU exactly with --deterministic; or begin it.", changeable=True
     )
     overwrite: bool = option(
         False, "Remove what an earlier run has left in output_dir, and begin anew.", changeable=True
@@ -633,6 +645,8 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
             raise UserError("--quantize and --compile_layers exclude each other: quantized layers are not compiled")
         if self.lora_dropout and self.compile_layers:
             raise UserError("--lora_dropout and --compile_layers exclude each other: a resumed run drops other inputs")
+        if self.deterministic and isinstance(self, SamplerConfig) and self.top_p < 1:
+            raise UserError("--deterministic and --top_p exclude each other: torch's sums for it differ on GPUs")
         if self.quantize and isinstance(self, SamplerConfig) and self.sampler == "vllm":
             raise UserError("--quantize and --sampler vllm exclude each other: servers would sample from other weights")
 

@@ -23,6 +23,9 @@ def run_script(main: Callable[[], None]) -> None:
     `--debug` among the arguments, which main does not see, keeps the traceback.
     """
     UserError.names_flags = True
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        # Rows differ in length, and so do tensors: in segments of fixed sizes they would leave gaps.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
     with lasting_output():

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,14 @@ def test_links_lead_to_files_and_headings(page: str):
         if heading:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert heading in {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+def test_pip_is_asked_for_extras():
+    """ci.yml lets pip look for them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in (*PAGES, *(ROOT / "fastp3o").glob("**/*.py")):
+        for asked in re.findall(r"pip install '?([\w.-]+(?:\[[\w,]+\])?)", (ROOT / page).read_text()):
+            assert set(re.findall(r"[\w.-]+", asked)) <= {".", "fastp3o", *extras}, page
 
 
 NAMES_OURS = ("README.md", "fastp3o/README.md", ".github/CONTRIBUTING.md", "benchmarks/README.md")

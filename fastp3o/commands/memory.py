@@ -18,6 +18,7 @@ from fastp3o.packing.settings import Packing
 if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
     from fastp3o.commands.predicted_memory import Model
 
+CONTEXT = 1.5  # GB of CUDA's context, workspaces of cuBLAS and NCCL, and fragments; estimated, not measured
 NOTE = """\
 peak = the sum, with the larger of head and layer only; where embeddings need more than these and
 activations, they count instead. Policy and reference both on the GPU need the policy's peak and the
@@ -90,6 +91,7 @@ def main() -> None:
     table = Table("", *columns, title=title)
     for name in (*vars(update), "peak"):
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
+    table.add_row("and about, for CUDA", *3 * [f"{CONTEXT:.2f}"])
     Console().print(table)
     print(NOTE)
 

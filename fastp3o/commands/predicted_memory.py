@@ -87,7 +87,7 @@ def update_memory(
 ) -> Memory:
     """The memory of a policy's update on one device.
 
-    one_by_one: whether attention computes segments one by one in half precision too, as on CPUs and older GPUs.
+    one_by_one: whether attention computes segments one by one and keeps their results, as on CPUs.
     """
     norms, item = element_bytes(precision)
     dlogits = lengths.labelled * model.vocabulary * item
@@ -96,7 +96,7 @@ def update_memory(
     rounded = model.head_gradient(2) if precision.half and not single else 0
     states = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
     head = states + model.head_gradient(2 if single else 4) + max(logits, rounded)
-    attends = 3 if one_by_one or item == 4 else 2
+    attends = 3 if one_by_one else 2
     products = 4 * model.intermediate + attends * model.queries
     layer_activations = lengths.tokens * (norms * model.hidden + item * products)
     layer_activations += lengths.keys * 2 * item * model.keys

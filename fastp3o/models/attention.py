@@ -3,8 +3,8 @@
 The first backend that supports a call computes it. All are causal, aligned at the end of a segment's keys, with
 grouped heads and a sliding window.
 
-    flash_attn     fp16 and bf16 on a GPU from compute capability 8.0 on, if it is installed; has soft capping
-    varlen_attn    the same, part of torch; no soft capping
+    flash_attn     fp16 and bf16 on a GPU from compute capability 8.0 on, installed or from the hub; has soft capping
+    varlen_attn    the same, part of torch, with its own kernels or those of flash-attn 3 or 4; no soft capping
     SDPA           any dtype and device, one kernel for each segment
 
 Rollouts go the same way, with a cache of keys and values in place of segments (`fastp3o.rollouts`).
@@ -13,24 +13,28 @@ T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.utils.logging import get_logger
 
+from fastp3o.config import AttentionName
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Segments
 
 try:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func as installed_flash_attn
 except ImportError:
-    flash_attn_varlen_func = None
+    installed_flash_attn = None
+flash_attn_varlen_func = installed_flash_attn
 
 logger = get_logger(__name__)
 # transformers treats names with "flash" specially. For a name without a mask function it makes no mask, and does not
@@ -39,6 +43,11 @@ NAME = "fastp3o_segments"
 # Head size that both libraries take.
 LARGEST_HEAD = 256
 LEAST_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
+# Commits with builds for torch 2.11 to 2.13, before huggingface/kernels-community's issue 1085: no gradients of groups.
+FLASH_ATTN_2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
+FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce9c1c9087b"
+LARGEST_BLOCK = 2**24  # products of queries and keys that are in memory at once, where a kernel does not hide them
 
 
 class KeyValueCache(Protocol):
@@ -114,6 +123,30 @@ def segment_attention(
 AttentionInterface.register(NAME, segment_attention)
 
 
+def choose_attention(name: AttentionName, device: torch.device) -> None:
+    """Chooses the kernels of all models of this process. Raises UserError if they cannot be had or run here."""
+    global flash_attn_varlen_func
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+    flash_attn_varlen_func = installed_flash_attn
+    if name == "auto":
+        return
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < (LEAST_CAPABILITY if name == "hub" else HOPPER):
+        raise UserError(f"--attention {name} needs a GPU, of compute capability 9.0 for fa3 and fa4, and 8.0 for hub")
+    try:
+        if name == "hub":
+            from kernels import get_kernel  # type: ignore[attr-defined]  # a clone has a folder of that name
+
+            repository, revision = FLASH_ATTN_3 if capability == HOPPER else FLASH_ATTN_2
+            flash_attn_varlen_func = get_kernel(repository, revision=revision).flash_attn_varlen_func
+        else:
+            activate_flash_attention_impl(name.upper())
+            flash_attn_varlen_func = None
+    except Exception as error:  # whatever a package raises that is missing, or built for another torch
+        raise UserError(f"--attention {name}: {error} (hub needs pip install '.[flash]')") from error
+
+
 def fastest_backend(query: Tensor, softcap: float | None):
     """The first backend that supports these queries."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
@@ -122,8 +155,8 @@ def fastest_backend(query: Tensor, softcap: float | None):
             return by_flash_attn
         if softcap:
             logger.warning_once(
-                "This model caps its attention's products, and flash-attn is the only fast backend that can: without "
-                "it segments are computed one by one. Install flash-attn (pip install '.[flash]')."
+                "This model caps its attention's products, and without flash-attn segments are computed one by one: "
+                "--attention hub takes it from the Hugging Face Hub (pip install '.[flash]')."
             )
         elif query.shape[-1] % 8 == 0:
             return by_varlen_attn
@@ -145,7 +178,7 @@ def libraries_support(device: torch.device) -> bool:
 
 def by_flash_attn(query, key, value, segments, scale, window, softcap):
     lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
-    return flash_attn_varlen_func(
+    result = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -156,6 +189,7 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
         softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    return result[0] if isinstance(result, tuple) else result  # some builds of flash-attn 3 return sums, too
 
 
 @torch.compiler.assume_constant_result
@@ -197,19 +231,44 @@ def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softc
     keys, values = (tensor.split(segments.key_lengths) for tensor in (key, value))
     pieces = zip(query.split(segments.query_lengths), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
-    results = [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces]
-    return torch.cat(results, dim=1).transpose(0, 1)
+    if softcap or query.is_cuda:
+        # The backward pass computes a block's products anew: kept, they would take memory by the square of its length.
+        recomputed: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+        attend = partial(checkpoint, attend, **recomputed)
+    blocks = (block for piece in pieces for block in causal_blocks(*piece, window, softcap))
+    return torch.cat([attend(*block, scale, window, softcap) for block in blocks], dim=1).transpose(0, 1)
+
+
+def causal_blocks(query, key, value, window, softcap) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """A segment [n, H, D] as [H, n, D], in blocks of queries with the keys that they see. A block bounds what is
+    [queries, keys]: the products of all heads with a softcap, else a mask; a whole segment needs none.
+    """
+    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    (heads, queries, _), keys = query.shape, key.shape[1]
+    whole, end = not softcap and is_whole(queries, keys, window), keys - queries
+    size = queries if whole else max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1)))
+    for block in query.split(size, dim=1):
+        first = 0 if window is None else max(0, end - window + 1)
+        end += block.shape[1]
+        yield block, key[:, first:end], value[:, first:end]
+
+
+def is_whole(queries: int, keys: int, window: int | None) -> bool:
+    return queries == keys and (window is None or window >= keys)
 
 
 def with_sdpa(query, key, value, scale, window, softcap):
     queries, keys = query.shape[1], key.shape[1]
-    square = queries == keys and (window is None or window >= keys)
+    whole = is_whole(queries, keys, window)
+    if query.is_cuda:
+        # There torch's kernel for fp32 and old GPUs takes no groups, and one that keeps all products would serve.
+        key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
     return F.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),
-        attn_mask=None if square else visible(queries, keys, window, query.device),
-        is_causal=square,
+        attn_mask=None if whole else visible(queries, keys, window, query.device),
+        is_causal=whole,
         scale=scale,
         enable_gqa=query.shape[0] != key.shape[0],
     ).squeeze(0)

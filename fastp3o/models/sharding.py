@@ -8,7 +8,7 @@ A single process has no mesh and keeps its model whole. A mesh of one gives the 
 a CPU where layers were thin or rows short.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.packed_row import ALIGNMENT, PackedRow, view_like
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
@@ -178,14 +178,32 @@ class FrozenModel:
             shard(model, device, mesh, offload=offload)
             return
         model.to("cpu")
-        for tensor in chain(model.parameters(), model.buffers()) if device.type == "cuda" else ():
-            tensor.data = tensor.data.pin_memory()
+        if device.type == "cuda":
+            pin(chain(model.parameters(), model.buffers()))
 
     @torch.no_grad()
     def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Tensor]) -> list[Tensor]:
         """`compute` of the model and each row, on the device."""
         with copied_to(self.device, self.model) if self.offloaded else nullcontext():
             return map_rows_in_lockstep(rows, partial(compute, self.model))
+
+
+def pin(tensors: Iterable[Tensor]) -> None:
+    """Moves tensors to pinned memory, which torch rounds up to a power of two: blocks are filled, the largest first."""
+    left = sorted(tensors, key=lambda tensor: tensor.nbytes, reverse=True)
+    while left:
+        block = 1 << max(left[0].nbytes - 1, sum(tensor.nbytes for tensor in left) // 2, 1).bit_length()
+        end, begins, others = 0, dict[Tensor, int](), list[Tensor]()
+        for tensor in left:
+            if end + tensor.nbytes > block:
+                others.append(tensor)
+                continue
+            begins[tensor] = end
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+        for tensor, begin in begins.items():
+            tensor.data = view_like(tensor, memory, begin).copy_(tensor.data)
+        left = others
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
+from transformers.utils.logging import get_logger
 
 from fastp3o.config import EnvironmentConfig, PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.evaluation.config import SamplingConfig
     from fastp3o.objectives.config.preferences import PreferenceConfig
 
+logger = get_logger(__name__)
 # Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
 WHILE_TRAINING = 16
 
@@ -74,30 +76,40 @@ def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> Packe
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
-class SampledModel(NamedTuple):
+@dataclass
+class SampledModel:
     """A model to sample from. copy: sampled in its place, if it is spread over processes, if its weights are finer than
-    its passes, or if it has adapters; None if it is sampled itself. publisher: brings it to servers, which sample in
-    the place of both; None without.
+    its passes, or if it has adapters; None if it is sampled itself. optional: a copy that memory may have no room for.
+    publisher: brings it to servers, which sample in the place of both; None without.
     """
 
     model: PackedModel
     copy: SamplingCopy | None
     publisher: Publisher | None = None
+    optional: bool = False
 
-    @property
-    def sampled(self) -> PackedModel:
-        return self.model if self.copy is None else self.copy.model
+    @cached_property
+    def has_room(self) -> bool:
+        """Whether memory has room for the copy beside all that trains and rewards: asked at the first rollout."""
+        assert self.copy is not None
+        fits = not self.optional or self.copy.bytes < available_memory(self.copy.memory.device)
+        if not fits:
+            logger.warning(f"no room to merge adapters ({self.copy.bytes / 1e9:.1f} GB): rollouts are slower without")
+        return fits
 
-    def gathered(self, sampler: Sampler) -> Sampler:
-        """A sampler of the copy, for which each process gathers the model's weights once a call."""
-        copy = self.copy
+    def gathered(self, build: Callable[[PackedModel], Sampler]) -> Sampler:
+        """A sampler of the copy, for which each process gathers the model's weights once a call. build: of a model."""
+        copy, own = self.copy, build(self.model)
         if copy is None:
-            return sampler
+            return own
+        of_copy = build(copy.model)
 
         def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+            if not self.has_room:
+                return own(prompts, responses_per_prompt, seed)
             return_unused_memory(copy.memory.device)
             with copy.gathered(self.model):
-                groups = sampler(prompts, responses_per_prompt, seed)
+                groups = of_copy(prompts, responses_per_prompt, seed)
             return_unused_memory(copy.memory.device)
             return groups
 
@@ -134,7 +146,8 @@ def sampled_model(
             return SampledModel(policy, None)
     elif bytes_per_parameter * parameters // mesh.size(-1) + parameters * dtype.itemsize >= memory:
         accelerator.print("warning: rollouts need a whole policy in each process; --sampler vllm takes them to servers")
-    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
+    copy = SamplingCopy(policy, context.device, dtype, merges=merges)
+    return SampledModel(policy, copy, optional=mesh is None and dtype == precision.weights)
 
 
 def policy_sampler(
@@ -143,29 +156,35 @@ def policy_sampler(
     """Builds the policy's sampler. batch_size: prompts at once in its own process. greedy: the likeliest tokens."""
     longest, tokenizer, settings = config.max_response_tokens, context.tokenizer, sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
-    build = partial(named_sampler, config, policy.sampled, tokenizer, settings)
     if not isinstance(config, EnvironmentConfig) or not config.environment:
         if policy.publisher is not None:
             return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
-        return policy.gathered(build(max_response_tokens=longest, batch_size=batch_size))
+        options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": batch_size}
+        return policy.gathered(lambda model: named_sampler(config, model, tokenizer, settings, **options))
     if policy.publisher is not None:
         tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
-    ends = Ends(policy.sampled.model, tokenizer, settings.stops).ids
+    ends = Ends(policy.model.model, tokenizer, settings.stops).ids
     role = config.observation_role
     observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends)
     environments = load_environments(config)
-    options: dict[str, Any] = {"max_turns": config.max_turns, "longest": longest}
+    options = {"max_turns": config.max_turns, "longest": longest}
     if policy.publisher is not None:
         turns = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=config.max_turn_tokens, settings=settings)
         return ServedTrajectories(turns, tokenizer, environments, observe, **options)
     contexts = batch_size * getattr(config, "responses_per_prompt", 1)
-    first, further = (build(max_response_tokens=config.max_turn_tokens, batch_size=n) for n in (batch_size, contexts))
-    if isinstance(first, EngineSampler):
-        kept = KeptTurns(first, further, longest)
-        first, further, options["end"] = kept, kept.go_on, kept.end
-    sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **options)
-    # Processes need different numbers of turns: they meet at the end of a call alone, also after an error.
-    return policy.gathered(lambda *call: on_every_process(context.accelerator, lambda: sampler(*call)))
+
+    def trajectories(model: PackedModel) -> Sampler:
+        build = partial(named_sampler, config, model, tokenizer, settings, max_response_tokens=config.max_turn_tokens)
+        first, further = (build(batch_size=size) for size in (batch_size, contexts))
+        given = dict(options)
+        if isinstance(first, EngineSampler):
+            kept = KeptTurns(first, further, longest)
+            first, further, given["end"] = kept, kept.go_on, kept.end
+        sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **given)
+        # Processes need different numbers of turns: they meet at the end of a call alone, also after an error.
+        return lambda *call: on_every_process(context.accelerator, lambda: sampler(*call))
+
+    return policy.gathered(trajectories)
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     reference, sampled_reference = load_reference(context, config, policy)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
-        models, memory = (sampled.sampled, context.tokenizer, sampled_reference.sampled), rollout_bytes(config)
-        longest, size = config.max_response_tokens, config.rollout_batch_size
-        options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": size, "memory": memory}
-        mixture = MixtureSampler(*models, config.mixture, settings=sampling_settings(config), **options)
-        mixed = sampled.gathered(sampled_reference.gathered(mixture))
+        teacher, memory, longest = sampled_reference, rollout_bytes(config), config.max_response_tokens
+        options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": config.rollout_batch_size}
+        options |= {"tokenizer": context.tokenizer, "settings": sampling_settings(config), "memory": memory}
+        mix = partial(MixtureSampler, weight=config.mixture, **options)
+        mixed = sampled.gathered(lambda model: teacher.gathered(lambda other: mix(policy=model, other=other)))
         sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
     buffer = RolloutBuffer(context, config, policy, sampler, prompts)
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +19,7 @@ from fastp3o.config import DataConfig, Named, StageConfig
 from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
+from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision
@@ -45,6 +46,11 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     precision = choose_precision(config.precision, automatic)
     trackers = tracker_names(config.report_to)
     accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
+    choose_attention(config.attention, accelerator.device)
+    if config.deterministic and accelerator.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+        torch.use_deterministic_algorithms(True)
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # a pass over every buffer
     processes = accelerator.num_processes
     for flag, total in divisible.items():
         if total % processes:
@@ -60,8 +66,8 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
     """An Accelerator with this precision; the seed of all libraries is set.
 
-    trackers: accelerate's own arguments. Raises ValueError if accelerate's configuration would spread the model over
-    the processes itself.
+    trackers: accelerate's own arguments. Raises ValueError if accelerate would spread the model over the processes, and
+    beside a GPU that torch cannot use, unless the CPU is asked for.
     """
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
@@ -85,9 +91,17 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
             f"torchrun started {started} processes, and accelerate sees {accelerator.num_processes}: without a GPU, "
             "set ACCELERATE_USE_CPU=true"
         )
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if torch.version.cuda and accelerator.device.type == "cpu" and os.path.exists("/dev/nvidia0") and not asked:
+        raise UserError(
+            f"torch for CUDA {torch.version.cuda} cannot use this GPU: update its driver, or install torch for an "
+            "older CUDA; ACCELERATE_USE_CPU=true trains on the CPU"
+        )
     # ACCELERATE_TORCH_DEVICE leaves another device the current one, whose clock, memory and generator would be read.
     if accelerator.device.type == "cuda" and accelerator.device.index is not None:
         torch.cuda.set_device(accelerator.device)
+    name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "the CPU"
+    accelerator.print(f"device: {accelerator.num_processes} x {name}, {precision.name}")
     return accelerator
 
 

@@ -1,5 +1,6 @@
 """Errors end in one line or in a traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_debug_leaves_the_traceback_and_is_no_flag_of_the_script(monkeypatch: py
         run_script(lambda: fail(UserError("--updates must be at least 1")))
     assert sys.argv == ["script", "--updates", "0"]
     run_script(lambda: None)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 PRINTING = """

@@ -19,6 +19,7 @@ from fastp3o_kernels import (
     token_logprobs,
     token_p3o_loss,
 )
+from fastp3o_kernels.rows.rows import LogitsTransform
 
 NAN, INF = float("nan"), float("inf")
 TOKEN = P3OSettings(clipping="token")
@@ -137,3 +138,9 @@ def test_values_on_a_gpu_are_looked_at_only_on_request(monkeypatch):
     monkeypatch.setenv("FASTP3O_DEBUG", "1")
     with pytest.raises(ValueError, match="labels"):
         logits_p3o_loss(**given)
+
+
+def test_numbers_of_numpy_become_pythons_own_which_triton_takes():
+    number = torch.tensor(0.5).numpy()[()]
+    transform = LogitsTransform(softcap=number, temperature=number)
+    assert {type(x) for x in (P3OSettings(kl_coef=number).kl_coef, transform.softcap, transform.temperature)} == {float}

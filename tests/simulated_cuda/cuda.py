@@ -159,6 +159,7 @@ def install() -> None:
 def restart() -> None:
     """Forgets what a test has left."""
     host.may_wait, host.capture = True, None
+    torch.use_deterministic_algorithms(False)
     finish_copies(host.time)
     current_streams.clear()
     native.library().set_device(0)

@@ -5,6 +5,7 @@ one on the device raises; so do two devices), and noted as a launch, or as a wai
 on the host.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ WAITS += ("nonzero", "unique_consecutive", "unique_dim")
 # They neither launch nor are views by their schemas.
 NO_LAUNCH = ("_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_pinned")
 NO_LAUNCH += ("new_empty", "new_empty_strided", "resize_", "set_")
+# They raise under `torch.use_deterministic_algorithms`, products without cuBLAS's setting.
+NOT_DETERMINISTIC = ("cumprod", "cumsum", "histc", "kthvalue", "median", "nll_loss2d_forward", "put_")
+PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 INDEXES = ("_index_put_impl_", "index", "index_put", "index_put_")
 # They take a number in a CPU tensor although they are not elementwise by their tags.
 TAKE_NUMBERS = ("fill", "fill_", "masked_fill", "masked_fill_")
@@ -60,6 +64,10 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     assert name not in ("_pin_memory", "pin_memory"), "only memory of the host can be pinned"
     device = simulated[0].simulated_device if simulated else asked
     check_devices(name, function, tensors, device)
+    if torch.are_deterministic_algorithms_enabled():
+        unset = name in PRODUCTS and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        if unset or (name in NOT_DETERMINISTIC and tensors[0].is_floating_point()):
+            raise RuntimeError(f"{name} is not deterministic (at {place()})")
     for kind in waits(name, args, kwargs):
         wait_for_device(kind)
     launched = not function.is_view and name not in NO_LAUNCH
@@ -222,13 +230,16 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
+        # Kernels that keep no products of queries and keys take groups only in half precision and without a mask.
+        fused_kernel = query.shape[1] == key.shape[1] or (query.dtype.itemsize == 2 and mask is None)
+        kept = None if fused_kernel else query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, kept)
         ctx.options = options
         return launched_attention(attention, query.device, query, key, value, mask, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        inputs = *ctx.saved_tensors, ctx.options
+        inputs = *ctx.saved_tensors[:4], ctx.options
         return *launched_attention(attention_backward, grad.device, grad, *inputs), None, None
 
 

@@ -1,5 +1,8 @@
 import math
+import sys
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -7,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.peak_memory import PeakMemory
 from fastp3o.models import attention
-from fastp3o.models.attention import GatherKeys, fastest_backend, sdpa_per_segment, segment_attention
+from fastp3o.models.attention import GatherKeys, choose_attention, fastest_backend, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import PAIRS, Groups
 
@@ -62,16 +66,32 @@ one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths
     st.sampled_from([1, 2]),
     st.none() | st.integers(1, 8),
     st.none() | st.just(0.7),
+    st.sampled_from([1, 24, attention.LARGEST_BLOCK]),
 )
-def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap):
+def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap, block):
     segments = make_segments(lengths)
     tensors = random_tensors(segments, 2, groups, 4)
-    got = with_gradients(sdpa_per_segment, tensors, segments, 0.8, window, softcap)
+    with mock.patch.object(attention, "LARGEST_BLOCK", block):
+        got = with_gradients(sdpa_per_segment, tensors, segments, 0.8, window, softcap)
     expected = with_gradients(dense, tensors, segments, 0.8, window, softcap)
     # With soft capping the softmax is fp32, as transformers' is.
     tolerance = 1e-12 if softcap is None else 2e-6
     for tensor, expected_tensor in zip(got, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, atol=tolerance, rtol=tolerance)
+
+
+on_gpu = partial(pytest.param, marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("kind", "softcap"), [("cpu", 30.0), on_gpu("cuda", None), on_gpu("cuda", 30.0)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_products_of_queries_and_keys_are_not_kept_for_the_backward_pass(kind, softcap, window):
+    segments = make_segments([(64, 64), (48, 96)])
+    tensors = [tensor.to(kind).requires_grad_() for tensor in random_tensors(segments, 4, 2, 8, torch.float32)]
+    with PeakMemory() as memory:
+        result = sdpa_per_segment(*tensors, segments, 0.3, window, softcap)
+    assert sum(size for storage, size in memory.alive.values() if not storage.expired()) == result.nbytes
+    assert softcap or memory.largest <= 2 * result.nbytes
 
 
 def test_gathering_shared_keys_is_indexing():
@@ -91,11 +111,9 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
     query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
     tensors = query, key[:, :1], value[:, :1]
     packed = {"attention_mask": None, "segments": row.segments}
-    default, given_half, other = (
-        segment_attention(nn.Module(), *tensors, **packed, scaling=scaling)[0] for scaling in (None, 0.5, 0.7)
-    )
-    assert torch.equal(default, given_half)
-    assert not torch.allclose(default, other)
+    scaled = [segment_attention(nn.Module(), *tensors, **packed, scaling=scale)[0] for scale in (None, 0.5, 0.7)]
+    assert torch.equal(*scaled[:2])
+    assert not torch.allclose(*scaled[1:])
     for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
@@ -129,6 +147,33 @@ def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap
     attention.libraries_support.cache_clear()
 
 
+LOADED = [("hub", 8, "2"), ("hub", 9, "3"), ("fa3", 9, "FA3"), ("fa4", 10, "FA4")]
+
+
+@pytest.mark.parametrize(("name", "major", "loads"), LOADED)
+def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypatch, name, major, loads):
+    loaded, kernel = [], SimpleNamespace(flash_attn_varlen_func="the hub's")
+    hub = SimpleNamespace(get_kernel=lambda repository, revision: loaded.append(repository[-1]) or kernel)
+    monkeypatch.setitem(sys.modules, "kernels", hub)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    with mock.patch.multiple(
+        attention,
+        activate_flash_attention_impl=loaded.append,
+        current_flash_attention_impl=loaded.copy,
+        restore_flash_attention_impl=loaded.clear,
+    ):
+        choose_attention(name, torch.device("cuda"))
+        assert (loaded, attention.flash_attn_varlen_func) == ([loads], "the hub's" if name == "hub" else None)
+        choose_attention("auto", torch.device("cuda"))
+        assert (loaded, attention.flash_attn_varlen_func) == ([], attention.installed_flash_attn)
+    with pytest.raises(ValueError, match=f"attention {name} needs a GPU"):
+        choose_attention(name, torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ValueError, match=rf"attention {name}: .*pip install '\.\[flash\]'"):
+        choose_attention(name, torch.device("cuda"))
+
+
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
 
 
@@ -154,7 +199,8 @@ def test_libraries_are_called_as_they_document(monkeypatch, window, library, sof
         assert causal
         assert window_size == (left, -1 if window is None else 0)
         calls.append(deterministic)
-        return by_offsets(*given, softmax_scale, left, softcap)
+        result = by_offsets(*given, softmax_scale, left, softcap)
+        return result if softcap else (result, None)  # as a build of flash-attn 3
 
     # Older versions of torch have no option for groups.
     def older(query, key, *given, scale, window_size):

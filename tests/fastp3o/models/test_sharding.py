@@ -36,3 +36,14 @@ def test_processes_are_one_group_or_several(monkeypatch):
     assert [process_mesh(CPU), process_mesh(CPU, 6), process_mesh(CPU, 2)] == [(6,), (6,), (3, 2)]
     with pytest.raises(ValueError, match=r"--shard_size \(4\) must divide"):
         process_mesh(CPU, 4)
+
+
+def test_pinned_blocks_are_full(monkeypatch):
+    """Sizes of Gemma-2-9B over 64; torch rounds each block to a power of two."""
+    shapes = [(4000, 56), *42 * [(56, 56), *3 * [(56, 224)], (56,)], ()]
+    tensors, blocks, empty = [torch.randn(shape).half() for shape in shapes], [], torch.empty
+    expected = [tensor.clone() for tensor in tensors]
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: blocks.append(size) or empty(size, dtype=dtype))
+    sharding.pin(tensors)
+    assert all(map(torch.equal, tensors, expected))
+    assert sum(1 << (size - 1).bit_length() for size in blocks) <= 1.05 * sum(tensor.nbytes for tensor in tensors)
