@@ -260,7 +260,7 @@ def is_whole(queries: int, keys: int, window: int | None) -> bool:
 def with_sdpa(query, key, value, scale, window, softcap):
     queries, keys = query.shape[1], key.shape[1]
     whole = is_whole(queries, keys, window)
-    if query.is_cuda:
+    if query.is_cuda and query.shape[0] != key.shape[0]:
         # There torch's kernel for fp32 and old GPUs takes no groups, and one that keeps all products would serve.
         key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
     return F.scaled_dot_product_attention(
