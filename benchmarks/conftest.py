@@ -16,11 +16,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
-def order(item: pytest.Item) -> tuple[bool, bool, bool, int, bool, bool, bool, bool, int]:
+def order(item: pytest.Item) -> tuple[bool | int, ...]:
     """A run that ends early has measured what the goals are about, and every peer at the first number of tokens.
 
-    Then come whole updates, rollouts and iterations, the other numbers of tokens, more of the peers, other objectives,
-    and what only explains. What compiles for long comes last of its kind.
+    Then come whole updates, rollouts and iterations, with every peer at TL;DR's lengths first, the other numbers of
+    tokens, more of the peers, other objectives, and what only explains. What compiles for long comes last of its kind.
     """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     tokens = TOKENS.index(parameters.get("tokens", TOKENS[0]))
@@ -29,7 +29,9 @@ def order(item: pytest.Item) -> tuple[bool, bool, bool, int, bool, bool, bool, b
     whole = any(word in item.name for word in ("rollouts", "iteration"))
     slow = any(word in item.name for word in ("compile", "static"))
     more_peers = peers and tokens > 0
-    return explains, "objective" in item.name, more_peers, tokens, whole, "training" in item.name, slow, peers, dtype
+    later = whole and "policy-350-40-None-2" not in item.name
+    order = explains, "objective" in item.name, more_peers, tokens, whole, "training" in item.name
+    return *order, later, slow, peers, dtype
 
 
 @pytest.fixture(autouse=True)
