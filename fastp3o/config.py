@@ -190,9 +190,8 @@ class Flags:
         self.check_needs(to_come=OBJECTS)
 
     def check_complete(self) -> None:
-        """Checks what can be checked only once every object has come. Every run begins with it.
-
-        Raises UserError if something is missing, if a flag needs what is, and for a text that can be no name.
+        """Checks what can be checked only once every object has come. Every run begins with it. Raises UserError if
+        something is missing, if a flag needs what is, and for a text that can be no name.
         """
         for flag in fields(self):
             if flag.metadata.get("required") and not getattr(self, flag.name):

@@ -168,10 +168,8 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TookTooLongError after this many seconds in the context: where the code is, and at its end if it has
-    caught that.
-
-    The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no limit, and
-    code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
+    caught that. The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no
+    limit, and code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -96,7 +96,6 @@ class Optimizer:
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
         """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
-
         Does not wait for the device. If `loss` or the gradient is not finite, neither this step nor a later one moves
         anything, and `require_finite` raises. A step whose fp16 gradient overflows is skipped, and the scale halved.
         """

@@ -153,10 +153,9 @@ def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
 
 
 class Texts(NamedTuple):
-    """A prompt and its responses.
-
-    fields: the record's fields that the prompt and each response come from. templated: whether the chat template wrote
-    them. given: the fields that say the prompt: as the record has it, with `tools` and `chat_template_kwargs`.
+    """A prompt and its responses. fields: the record's fields that the prompt and each response come from. templated:
+    whether the chat template wrote them. given: the fields that say the prompt: as the record has it, with `tools` and
+    `chat_template_kwargs`.
     """
 
     prompt: str
@@ -167,9 +166,8 @@ class Texts(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of a prompt and its responses.
-
-    prompt: its text after truncation. special_texts: how many of prompt and responses hold a special token's text.
+    """The token ids of a prompt and its responses. prompt: its text after truncation. special_texts: how many of prompt
+    and responses hold a special token's text.
     """
 
     prompt: str

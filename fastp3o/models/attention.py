@@ -67,9 +67,8 @@ class KeyValueCache(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention [1, T, H, D] of tokens that each continue a response. Keeps their keys and values.
-
-        query: [1, H, T, D]. key, value: [1, Hkv, T, D], as models leave them.
+        """Attention [1, T, H, D] of tokens that each continue a response. Keeps their keys and values. query: [1, H, T,
+        D]. key, value: [1, Hkv, T, D], as models leave them.
         """
 
 

@@ -56,7 +56,6 @@ def number_of_processes() -> int:
 
 def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool]]:
     """The rows, then `spare` until there are as many as the process with most rows has; and whether each counts.
-
     Processes gather weights in every pass, so one that made fewer passes would leave the others waiting for ever.
     """
     return padded(rows, spare, *longest_ranks([len(rows)]))

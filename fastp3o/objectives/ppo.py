@@ -40,10 +40,9 @@ if TYPE_CHECKING:  # functions import what they need of `models`: with transform
 
 
 class ActorCritic(Objective):
-    """Advantages of tokens by a critic, which trains beside the policy.
-
-    `prepare` adds, [N] fp32 each: `old_values`, the values before each token at the rollout; `advantages`, whitened
-    over the update; `returns`, the targets of the values.
+    """Advantages of tokens by a critic, which trains beside the policy. `prepare` adds, [N] fp32 each: `old_values`,
+    the values before each token at the rollout; `advantages`, whitened over the update; `returns`, the targets of the
+    values.
     """
 
     kl: KLCoefficient
@@ -139,10 +138,9 @@ class PPO(ActorCritic):
 
 
 class Critic(nn.Module):
-    """A separate model of values, so that learning them does not move the policy.
-
-    It is a copy of the starting policy, with the same trainable parameters, and a value head in place of the language
-    head. The value head starts at zero: the first advantages are those without a critic.
+    """A separate model of values, so that learning them does not move the policy. It is a copy of the starting policy,
+    with the same trainable parameters, and a value head in place of the language head. The value head starts at zero:
+    the first advantages are those without a critic.
     """
 
     def __init__(self, policy: "PackedModel"):
@@ -211,10 +209,9 @@ def ppo_loss(
     *,
     step_kl_coef: float | None = None,
 ) -> LossAndMetrics:
-    """Bounded policy loss and clipped value loss, summed over the tokens that take part.
-
-    logprobs, values, entropy: [N] fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
-    step_kl_coef: the adapted one; by default the configuration's.
+    """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs, values, entropy: [N]
+    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums. step_kl_coef: the adapted one; by
+    default the configuration's.
     """
     advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
     ratio = (logprobs - microbatch.old_token_logprobs).exp()

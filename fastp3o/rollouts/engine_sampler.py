@@ -122,10 +122,8 @@ class EngineSampler:
 
 @torch.no_grad()
 def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
-    """Shapes of the policy's keys by layer index.
-
-    Raises UserError if the engine must not sample from it: the log-probabilities of a few short responses must be those
-    of the policy's own distribution.
+    """Shapes of the policy's keys by layer index. Raises UserError if the engine must not sample from it: the
+    log-probabilities of a few short responses must be those of the policy's own distribution.
     """
     refused = f"the engine cannot decode {type(policy.model).__name__}; --sampler transformers can, more slowly: "
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]

@@ -19,10 +19,8 @@ NO_TOKEN = -1
 
 
 class Queue:
-    """Serves one batch of prompts after the other.
-
-    tokens: [R] int64, the input of each slot's next step. A prompt's last token is the first input of its responses, so
-    that all tokens are sampled in one place.
+    """Serves one batch of prompts after the other. tokens: [R] int64, the input of each slot's next step. A prompt's
+    last token is the first input of its responses, so that all tokens are sampled in one place.
     """
 
     def __init__(self, room: Room, end_ids: set[int], device: torch.device):

@@ -28,11 +28,9 @@ class ResumeError(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A state's description.
-
-    step: the last one whose work is in the state. evaluated: whether that step's evaluation was made. processes: how
-    many wrote it. config: the run's configuration. fingerprints: hashes of what the configuration names, see
-    `fingerprints.py`. checksums: SHA-256 of each of its files.
+    """A state's description. step: the last one whose work is in the state. evaluated: whether that step's evaluation
+    was made. processes: how many wrote it. config: the run's configuration. fingerprints: hashes of what the
+    configuration names, see `fingerprints.py`. checksums: SHA-256 of each of its files.
     """
 
     step: int
@@ -82,9 +80,8 @@ def content_checksum(content: dict[str, Any]) -> str:
 
 
 def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[str, str], processes: int) -> list[str]:
-    """Returns lines on the changes since the state that take effect.
-
-    Raises ResumeError, with the names and the remedy, if an option or a content changed that must not.
+    """Returns lines on the changes since the state that take effect. Raises ResumeError, with the names and the remedy,
+    if an option or a content changed that must not.
     """
     same_content = {name for name, value in fingerprints.items() if manifest.fingerprints.get(name) == value}
     now, before = config.plain(), manifest.config

@@ -37,9 +37,8 @@ LATER = (
 def together(
     program: Path, *arguments: str, processes: int = 2, longest: float = LONGEST
 ) -> subprocess.CompletedProcess:
-    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other.
-
-    Raises TimeoutError, after killing them, if they have not ended after `longest` seconds.
+    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other. Raises
+    TimeoutError, after killing them, if they have not ended after `longest` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [f"{folder}/{number}" for number in range(processes)]

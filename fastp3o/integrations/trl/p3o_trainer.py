@@ -42,9 +42,8 @@ PAPER = {
 
 @dataclass
 class P3OConfig(GRPOConfig):
-    """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K.
-
-    Raises ValueError for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
+    """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K. Raises ValueError
+    for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
     """
 
     num_generations: int = field(default=2, metadata={"help": "K, responses to each prompt; 2 in the paper."})

@@ -104,7 +104,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 class FileCalls:
     """Counts the calls of Python that touch a folder, os.fsync among them, and acts before the one of a number.
-
     stop_before: where SIGTERM comes. power: bytes that were not synced are lost by half when it ends. Nothing of it can
     be taken back: for a child.
     """
