@@ -98,9 +98,7 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
         # A fingerprint of one of several rewards has the reward's name after the option.
         flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({getattr(config, name)})" for name in contents)
         remedy = "Bring back what was there, or begin a new --output_dir"
-        raise ResumeError(
-            f"--resume: the name is the same, the content another than when the run began: {flags}. {remedy}"
-        )
+        raise ResumeError(f"--resume: the same name, the content another than when the run began: {flags}. {remedy}")
     shown = sorted(changed - {"resume", "output_dir"})
     lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in shown]
     lines += [f"resuming with another source of the {name}" for name in others]

@@ -35,9 +35,7 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
     on_gpu = all(tensor.is_cuda for tensor in present)
     fp64 = any(tensor.dtype == torch.float64 for tensor in present)
     if impl == "triton" and not HAS_TRITON:
-        raise ValueError(
-            'impl="triton" needs the package triton, which is not installed; use impl=None or impl="eager"'
-        )
+        raise ValueError('impl="triton" needs the package triton, which is not installed; use impl=None or "eager"')
     if impl == "triton" and fp64:
         raise ValueError('impl="triton" computes in fp32 and got an fp64 tensor; use impl="eager"')
     if impl == "triton" and not (on_gpu or INTERPRET):
