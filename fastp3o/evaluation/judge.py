@@ -106,7 +106,6 @@ class EndpointJudge:
 
     path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds for the
     same model, template, prompt and responses are not requested again, unless they are NONE. requests: concurrent ones.
-
     Raises ValueError if the file was not written by a judge.
     """
 

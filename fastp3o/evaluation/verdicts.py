@@ -92,9 +92,8 @@ class WinRate:
 def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:
     """Win rate from verdicts [P * K], those on the K responses to a prompt adjacent.
 
-    The interval resamples prompts, each with all its comparisons: these are not independent of each other.
-
-    Raises ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
+    The interval resamples prompts, each with all its comparisons: these are not independent of each other. Raises
+    ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
     """
     if len(verdicts) % responses_per_prompt:
         raise UserError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")

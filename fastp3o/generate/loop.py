@@ -53,7 +53,6 @@ def generate(config: GenerateConfig) -> Generated:
     bits are those of that number.
 
     With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not ask for it again.
-
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
     fails, EndpointError if an endpoint refuses or fails after all retries.
     """

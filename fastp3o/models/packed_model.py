@@ -32,7 +32,6 @@ class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
     All happens within one forward call, which gathers a sharded model's weights. Only that function computes logits.
-
     relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
     may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
     the policy is softmax(logits / temperature) in all that is computed of it. A copy of the model keeps it.

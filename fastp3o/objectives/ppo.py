@@ -171,9 +171,8 @@ def token_rewards(
 def estimate_advantages(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, gae_lambda: float) -> Tensor:
     """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
 
-    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end like any other.
-
-    Each pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
+    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end like any other. Each
+    pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
     """
     lengths, positions = cu_seqlens.diff(), torch.arange(len(rewards), device=rewards.device)
     left = cu_seqlens[1:].repeat_interleave(lengths, output_size=len(rewards)) - positions

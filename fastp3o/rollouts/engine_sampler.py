@@ -29,11 +29,9 @@ TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=4, r
 class EngineSampler:
     """A Sampler. Responses do not depend on the batch or the process that a prompt is in.
 
-    The first call raises UserError for a policy that the engine cannot decode.
-
-    max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
-    for keys and values of prompts and responses, by default a part of free memory; with less, fewer prompts are sampled
-    at once.
+    The first call raises UserError for a policy that the engine cannot decode. max_response_tokens: longest response.
+    batch_size: prompts sampled at once, with all their responses. memory: bytes for keys and values of prompts and
+    responses, by default a part of free memory; with less, fewer prompts are sampled at once.
     """
 
     def __init__(

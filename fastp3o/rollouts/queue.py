@@ -1,9 +1,7 @@
 """The queue of responses: the one that each slot works on, its tokens so far, and the one that is next.
 
-Its tensors stay in place.
-
-Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the order of their numbers. A
-slot for which none is left is idle: it works on number N, of prompt P.
+Its tensors stay in place. Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the
+order of their numbers. A slot for which none is left is idle: it works on number N, of prompt P.
 """
 
 from collections.abc import Sequence

@@ -160,9 +160,8 @@ def optimizer_step(
     takes them.
 
     loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
-    the step, and returns metrics of its own.
-
-    Does not wait for the device: whether loss and gradient were finite says `Optimizer.require_finite`.
+    the step, and returns metrics of its own. Does not wait for the device: whether loss and gradient were finite says
+    `Optimizer.require_finite`.
     """
     metrics = add_gradients(optimizer, passes, loss)
     further = {} if further_passes is None else further_passes()

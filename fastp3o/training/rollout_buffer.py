@@ -56,9 +56,7 @@ class RolloutBuffer:
     """Gives each update its rollouts.
 
     Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
-    while t trains; a sampler of this process samples them first.
-
-    examples: the prompts of all updates.
+    while t trains; a sampler of this process samples them first. examples: the prompts of all updates.
     """
 
     def __init__(

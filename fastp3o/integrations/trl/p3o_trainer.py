@@ -89,10 +89,8 @@ class P3OTrainer(GRPOTrainer):
     """GRPOTrainer with P3O's loss, whose microbatches have all responses to each of their prompts.
 
     Everything else is GRPOTrainer's: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
-    Pairs with a completion that mask_truncated_completions empties have no gradient.
-
-    Raises ValueError for args that are not a P3OConfig, and for models that take images or have a loss of their own for
-    routing (mixtures of experts).
+    Pairs with a completion that mask_truncated_completions empties have no gradient. Raises ValueError for args that
+    are not a P3OConfig, and for models that take images or have a loss of their own for routing (mixtures of experts).
     """
 
     _tag_names = ["trl", "p3o"]  # noqa: RUF012
