@@ -22,10 +22,9 @@ Config = TypeVar("Config", bound=Flags)
 
 
 def make_parser(config_class: type[Flags]) -> argparse.ArgumentParser:
-    """A parser of a configuration's fields, whose help says defaults and bounds.
-
-    A field `a_b` is the flag --a_b, which may also be written --a-b. A bool may stand alone (--resume) or take a value
-    (--resume no), and one that is True by default also has --no_a_b.
+    """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is the flag --a_b, which
+    may also be written --a-b. A bool may stand alone (--resume) or take a value (--resume no), and one that is True by
+    default also has --no_a_b.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [CONFIG.yaml] [--field value ...]",
@@ -77,9 +76,8 @@ def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
-    """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
-
-    Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
+    """Reads a stage's configuration from flags, or from one YAML file whose values further flags override. Exits with a
+    usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
     """
     parser = make_parser(config_class)
     path, arguments = split_off_yaml(arguments)
@@ -99,10 +97,9 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
 
 
 def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
-    """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file.
-
-    classes: keys are the objectives; each class has its own in a field `objective` (`objective_name`). `--help`
-    explains the options of the objective, or lists the objectives if none is named.
+    """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file. classes:
+    keys are the objectives; each class has its own in a field `objective` (`objective_name`). `--help` explains the
+    options of the objective, or lists the objectives if none is named.
     """
     summaries = [f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()]
     parser = argparse.ArgumentParser(

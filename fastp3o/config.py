@@ -190,9 +190,8 @@ class Flags:
         self.check_needs(to_come=OBJECTS)
 
     def check_complete(self) -> None:
-        """Checks what can be checked only once every object has come. Every run begins with it.
-
-        Raises UserError if something is missing, if a flag needs what is, and for a text that can be no name.
+        """Checks what can be checked only once every object has come. Every run begins with it. Raises UserError if
+        something is missing, if a flag needs what is, and for a text that can be no name.
         """
         for flag in fields(self):
             if flag.metadata.get("required") and not getattr(self, flag.name):
@@ -280,9 +279,7 @@ def bounds(rules: Mapping[str, Any]) -> str:
 class SamplerConfig(Flags):
     """Options of sampling responses."""
 
-    temperature: float = option(
-        1.0, "The policy is softmax(logits / temperature), in rollouts and in all log-probs.", above=0
-    )
+    temperature: float = option(1.0, "The policy is softmax(logits / temperature), in rollouts and log-probs.", above=0)
     top_k: int = option(0, "Sample only from the k most likely tokens; 0: from all.", at_least=0)
     top_p: float = option(
         1.0, "Sample only from the most likely tokens that together have this probability.", above=0, at_most=1
@@ -360,9 +357,7 @@ class OptimizerConfig(Flags):
         "adamw", "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861), in one process."
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
-    lr_schedule: ScheduleName = option(
-        "constant", "Schedule after the warm-up, by transformers' name.", changeable=True
-    )
+    lr_schedule: ScheduleName = option("constant", "Schedule after warm-up, by transformers' name.", changeable=True)
     warmup_steps: int = option(
         0, "Optimizer steps over which the learning rate rises from 0, in every schedule.", at_least=0, changeable=True
     )
@@ -371,9 +366,7 @@ class OptimizerConfig(Flags):
     # Not 0: a parameter without a gradient would move by 0 / eps.
     adam_eps: float = option(1e-8, "AdamW epsilon (first author's setting).", above=0, changeable=True)
     weight_decay: float = option(1e-6, "AdamW weight decay (first author's setting).", at_least=0, changeable=True)
-    max_grad_norm: float = option(
-        1.0, "Gradients with a larger norm are scaled down to this one.", above=0, changeable=True
-    )
+    max_grad_norm: float = option(1.0, "Gradients of a larger norm are scaled down to this.", above=0, changeable=True)
 
 
 @options
@@ -433,9 +426,7 @@ class TrainableConfig(Flags):
     trainable_layers: int = option(
         0, "Train only this many top layers of the body (first author: 2); 0 trains everything.", at_least=0
     )
-    lora_rank: int = option(
-        0, "Rank of LoRA adapters; only the adapters train then (needs peft). 0 for none.", at_least=0
-    )
+    lora_rank: int = option(0, "Rank of LoRA adapters; only adapters train then (needs peft). 0 for none.", at_least=0)
     lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
     use_rslora: bool = option(False, "LoRA's scale is alpha / √rank (rsLoRA, arXiv 2312.03732).", needs="lora_rank")
     lora_targets: str = option(
@@ -588,15 +579,11 @@ class RunConfig(Flags):
     """A run that writes a folder and can be resumed."""
 
     output_dir: str = required("Folder of the run: what it makes, and what --resume needs.", changeable=True)
-    seed: int = option(
-        0, "Seed of every random choice; the same seed gives the same run.", at_least=0, below=LARGEST_INT
-    )
+    seed: int = option(0, "Seed of random choices; the same seed gives the same run.", at_least=0, below=LARGEST_INT)
     resume: bool = option(
         False, "Continue the run in output_dir, on a GPU exactly with --deterministic; or begin it.", changeable=True
     )
-    overwrite: bool = option(
-        False, "Remove what an earlier run has left in output_dir, and begin anew.", changeable=True
-    )
+    overwrite: bool = option(False, "Remove what an earlier run left in output_dir, and begin anew.", changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -630,9 +617,7 @@ class TrainingRunConfig(RunConfig):
     push_to_hub: str | None = option(
         None, "Upload the finished model to this repository of the Hugging Face Hub (`hf auth login`).", changeable=True
     )
-    hub_private: bool = option(
-        False, "Make the repository private, if it is new.", needs="push_to_hub", changeable=True
-    )
+    hub_private: bool = option(False, "Make the repository private if it is new.", needs="push_to_hub", changeable=True)
 
 
 @options

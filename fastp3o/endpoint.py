@@ -89,9 +89,8 @@ class Endpoint:
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         """Posts a body as JSON, or sends a GET without one, and returns `read_answer` of the answer's bytes. On a wrong
-        answer `read_answer` raises AnswerError, or ValueError if another attempt may help.
-
-        Raises EndpointError if the endpoint refuses or all attempts fail, and CancelledError once `stopped` is set.
+        answer `read_answer` raises AnswerError, or ValueError if another attempt may help. Raises EndpointError if the
+        endpoint refuses or all attempts fail, and CancelledError once `stopped` is set.
         """
         content = b"" if body is None else json.dumps(body).encode()
         for attempt in count(1):

@@ -6,9 +6,8 @@ import re
 class UserError(ValueError):
     """Input that cannot be used, or a run that cannot go on: the message says what to change.
 
-    Messages are written with flags, as commands name options. Elsewhere `str` names them as Python has them.
-
-    Scripts show it on one line. Any other exception except OSError is a bug and keeps its traceback.
+    Messages are written with flags, as commands name options. Elsewhere `str` names them as Python has them. Scripts
+    show it on one line. Any other exception except OSError is a bug and keeps its traceback.
     """
 
     names_flags = False  # set by a command, for its process

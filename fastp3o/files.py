@@ -38,9 +38,8 @@ def read_text(path: str, flag: str) -> str:
 
 
 def write_file(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> str:
-    """Writes a whole file, replacing an existing one. Returns its SHA-256.
-
-    content: text, bytes, or blocks of bytes, of which one at a time is in memory.
+    """Writes a whole file, replacing an existing one. Returns its SHA-256. content: text, bytes, or blocks of bytes, of
+    which one at a time is in memory.
     """
     content = content.encode() if isinstance(content, str) else content
     digest = hashlib.sha256()
@@ -118,9 +117,8 @@ def sync(path: Path) -> None:
 
 def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
     """Removes unfinished writes of earlier processes. A file that was about to be replaced, and whose successor is not
-    there yet, gets its name back.
-
-    folder: no other process writes to it. names: the files and folders that are written here; others are not touched.
+    there yet, gets its name back. folder: no other process writes to it. names: the files and folders that are written
+    here; others are not touched.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         leftover = LEFTOVER.fullmatch(path.name)

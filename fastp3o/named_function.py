@@ -117,11 +117,10 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
     may be a list, a tuple, an array or a tensor; an `async def` is awaited. timeout: in seconds; None for no limit.
 
-    The function may change the lists that it gets, the working directory and torch's defaults.
-
-    Raises FunctionError, with the function's name, if it returns another type or another number of entries, if it
-    raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run; and
-    FunctionInterruptedError after a KeyboardInterrupt.
+    The function may change the lists that it gets, the working directory and torch's defaults. Raises FunctionError,
+    with the function's name, if it returns another type or another number of entries, if it raises (with the place) or
+    takes too long, and if it ends the program, which would look like the end of a run; and FunctionInterruptedError
+    after a KeyboardInterrupt.
     """
     expected = len(arguments[-1])
     late = f"{name} has not returned after {timeout:g} s (--reward_timeout)" if timeout else ""
@@ -168,10 +167,8 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TookTooLongError after this many seconds in the context: where the code is, and at its end if it has
-    caught that.
-
-    The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no limit, and
-    code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
+    caught that. The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no
+    limit, and code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

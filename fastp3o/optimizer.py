@@ -31,7 +31,6 @@ class Optimizer:
     """A model that trains, with AdamW, the learning-rate schedule, and in half precision fp32 masters and a loss scale.
 
     Brings the model to the device, or spreads it over a mesh. learning_rates: of submodules that have their own.
-
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
     learning_rate: the first group's in the last step, or before any step in the next one.
     """
@@ -96,7 +95,6 @@ class Optimizer:
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
         """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
-
         Does not wait for the device. If `loss` or the gradient is not finite, neither this step nor a later one moves
         anything, and `require_finite` raises. A step whose fp16 gradient overflows is skipped, and the scale halved.
         """
@@ -194,9 +192,8 @@ class StepGuard:
 
     A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything, so the model is the
     one before it when `require_finite` raises. In fp16 an infinite gradient has overflowed: its step alone moves
-    nothing, and the scale of the loss is halved; a scale below 1 is a failure.
-
-    scale: of fp16's loss, 0-d fp32; None in other precisions.
+    nothing, and the scale of the loss is halved; a scale below 1 is a failure. scale: of fp16's loss, 0-d fp32; None in
+    other precisions.
     """
 
     def __init__(self, accelerator: Accelerator, *, scaled: bool):
@@ -282,9 +279,8 @@ class Masters:
     """fp32 copies of the trained weights of a model in half precision, made before these are rounded. Everything else
     is rounded for good. A sharded model needs none: its parts are fp32.
 
-    Each gradient is added in fp32 to its copy's as soon as it is computed, and freed.
-
-    device: the copies', to which the model goes afterwards. parameters: the copies, by their names in the model.
+    Each gradient is added in fp32 to its copy's as soon as it is computed, and freed. device: the copies', to which the
+    model goes afterwards. parameters: the copies, by their names in the model.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):

@@ -17,10 +17,7 @@ from fastp3o_kernels.head.head import multiplies
 
 
 class Precision(NamedTuple):
-    """A model's arithmetic.
-
-    name: one of `fastp3o.config.PRECISIONS`, except auto.
-    weights: dtype of the parameters.
+    """A model's arithmetic. name: one of `fastp3o.config.PRECISIONS`, except auto. weights: dtype of the parameters.
     autocast: dtype of matrix products; None if it is the weights'.
     """
 

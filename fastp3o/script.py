@@ -18,9 +18,8 @@ PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")
 
 def run_script(main: Callable[[], None]) -> None:
     """Runs a script's main function. Exits with status 1 and one line after a UserError, an OSError, for want of memory
-    and after the end of another process of the run; with 130 after an interrupt.
-
-    `--debug` among the arguments, which main does not see, keeps the traceback.
+    and after the end of another process of the run; with 130 after an interrupt. `--debug` among the arguments, which
+    main does not see, keeps the traceback.
     """
     UserError.names_flags = True
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -74,9 +73,8 @@ def lasting_output() -> Iterator[None]:
 
 
 class LastingStream:
-    """A text stream that goes on after its file has failed, such as a pipe that nobody reads or a full disk.
-
-    tells: whether standard error is told so.
+    """A text stream that goes on after its file has failed, such as a pipe that nobody reads or a full disk. tells:
+    whether standard error is told so.
     """
 
     def __init__(self, stream: TextIO | Any, *, tells: bool):

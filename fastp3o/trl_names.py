@@ -82,9 +82,8 @@ TRL_NAMES = {
 
 
 def hint(name: str, options: Container[str]) -> str:
-    """What to use in the place of TRL's name, as the end of a message; "" for another name.
-
-    options: those of the configuration. Names of options are written as flags.
+    """What to use in the place of TRL's name, as the end of a message; "" for another name. options: those of the
+    configuration. Names of options are written as flags.
     """
     known = TRL_NAMES.get(name, ())
     chosen = next((choice for choice in known if " " in choice or choice in options), None)

@@ -41,10 +41,9 @@ def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise.
-
-    Methods raise RecordError if the template refuses messages or leaves one out, and for the text of a special token in
-    a message, which could end its turn and begin another; DataError if the template does not end. `variables` are what
+    settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise. Methods
+    raise RecordError if the template refuses messages or leaves one out, and for the text of a special token in a
+    message, which could end its turn and begin another; DataError if the template does not end. `variables` are what
     the function of that name returns.
     """
 
@@ -153,10 +152,9 @@ def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
 
 
 class Texts(NamedTuple):
-    """A prompt and its responses.
-
-    fields: the record's fields that the prompt and each response come from. templated: whether the chat template wrote
-    them. given: the fields that say the prompt: as the record has it, with `tools` and `chat_template_kwargs`.
+    """A prompt and its responses. fields: the record's fields that the prompt and each response come from. templated:
+    whether the chat template wrote them. given: the fields that say the prompt: as the record has it, with `tools` and
+    `chat_template_kwargs`.
     """
 
     prompt: str
@@ -167,9 +165,8 @@ class Texts(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of a prompt and its responses.
-
-    prompt: its text after truncation. special_texts: how many of prompt and responses hold a special token's text.
+    """The token ids of a prompt and its responses. prompt: its text after truncation. special_texts: how many of prompt
+    and responses hold a special token's text.
     """
 
     prompt: str
@@ -187,10 +184,9 @@ class Encoder:
     template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
     to stop there. The text of a special token is text, unless the chat template wrote it.
 
-    tokenizer: the model's, with a chat template if the data are messages. The others are as in `Loader`.
-
-    Raises ValueError if a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or
-    the chat template does not name a variable.
+    tokenizer: the model's, with a chat template if the data are messages. The others are as in `Loader`. Raises
+    ValueError if a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or the chat
+    template does not name a variable.
     """
 
     def __init__(

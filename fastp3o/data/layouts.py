@@ -24,10 +24,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How to read the records of one form.
-
-    fields: names that a record must have. response_count: responses in a record, 0 to 2; a ranking may have more.
-    prompt, responses: functions that read them, or raise RecordError.
+    """How to read the records of one form. fields: names that a record must have. response_count: responses in a
+    record, 0 to 2; a ranking may have more. prompt, responses: functions that read them, or raise RecordError.
     """
 
     fields: tuple[str, ...]

@@ -85,10 +85,9 @@ def load_prompts(
     `Loader`.
 
     The other columns are `prompt` (str, the text as the model sees it: after the chat template, without a truncated
-    beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32).
-
-    Raises DataError if the source cannot be read, or a record or none can be used; ValueError if a limit leaves no
-    room, a field is asked for that has the name of a column, or the tokenizer lacks responses' end-of-sequence token.
+    beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32). Raises
+    DataError if the source cannot be read, or a record or none can be used; ValueError if a limit leaves no room, a
+    field is asked for that has the name of a column, or the tokenizer lacks responses' end-of-sequence token.
     """
     columns = columns or {}
     for name in PROMPT_COLUMNS:

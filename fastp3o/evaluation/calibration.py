@@ -14,10 +14,9 @@ BINS = 10  # of equal width, from 1/2 to 1
 
 
 def judged(differences: Sequence[tuple[int, float]], seed: int) -> dict[str, float]:
-    """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite.
-
-    differences: each pair's prompt number and r_w − r_l. Accuracy is the share of pairs with the better response ahead,
-    equal scores counting a half, averaged over prompts. The interval resamples prompts.
+    """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite. differences: each
+    pair's prompt number and r_w − r_l. Accuracy is the share of pairs with the better response ahead, equal scores
+    counting a half, averaged over prompts. The interval resamples prompts.
     """
     values = np.array([difference for _, difference in differences])
     if not np.isfinite(values).all():

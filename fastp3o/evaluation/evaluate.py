@@ -24,10 +24,9 @@ EVALUATION = 2**32 - 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Samples responses to every prompt, always with the same seed, and rewards them.
-
-    rewards: keys are the names of their means. prompts: with the columns that rewards ask for. sets: places of prompts,
-    whose own means are `set/NAME/...`. greedy: samples the likeliest tokens, for `greedy/...`.
+    """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys are the names of
+    their means. prompts: with the columns that rewards ask for. sets: places of prompts, whose own means are
+    `set/NAME/...`. greedy: samples the likeliest tokens, for `greedy/...`.
     """
 
     accelerator: Accelerator

@@ -47,9 +47,8 @@ MARKS = {"[[A]]": Verdict.FIRST, "[[B]]": Verdict.SECOND, "[[C]]": Verdict.TIE}
 
 
 class FunctionJudge:
-    """A user's `function(prompts, firsts, seconds)` of lists of texts, given as `module:function`.
-
-    It returns a list of "first", "second", "tie" or "none" (no verdict), one word a comparison.
+    """A user's `function(prompts, firsts, seconds)` of lists of texts, given as `module:function`. It returns a list of
+    "first", "second", "tie" or "none" (no verdict), one word a comparison.
     """
 
     def __init__(self, name: str):
@@ -74,10 +73,9 @@ class Answer(NamedTuple):
 
 
 class ChatEndpoint(Endpoint):
-    """One model at an OpenAI-compatible chat-completions endpoint.
-
-    url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1. patience: further arguments of an
-    Endpoint. The environment variable OPENAI_API_KEY holds the key.
+    """One model at an OpenAI-compatible chat-completions endpoint. url: without /chat/completions, as for OpenAI's
+    clients: http://localhost:8000/v1. patience: further arguments of an Endpoint. The environment variable
+    OPENAI_API_KEY holds the key.
     """
 
     def __init__(self, url: str, model: str, **patience: Any):
@@ -108,7 +106,6 @@ class EndpointJudge:
 
     path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds for the
     same model, template, prompt and responses are not requested again, unless they are NONE. requests: concurrent ones.
-
     Raises ValueError if the file was not written by a judge.
     """
 

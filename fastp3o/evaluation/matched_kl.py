@@ -54,7 +54,6 @@ def passed_at_once(evaluations: Evaluations, kl: float) -> bool:
 
 def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimate:
     """Mean of all values, with a 95% interval that resamples within each stratum (here a task with its seeds).
-
     `comparisons` is the number of intervals that hold simultaneously (Bonferroni).
     """
     samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
@@ -99,9 +98,8 @@ def _resampling(size: int, number: int) -> np.ndarray:
 
 
 def _limits(center: float, resampled: np.ndarray, sizes: list[int], comparisons: int) -> tuple[float, float]:
-    """Expanded percentiles of resampled statistics, stretched about `center` for several comparisons.
-
-    Percentiles do not reach far enough for several: no resample of eight seeds lies at the end of a 99.9% interval.
+    """Expanded percentiles of resampled statistics, stretched about `center` for several comparisons. Percentiles do
+    not reach far enough for several: no resample of eight seeds lies at the end of a 99.9% interval.
     """
     fewest, degrees = min(sizes), sum(sizes) - len(sizes)
     if fewest < 2:

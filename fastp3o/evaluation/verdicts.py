@@ -32,10 +32,9 @@ LINE_START = b'{"key": "'  # tells an unfinished line of this file from the last
 
 
 class VerdictFile:
-    """Verdicts by key, each written as a JSON line as soon as it is known; without a path they stay in memory.
-
-    Raises ValueError naming file and line if the file holds anything else. An unfinished last line, left by a process
-    that was stopped while writing, is removed: that comparison has no verdict yet.
+    """Verdicts by key, each written as a JSON line as soon as it is known; without a path they stay in memory. Raises
+    ValueError naming file and line if the file holds anything else. An unfinished last line, left by a process that was
+    stopped while writing, is removed: that comparison has no verdict yet.
     """
 
     def __init__(self, path: Path | None):
@@ -93,9 +92,8 @@ class WinRate:
 def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:
     """Win rate from verdicts [P * K], those on the K responses to a prompt adjacent.
 
-    The interval resamples prompts, each with all its comparisons: these are not independent of each other.
-
-    Raises ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
+    The interval resamples prompts, each with all its comparisons: these are not independent of each other. Raises
+    ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
     """
     if len(verdicts) % responses_per_prompt:
         raise UserError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")
@@ -119,10 +117,9 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
 
 
 def percentile_interval(numerators: np.ndarray, denominators: np.ndarray, *, seed: int) -> tuple[float, float]:
-    """95% interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
-
-    numerators, denominators: [n], one entry for each unit; dependent values must be in the same unit. Denominators are
-    above 0 (ones give the interval of a mean). Units of equal ratios, however few, have an interval of zero width.
+    """95% interval of sum(numerators) / sum(denominators) over units that are resampled with replacement. numerators,
+    denominators: [n], one entry for each unit; dependent values must be in the same unit. Denominators are above 0
+    (ones give the interval of a mean). Units of equal ratios, however few, have an interval of zero width.
     """
     random, units, ratios = np.random.default_rng(seed), len(numerators), np.empty(RESAMPLES)
     for resample in range(RESAMPLES):

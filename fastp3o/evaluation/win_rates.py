@@ -37,10 +37,9 @@ class Responses:
 
 
 def responses_of_all(config: WinRateConfig) -> list[Responses]:
-    """Each checkpoint's responses to the same prompts with the same seed, and their rewards if asked for.
-
-    One checkpoint is in memory at a time. Raises ValueError if their tokenizers make different texts of the prompts
-    (chat template, length limit): they would not respond to the same prompts.
+    """Each checkpoint's responses to the same prompts with the same seed, and their rewards if asked for. One
+    checkpoint is in memory at a time. Raises ValueError if their tokenizers make different texts of the prompts (chat
+    template, length limit): they would not respond to the same prompts.
     """
     checkpoints = config.checkpoints
     tokenizers = [load_tokenizer(name, **config.tokenizer_options) for name in checkpoints]

@@ -53,7 +53,6 @@ def generate(config: GenerateConfig) -> Generated:
     bits are those of that number.
 
     With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not ask for it again.
-
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
     fails, EndpointError if an endpoint refuses or fails after all retries.
     """
@@ -86,9 +85,8 @@ def generate(config: GenerateConfig) -> Generated:
 
 
 def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward | None]:
-    """A sampler of the policy, and the reward. Each process has a part of the models.
-
-    prompts: an endpoint is asked about the first one, before anything begins.
+    """A sampler of the policy, and the reward. Each process has a part of the models. prompts: an endpoint is asked
+    about the first one, before anything begins.
     """
     _, precision, tokenizer, mesh, _ = context
     prefix, reward = Prefix(tokenizer, config.prefix), None
@@ -111,9 +109,8 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
 def find_progress(
     accelerator: Accelerator, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
 ) -> tuple[Manifest, int]:
-    """Returns the manifest of this run's samples, and the number of prompts that have theirs. Changes nothing.
-
-    Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
+    """Returns the manifest of this run's samples, and the number of prompts that have theirs. Changes nothing. Raises
+    ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
     fingerprints = run_fingerprints(config, {"prompts": prompts})
     manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {})

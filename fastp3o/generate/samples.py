@@ -52,10 +52,8 @@ def make_samples(group: Group, rewards: list[float], given: str, tokenizer: PreT
 
 
 class SamplesFile:
-    """The samples of prompts 0, 1, ... in order.
-
-    Lines are synced a batch at a time. Whatever ended the process, the file begins with whole batches; lines after them
-    are cut off before a resumed run goes on.
+    """The samples of prompts 0, 1, ... in order. Lines are synced a batch at a time. Whatever ended the process, the
+    file begins with whole batches; lines after them are cut off before a resumed run goes on.
     """
 
     def __init__(self, path: Path):

@@ -161,10 +161,9 @@ class Judged(NamedTuple):
 
 
 def judged_records(samples: Iterable[Samples], judge: Judge, *, unfinished: bool, seed: int) -> Judged:
-    """Asks a judge about random pairs of each prompt's responses, each response in one of them.
-
-    unfinished: whether responses without an end-of-sequence take part. Raises EndpointError if the judge's endpoint
-    refuses or fails: what it has answered is in its file.
+    """Asks a judge about random pairs of each prompt's responses, each response in one of them. unfinished: whether
+    responses without an end-of-sequence take part. Raises EndpointError if the judge's endpoint refuses or fails: what
+    it has answered is in its file.
     """
     pairs = []
     for one in samples:

@@ -23,9 +23,8 @@ def register() -> None:
 
 class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
     """Actor trainer with P3O's loss. K is rollout.n_samples_per_prompt, the clip range is the lower end of
-    actor.eps_clip_low_high, and the KL is in the reward.
-
-    Raises ValueError for options that would part siblings, count the KL twice or make all differences of rewards equal.
+    actor.eps_clip_low_high, and the KL is in the reward. Raises ValueError for options that would part siblings, count
+    the KL twice or make all differences of rewards equal.
     """
 
     replay_buffer: Any

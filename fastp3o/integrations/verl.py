@@ -51,9 +51,8 @@ engine_workers.ppo_loss = ppo_loss
 def p3o(
     *, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: Any, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
-    """P3O's joint loss of a microbatch, tensors [B, C]; rollout_n is K and clip_ratio the clip range.
-
-    Raises ValueError for a second KL, for rollout correction, and where the rows' prompts are unknown.
+    """P3O's joint loss of a microbatch, tensors [B, C]; rollout_n is K and clip_ratio the clip range. Raises ValueError
+    for a second KL, for rollout correction, and where the rows' prompts are unknown.
     """
     if config.use_kl_loss:
         raise ValueError("use_kl_loss would add a KL outside P3O's loss: set algorithm.use_kl_in_reward=True instead")
@@ -74,9 +73,8 @@ def p3o(
 
 @register_trainer("p3o")
 class P3OTrainer(PPOTrainerSync):
-    """verl's synchronous trainer, where all responses to a prompt stay neighbours in one process.
-
-    Raises ValueError for advantages that are not rewards less the mean of their prompt's.
+    """verl's synchronous trainer, where all responses to a prompt stay neighbours in one process. Raises ValueError for
+    advantages that are not rewards less the mean of their prompt's.
     """
 
     def __init__(self, config: Any):

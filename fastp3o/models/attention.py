@@ -67,9 +67,8 @@ class KeyValueCache(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention [1, T, H, D] of tokens that each continue a response. Keeps their keys and values.
-
-        query: [1, H, T, D]. key, value: [1, Hkv, T, D], as models leave them.
+        """Attention [1, T, H, D] of tokens that each continue a response. Keeps their keys and values. query: [1, H, T,
+        D]. key, value: [1, Hkv, T, D], as models leave them.
         """
 
 
@@ -93,9 +92,8 @@ def segment_attention(
     With segments, tokens attend within them, and a cache keeps keys and values. Without, all continue its responses.
 
     query: [1, H, T, D]. key, value: [1, Hkv, T, D]. scaling: of the products, 1/√D if None. sliding_window: keys that a
-    query sees at most, its own included. softcap: of the scaled products (Gemma 2).
-
-    Returns [1, T, H, D], and no weights. Raises ValueError for a batch that is not packed, and for dropout.
+    query sees at most, its own included. softcap: of the scaled products (Gemma 2). Returns [1, T, H, D], and no
+    weights. Raises ValueError for a batch that is not packed, and for dropout.
     """
     if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
         raise UserError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')

@@ -55,10 +55,9 @@ logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD 
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-    """Loads the tokenizer of a model. chat_template: a file that has another one than its own.
-
-    Raises ValueError if there is none, if the file cannot be read, if it has no end-of-sequence token, as responses
-    could not end, and if it has tokens that the model does not have.
+    """Loads the tokenizer of a model. chat_template: a file that has another one than its own. Raises ValueError if
+    there is none, if the file cannot be read, if it has no end-of-sequence token, as responses could not end, and if it
+    has tokens that the model does not have.
     """
     if isinstance(name, Named):
         tokenizer, config = copy.deepcopy(name.content.tokenizer), name.content.model.config
@@ -95,9 +94,8 @@ def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_t
 def require_same_vocabulary(
     reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False
 ) -> None:
-    """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's.
-
-    tokenizer: the policy's. If the reference has no tokenizer, only the numbers of tokens are compared.
+    """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's. tokenizer: the
+    policy's. If the reference has no tokenizer, only the numbers of tokens are compared.
     """
     expected = f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
     with errors_naming(reference):
@@ -174,10 +172,9 @@ def load_reward_model(
     """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may be saved with them.
 
     new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. quantize: as for
-    policies; the head is not quantized.
-
-    Raises ValueError if the checkpoint is incomplete or its head was not trained, if the model has no linear `score`
-    head over hidden states, or more than one output, and if it cannot be run on packed rows.
+    policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head was not trained,
+    if the model has no linear `score` head over hidden states, or more than one output, and if it cannot be run on
+    packed rows.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
     base = base_model_name(name)
@@ -338,7 +335,6 @@ def with_adapters(model: Any, name: str) -> Any:
 
 def weight_files(name: str) -> list[Path]:
     """The files of a model's weights, or of LoRA adapters without their base; those of a hub model are downloaded.
-
     Raises ValueError if they are not safetensors: other formats can hold code, and loading may run it.
     """
     whole = base_model_name(name) == name

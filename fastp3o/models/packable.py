@@ -29,9 +29,8 @@ def logprob_tolerance(model: PackedModel, dtype: torch.dtype) -> float:
 
 
 def require_packable(model: PackedModel, name: str) -> PackedModel:
-    """Returns the model after a check of its layers and a trial on a few tokens.
-
-    Raises ValueError, with the reason if it is known, if a packed row gives other results than its single responses.
+    """Returns the model after a check of its layers and a trial on a few tokens. Raises ValueError, with the reason if
+    it is known, if a packed row gives other results than its single responses.
     """
     inner = model.model
     refused = f"{name} ({type(inner).__name__}) cannot be run on packed sequences: "

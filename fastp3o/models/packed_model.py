@@ -32,7 +32,6 @@ class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
     All happens within one forward call, which gathers a sharded model's weights. Only that function computes logits.
-
     relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
     may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
     the policy is softmax(logits / temperature) in all that is computed of it. A copy of the model keeps it.
@@ -59,9 +58,8 @@ class PackedModel(nn.Module):
         cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def forward(self, row: PackedRow, at: Tensor, compute: Callable[[Tensor, Head], Result]) -> Result:
-        """`compute` of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
-
-        Raises ValueError for a sequence that is longer than the model's positions reach.
+        """`compute` of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head. Raises ValueError
+        for a sequence that is longer than the model's positions reach.
         """
         self.check_reach(row.segments.longest_keys)
         trains = torch.is_grad_enabled()
@@ -179,9 +177,8 @@ def untempered(model: PackedModel) -> Iterator[None]:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence: as the model computes positions, or else as its configuration declares.
-
-    Rotary positions go on after those that the model was trained for, but its predictions there are worth nothing.
+    """Tokens of the longest sequence: as the model computes positions, or else as its configuration declares. Rotary
+    positions go on after those that the model was trained for, but its predictions there are worth nothing.
     """
     end = end_of_positions(config)
     config = config.get_text_config()
@@ -193,10 +190,9 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def end_of_positions(config: PretrainedConfig) -> int | None:
-    """Tokens of a sequence that have positions of their own, None for no end.
-
-    Absolute position embeddings end somewhere. Dynamic and longrope rotary positions change once a sequence is longer
-    than the original length, and those of its neighbours in the row with them.
+    """Tokens of a sequence that have positions of their own, None for no end. Absolute position embeddings end
+    somewhere. Dynamic and longrope rotary positions change once a sequence is longer than the original length, and
+    those of its neighbours in the row with them.
     """
     config = config.get_text_config()
     kinds = rope_kinds(config)

@@ -22,9 +22,8 @@ logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def quantized_loading(bits: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or 8bit.
-
-    Raises ValueError if bitsandbytes is not installed, and for several processes.
+    """Arguments of `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or 8bit. Raises
+    ValueError if bitsandbytes is not installed, and for several processes.
     """
     if number_of_processes() > 1:
         raise UserError("--quantize trains in one process: quantized weights are not spread over several")

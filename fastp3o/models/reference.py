@@ -83,10 +83,8 @@ class LoadedForEachUse(Reference):
 
 
 class MovingReference(Reference):
-    """A second model whose weights are set after updates of the policy.
-
-    every: updates between copies of the policy's weights; 0 for none. decay: after each update the weights become the
-    mean decay w_ref + (1 - decay) w; 0 for none.
+    """A second model whose weights are set after updates of the policy. every: updates between copies of the policy's
+    weights; 0 for none. decay: after each update the weights become the mean decay w_ref + (1 - decay) w; 0 for none.
     """
 
     def __init__(self, reference: SecondModel, *, every: int, decay: float):
@@ -120,7 +118,6 @@ class MovingReference(Reference):
 
 class InContext(Reference):
     """A reference that alone sees a context before each prompt, but behind its beginning-of-sequence token, `bos`.
-
     packing: of its own rows, which are longer than those that it is asked for.
     """
 

@@ -22,9 +22,8 @@ LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 class SamplingCopy:
     """A whole copy of a model. Where the model is spread over processes, they read it without waiting for one another.
-    A CUDA graph finds it at the same addresses.
-
-    model: has weights only within `gathered`; outside, its memory is given back.
+    A CUDA graph finds it at the same addresses. model: has weights only within `gathered`; outside, its memory is given
+    back.
     """
 
     def __init__(self, model: PackedModel, device: torch.device, dtype: torch.dtype, *, merges: bool = False):
@@ -78,7 +77,6 @@ class SamplingCopy:
 
 def dithered(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     """fp32 numbers in another precision, rounded up or down at random, so that their mean stays. Numbers that fit stay.
-
     What an adapter adds is at first less than half the distance to the next number of half precision, and would be
     rounded off everywhere; so would all that it has learned.
     """

@@ -29,9 +29,8 @@ LARGEST_FILE = "5GB"  # of weights
 def write_model(
     accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None
 ) -> None:
-    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
-
-    folder: not in its place yet. dtype: of the written weights; None keeps the model's.
+    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout. folder:
+    not in its place yet. dtype: of the written weights; None keeps the model's.
     """
     whole, weights = whole_model(model.model, dtype)
 
@@ -68,9 +67,8 @@ def adapter_config(model: PreTrainedModel) -> Any:
 
 
 def adapter_weights(trained: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """The weights of an adapter, and of a reward model's head, by peft's names.
-
-    trained: what trains, in fp32, by names in a PackedModel. Parts that processes share are gathered, on all of them.
+    """The weights of an adapter, and of a reward model's head, by peft's names. trained: what trains, in fp32, by names
+    in a PackedModel. Parts that processes share are gathered, on all of them.
     """
     return {
         f"base_model.{name}".replace(f".{adapter}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()

@@ -55,9 +55,8 @@ def freeze_below(model: PackedModel, layers: int) -> None:
 
 def add_lora(model: PackedModel, config: TrainableConfig) -> None:
     """Freezes the model and adds LoRA adapters (peft) to all linear layers except the head, or to `lora_targets`. Their
-    inputs have dropout in passes within `dropout_on`.
-
-    Raises ValueError if the head is named, whose adapter losses would not see, and if peft is not installed.
+    inputs have dropout in passes within `dropout_on`. Raises ValueError if the head is named, whose adapter losses
+    would not see, and if peft is not installed.
     """
     try:
         from peft import LoraConfig
@@ -115,7 +114,6 @@ def dropout_on(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
-
     Several processes gather one weight after the other into the main process's memory; the others get empty ones.
     Merged weights are in fp32, in which transformers then loads all. dtype: of the other weights; None for their own.
     """
@@ -167,9 +165,8 @@ def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]
 
 def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> Tensor:
     """The product that an adapter adds to the weight of its layer, in fp32: rounded to half precision, it or the sum
-    would lose what is small next to the weight, and with it much of what was learned.
-
-    dtype: of the passes, to which the adapter's own weights are rounded; None for theirs.
+    would lose what is small next to the weight, and with it much of what was learned. dtype: of the passes, to which
+    the adapter's own weights are rounded; None for theirs.
     """
     inside = {
         id(part): nn.Parameter(whole(part.detach()).to(dtype or part.dtype).float(), requires_grad=False)

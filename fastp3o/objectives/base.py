@@ -72,10 +72,9 @@ SumOverProcesses = Callable[[Tensor], Tensor]
 
 
 class Objective(ABC):
-    """Updates the policy from rollouts with rewards, old and reference log-probs.
-
-    scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state. reference_values:
-    `Reference.map_rows` of the run's, for objectives that take more of it than log-probs.
+    """Updates the policy from rollouts with rewards, old and reference log-probs. scaler: scales rewards. kl: the
+    weight of the KL to the reference, if it is a part of the state. reference_values: `Reference.map_rows` of the
+    run's, for objectives that take more of it than log-probs.
     """
 
     scaler: Scaler
@@ -103,7 +102,6 @@ class Objective(ABC):
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         """What a row adds to its minibatch's divisor: its prompts, unless the loss is a mean over something else.
-
         loss_mask: [P, K] bool, on the CPU; None for all.
         """
         return len(row.groups)
@@ -133,7 +131,6 @@ class Objective(ABC):
 
 class GroupwiseObjective(Objective):
     """An objective whose loss is a plain function of the log-probs of each prompt's responses, in one pass of the head.
-
     outputs: further outputs of that pass for each token (`TokenOutputs`). sampler_ratio_cap: of the importance weights
     of losses (`truncated_ratios`); 0: losses have none.
     """

@@ -15,10 +15,9 @@ class KLCoefficient:
     """value: the KL's weight now. target: the KL that it is adapted to; None keeps it fixed.
 
     Schulman's KL is that of one step, which the weight decides (foresight 0). The distance from the reference answers
-    over many updates: while it is on its way to the target, the weight stays.
-
-    kl: at the last update, when the weight was `used`. pace: mean change of the KL from one update to the next, over
-    the last ones, which is taken to last for `foresight` more. updates: number of changes so far.
+    over many updates: while it is on its way to the target, the weight stays. kl: at the last update, when the weight
+    was `used`. pace: mean change of the KL from one update to the next, over the last ones, which is taken to last for
+    `foresight` more. updates: number of changes so far.
     """
 
     def __init__(self, value: float, target: float | None, foresight: int = FORESIGHT):

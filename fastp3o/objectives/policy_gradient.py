@@ -33,9 +33,8 @@ TOKEN_KL = {"k2": formulas.k2, "k3": formulas.k3}
 
 
 class PolicyGradient(GroupwiseObjective):
-    """Subclasses define the advantages and the losses that these weigh.
-
-    loss_mean: how the losses of tokens are averaged, see `total`. `prepare` adds `advantages`, [P, K] fp32.
+    """Subclasses define the advantages and the losses that these weigh. loss_mean: how the losses of tokens are
+    averaged, see `total`. `prepare` adds `advantages`, [P, K] fp32.
     """
 
     kl: KLCoefficient
@@ -113,10 +112,9 @@ class PolicyGradient(GroupwiseObjective):
         return (groups.means(values) if values.dim() == 1 else values).where(groups["loss_mask"], 0.0).sum()
 
     def total(self, groups: Groups, values: Tensor, takes_part: Tensor) -> Tensor:
-        """The sum over prompts of the means over [P, M] values, which are 0 if they take no part.
-
-        Values of tokens, [n], become a response's by loss_mean: their mean (sequence), their sum (sum), or their sum
-        divided by max_response_tokens (constant). With loss_mean "token" it is the sum over all tokens instead.
+        """The sum over prompts of the means over [P, M] values, which are 0 if they take no part. Values of tokens,
+        [n], become a response's by loss_mean: their mean (sequence), their sum (sum), or their sum divided by
+        max_response_tokens (constant). With loss_mean "token" it is the sum over all tokens instead.
         """
         if self.loss_mean == "token":
             return values.where(groups.per_token(takes_part), 0.0).sum()

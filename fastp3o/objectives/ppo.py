@@ -40,10 +40,9 @@ if TYPE_CHECKING:  # functions import what they need of `models`: with transform
 
 
 class ActorCritic(Objective):
-    """Advantages of tokens by a critic, which trains beside the policy.
-
-    `prepare` adds, [N] fp32 each: `old_values`, the values before each token at the rollout; `advantages`, whitened
-    over the update; `returns`, the targets of the values.
+    """Advantages of tokens by a critic, which trains beside the policy. `prepare` adds, [N] fp32 each: `old_values`,
+    the values before each token at the rollout; `advantages`, whitened over the update; `returns`, the targets of the
+    values.
     """
 
     kl: KLCoefficient
@@ -139,10 +138,9 @@ class PPO(ActorCritic):
 
 
 class Critic(nn.Module):
-    """A separate model of values, so that learning them does not move the policy.
-
-    It is a copy of the starting policy, with the same trainable parameters, and a value head in place of the language
-    head. The value head starts at zero: the first advantages are those without a critic.
+    """A separate model of values, so that learning them does not move the policy. It is a copy of the starting policy,
+    with the same trainable parameters, and a value head in place of the language head. The value head starts at zero:
+    the first advantages are those without a critic.
     """
 
     def __init__(self, policy: "PackedModel"):
@@ -173,9 +171,8 @@ def token_rewards(
 def estimate_advantages(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, gae_lambda: float) -> Tensor:
     """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
 
-    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end like any other.
-
-    Each pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
+    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end like any other. Each
+    pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
     """
     lengths, positions = cu_seqlens.diff(), torch.arange(len(rewards), device=rewards.device)
     left = cu_seqlens[1:].repeat_interleave(lengths, output_size=len(rewards)) - positions
@@ -211,10 +208,9 @@ def ppo_loss(
     *,
     step_kl_coef: float | None = None,
 ) -> LossAndMetrics:
-    """Bounded policy loss and clipped value loss, summed over the tokens that take part.
-
-    logprobs, values, entropy: [N] fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
-    step_kl_coef: the adapted one; by default the configuration's.
+    """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs, values, entropy: [N]
+    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums. step_kl_coef: the adapted one; by
+    default the configuration's.
     """
     advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
     ratio = (logprobs - microbatch.old_token_logprobs).exp()

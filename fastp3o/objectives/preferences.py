@@ -82,7 +82,6 @@ def pair_sums(
 
 def fixed_pair_sums(config: configs.PairConfig, groups: Groups) -> LossAndMetrics:
     """`pair_sums` of fixed pairs. `groups` has `ref`, log π_ref [P, K], if that is needed. Further metrics:
-
     log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2: see `square_kl`. sft_loss:
     the mean negative log-likelihood of the chosen response's tokens, if it has a weight.
     """
@@ -113,9 +112,8 @@ class FreshPairs(GroupwiseObjective):
 
 
 def square_kl(groups: Groups) -> Tensor:
-    """Mean over each group's responses of (log π/π_ref)² / 2, [P].
-
-    It is about the KL to the reference, in nats per response, if the policy is near it and responses are as its own.
+    """Mean over each group's responses of (log π/π_ref)² / 2, [P]. It is about the KL to the reference, in nats per
+    response, if the policy is near it and responses are as its own.
     """
     return losses.k2(groups.logprobs, groups["ref"]).mean(1)
 
@@ -155,10 +153,9 @@ def kto_sums(config: configs.KTOConfig, groups: Groups) -> LossAndMetrics:
 
 
 class NashMD(GroupwiseObjective):
-    """−(P(y ≻ y′) − ½ − τ log π/π_ref(y)) log π(y), the mean over a prompt's y, P the mean over its y′.
-
-    A prompt's first K / 2 responses, y, are the policy's, and learn. The others, y′, are the mixture's. P(y ≻ y′) is
-    σ(r(y) − r(y′)), as in the Bradley–Terry model of a reward model's scores.
+    """−(P(y ≻ y′) − ½ − τ log π/π_ref(y)) log π(y), the mean over a prompt's y, P the mean over its y′. A prompt's
+    first K / 2 responses, y, are the policy's, and learn. The others, y′, are the mixture's. P(y ≻ y′) is σ(r(y) −
+    r(y′)), as in the Bradley–Terry model of a reward model's scores.
     """
 
     def __init__(self, config: configs.NashMDConfig):

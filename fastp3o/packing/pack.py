@@ -51,9 +51,8 @@ def pack(
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
-    """Values of the rows' responses, [S] each -> [P, K], in the order in which the groups were given to `pack`.
-
-    Raises ValueError if groups differ in their number of responses.
+    """Values of the rows' responses, [S] each -> [P, K], in the order in which the groups were given to `pack`. Raises
+    ValueError if groups differ in their number of responses.
     """
     responses_per_prompt = rows[0].responses_per_prompt
     if responses_per_prompt is None or any(row.responses_per_prompt != responses_per_prompt for row in rows):
@@ -90,7 +89,6 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
     """Splits indices into `parts` lists of equal length, with sums of sizes as even as a greedy choice makes them.
-
     Raises ValueError if the indices do not divide evenly.
     """
     if len(sizes) % parts:
@@ -119,9 +117,8 @@ def derived_seed(*parts: int) -> int:
 
 
 def examples_of_step(step: int, *, batch_size: int, total: int, seed: int) -> list[int]:
-    """The `batch_size` examples of step `step` in an endless sequence of shuffled passes over `total` examples.
-
-    A batch may hold the end of one pass and the beginning of the next: no example is left out, no batch is smaller.
+    """The `batch_size` examples of step `step` in an endless sequence of shuffled passes over `total` examples. A batch
+    may hold the end of one pass and the beginning of the next: no example is left out, no batch is smaller.
     """
     first, last = step * batch_size, (step + 1) * batch_size
     passes = range(first // total, (last - 1) // total + 1)
@@ -141,7 +138,6 @@ def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:
 
 def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]]:
     """Deals out the work of some steps, given its sizes in tokens. Returns indices into them for each step and process.
-
     In every step each process gets about as many tokens. If there is too little work for all, those with the least
     tokens in earlier steps get it.
     """

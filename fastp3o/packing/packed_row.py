@@ -37,9 +37,8 @@ class OnDevice:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with all tensors in it on the device: a tensor, an OnDevice, or tuples, lists and dicts of them.
-
-    The host does not wait for tensors that go from its memory to a GPU.
+    """The value with all tensors in it on the device: a tensor, an OnDevice, or tuples, lists and dicts of them. The
+    host does not wait for tensors that go from its memory to a GPU.
     """
     leaves, structure = tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -80,9 +79,8 @@ class SharedKeys(OnDevice):
 
 @dataclass(frozen=True)
 class Segments(OnDevice):
-    """Segment g's queries are tokens cu_queries[g] to cu_queries[g + 1], its keys cu_keys[g] to cu_keys[g + 1].
-
-    Queries see the keys up to their own position, aligned at the end: the last query sees every key of its segment.
+    """Segment g's queries are tokens cu_queries[g] to cu_queries[g + 1], its keys cu_keys[g] to cu_keys[g + 1]. Queries
+    see the keys up to their own position, aligned at the end: the last query sees every key of its segment.
     """
 
     cu_queries: Tensor  # [G + 1] int32

@@ -13,7 +13,6 @@ from fastp3o.rollouts.groups import Group
 
 class Cascade:
     """Each reward answers for the responses that those before it have passed on, which are NaN in their answers.
-
     rewards: by name. The last one passes nothing on. answered: of each reward, [P, K] fp32 of the last call, 1 where it
     has answered.
     """

@@ -33,9 +33,7 @@ class RemoteConfig(Flags):
     reward_requests: int = option(
         8, "Concurrent requests of one process to an endpoint.", at_least=1, needs=URL, changeable=True
     )
-    reward_batch_size: int = option(
-        16, "Responses in one request to an endpoint.", at_least=1, needs=URL, changeable=True
-    )
+    reward_batch_size: int = option(16, "Responses in one request to a URL.", at_least=1, needs=URL, changeable=True)
     reward_timeout: float | None = option(
         None,
         f"Seconds of an endpoint's request (default {REQUEST_SECONDS:g}), or a function's call ({CALL_SECONDS:g}).",

@@ -33,9 +33,8 @@ class FunctionReward:
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
-        """timeout: seconds that a call may take. function: itself, instead of importing the name.
-
-        Raises ValueError if there is no such function, or it does not take prompts and responses.
+        """timeout: seconds that a call may take. function: itself, instead of importing the name. Raises ValueError if
+        there is no such function, or it does not take prompts and responses.
         """
         self.name, self.timeout = name, timeout
         function = import_function(name, "reward function") if function is None else function

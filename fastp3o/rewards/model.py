@@ -19,10 +19,8 @@ from fastp3o_kernels import sequence_logprobs
 
 
 class ModelReward:
-    """Scores of a reward model.
-
-    device: of the computation. mesh: of processes over which the model is spread; None for one. offload: keeps the
-    model on the CPU between uses.
+    """Scores of a reward model. device: of the computation. mesh: of processes over which the model is spread; None for
+    one. offload: keeps the model on the CPU between uses.
     """
 
     def __init__(
@@ -90,7 +88,6 @@ class Translation:
 
     def prompt_ids(self, prompt: Prompt) -> Ids:
         """The prompt's ids after the tokens that the tokenizer puts first, unless a chat template has put one there.
-
         Where a chat template wrote the prompt, all names of the policy's special tokens in it are tokens to the policy,
         in plain text none is. A name that only the other model has a token for is text.
         """

@@ -44,7 +44,6 @@ def load_reward(
 ) -> Reward:
     """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
     `environment` what a configuration's environment gives, and anything else a reward model's folder or hub name.
-
     remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
     if isinstance(name, Named) and not isinstance(name.content, LoadedModel):
@@ -104,10 +103,9 @@ def single_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
 
 
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
-    """Values of rewards by their names, and the parts of sums without their weights, as `name/part`.
-
-    All processes must call it. Raises EndpointError, FunctionError or FunctionInterruptedError on each of them if a
-    reward fails on any, once all others are computed: a model that is spread over processes needs all of them.
+    """Values of rewards by their names, and the parts of sums without their weights, as `name/part`. All processes must
+    call it. Raises EndpointError, FunctionError or FunctionInterruptedError on each of them if a reward fails on any,
+    once all others are computed: a model that is spread over processes needs all of them.
     """
     singles = single_rewards(rewards)
     values: dict[str, Tensor] = {}
@@ -159,7 +157,6 @@ def penalised_rewards(
     reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int, *, by_token: bool = False
 ) -> dict[str, Tensor]:
     """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
-
     longest: tokens that a response may have. by_token: adds TOKEN_REWARDS. Raises as `rewarded` does.
     """
     subtracted = penalties(groups, config, longest)

@@ -24,9 +24,8 @@ def tied(rewards: Tensor) -> Tensor:
 
 
 class Scaler(ABC):
-    """Divides values by their running standard deviation, and bounds the results.
-
-    clip: bound, 0 for none. scale: False leaves the deviation at 1, so that rewards are only bounded.
+    """Divides values by their running standard deviation, and bounds the results. clip: bound, 0 for none. scale: False
+    leaves the deviation at 1, so that rewards are only bounded.
     """
 
     def __init__(self, clip: float, *, scale: bool = True):

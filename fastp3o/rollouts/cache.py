@@ -64,7 +64,6 @@ def fitting_room(
     prompt_copies: int = 1,
 ) -> Room:
     """Room for `prompts` at once with a slot for each of their responses, or for as many as `memory` (bytes) holds.
-
     Less memory means fewer prompts at once, then fewer slots; at least one of each. prompt_copies: of a prompt's keys.
     """
     prompt_tokens = max(1, longest_prompt)
@@ -102,10 +101,9 @@ def return_unused_memory(device: torch.device) -> None:
 
 
 class Cache:
-    """A KeyValueCache of prompts and of slots, whose memory can be given back.
-
-    slots: the responses that the slots of the current step work on. prompt_of_token, position_of_token: [n] int64, the
-    places of the keys of the next row of prompts; further tokens of the row are padding.
+    """A KeyValueCache of prompts and of slots, whose memory can be given back. slots: the responses that the slots of
+    the current step work on. prompt_of_token, position_of_token: [n] int64, the places of the keys of the next row of
+    prompts; further tokens of the row are padding.
     """
 
     def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device):

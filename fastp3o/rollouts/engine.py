@@ -39,10 +39,9 @@ IDLE = 0.15
 
 
 class Engine:
-    """Samples one batch of prompts after the other in the same memory, as long as it has room for them.
-
-    static: whether shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs, and
-    where slots take several responses. graph: whether steps are captured; by default on GPUs.
+    """Samples one batch of prompts after the other in the same memory, as long as it has room for them. static: whether
+    shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs, and where slots take
+    several responses. graph: whether steps are captured; by default on GPUs.
     """
 
     tokens_per_row = TOKENS_PER_ROW  # of a packed row of prompts
@@ -77,7 +76,6 @@ class Engine:
 
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
         """Token ids of responses to at most as many prompts as there is room for, and their log-probabilities, [p][K].
-
         keys: [p, K] int64, keys of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
         """
         with self.without_gradients():
@@ -178,9 +176,8 @@ class CachedRow(NamedTuple):
 def prefill(
     policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
 ) -> None:
-    """Puts keys and values of the prompts into the cache.
-
-    pad: makes rows of equal length, since libraries on a GPU round differently at other shapes.
+    """Puts keys and values of the prompts into the cache. pad: makes rows of equal length, since libraries on a GPU
+    round differently at other shapes.
     """
     cache.begin([len(ids) - 1 for ids in prompts])
     given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
@@ -231,9 +228,8 @@ class LayerShapes:
 
 
 def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
-    """Shapes of the policy's keys by layer index. token: any token of the vocabulary.
-
-    Raises UserError if heads of values have another size than those of keys.
+    """Shapes of the policy's keys by layer index. token: any token of the vocabulary. Raises UserError if heads of
+    values have another size than those of keys.
     """
     shapes = LayerShapes()
     (row,) = rows_to_cache([(0, 0, [token])], 1, False, policy.model.device)

@@ -29,11 +29,9 @@ TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=4, r
 class EngineSampler:
     """A Sampler. Responses do not depend on the batch or the process that a prompt is in.
 
-    The first call raises UserError for a policy that the engine cannot decode.
-
-    max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
-    for keys and values of prompts and responses, by default a part of free memory; with less, fewer prompts are sampled
-    at once.
+    The first call raises UserError for a policy that the engine cannot decode. max_response_tokens: longest response.
+    batch_size: prompts sampled at once, with all their responses. memory: bytes for keys and values of prompts and
+    responses, by default a part of free memory; with less, fewer prompts are sampled at once.
     """
 
     def __init__(
@@ -122,10 +120,8 @@ class EngineSampler:
 
 @torch.no_grad()
 def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
-    """Shapes of the policy's keys by layer index.
-
-    Raises UserError if the engine must not sample from it: the log-probabilities of a few short responses must be those
-    of the policy's own distribution.
+    """Shapes of the policy's keys by layer index. Raises UserError if the engine must not sample from it: the
+    log-probabilities of a few short responses must be those of the policy's own distribution.
     """
     refused = f"the engine cannot decode {type(policy.model).__name__}; --sampler transformers can, more slowly: "
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]

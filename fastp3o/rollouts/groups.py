@@ -153,9 +153,8 @@ def sampling_settings(config: SamplerConfig) -> SamplingSettings:
 
 class Ends:
     """What ends a response: the tokenizer's end-of-sequence, those that the checkpoint stops at (a chat model's end of
-    turn), and stop strings.
-
-    ids: the tokens that end a response whatever stands before them, those that hold a stop string among them.
+    turn), and stop strings. ids: the tokens that end a response whatever stands before them, those that hold a stop
+    string among them.
     """
 
     def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):

@@ -20,9 +20,8 @@ MIXTURE = 0x6D697874757265
 
 
 class MixtureEngine(Engine):
-    """An engine of two policies with the same vocabulary. Each has its own keys and values of the same tokens.
-
-    weight: β. Further arguments are an Engine's.
+    """An engine of two policies with the same vocabulary. Each has its own keys and values of the same tokens. weight:
+    β. Further arguments are an Engine's.
     """
 
     def __init__(

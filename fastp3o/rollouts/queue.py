@@ -1,9 +1,7 @@
 """The queue of responses: the one that each slot works on, its tokens so far, and the one that is next.
 
-Its tensors stay in place.
-
-Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the order of their numbers. A
-slot for which none is left is idle: it works on number N, of prompt P.
+Its tensors stay in place. Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the
+order of their numbers. A slot for which none is left is idle: it works on number N, of prompt P.
 """
 
 from collections.abc import Sequence
@@ -19,10 +17,8 @@ NO_TOKEN = -1
 
 
 class Queue:
-    """Serves one batch of prompts after the other.
-
-    tokens: [R] int64, the input of each slot's next step. A prompt's last token is the first input of its responses, so
-    that all tokens are sampled in one place.
+    """Serves one batch of prompts after the other. tokens: [R] int64, the input of each slot's next step. A prompt's
+    last token is the first input of its responses, so that all tokens are sampled in one place.
     """
 
     def __init__(self, room: Room, end_ids: set[int], device: torch.device):

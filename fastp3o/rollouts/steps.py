@@ -12,10 +12,9 @@ logger = get_logger(__name__)
 
 
 class StepGraph:
-    """Captures a step as a CUDA graph, which launches all its kernels together instead of one by one from Python.
-
-    The step must keep everything in tensors that it changes in place. A graph knows tensors by their addresses, so a
-    step is captured again once one has moved; weights may change in place between replays.
+    """Captures a step as a CUDA graph, which launches all its kernels together instead of one by one from Python. The
+    step must keep everything in tensors that it changes in place. A graph knows tensors by their addresses, so a step
+    is captured again once one has moved; weights may change in place between replays.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,10 +24,9 @@ class StepGraph:
         self.fails = False
 
     def ready(self, step: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """A function that does one step, valid until a tensor moves. Capturing does up to two steps first.
-
-        step: runs on the current stream, and never reads the device. One that fails on its way must have changed
-        nothing that the next one would not write again. tensors: all that it uses and that outlive it.
+        """A function that does one step, valid until a tensor moves. Capturing does up to two steps first. step: runs
+        on the current stream, and never reads the device. One that fails on its way must have changed nothing that the
+        next one would not write again. tensors: all that it uses and that outlive it.
         """
         if self.fails:
             return step

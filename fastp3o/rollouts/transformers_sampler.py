@@ -15,7 +15,6 @@ from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Sampling
 
 class TransformersSampler:
     """A Sampler. A batch is sampled until its longest response ends; another batch size gives other responses.
-
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses.
     """
 

@@ -14,9 +14,8 @@ BEST_EVALUATION = "evaluation.json"
 
 
 class Best:
-    """The best evaluation by one metric.
-
-    best: its metrics, with `step`; None before the first. since: evaluations after it, none of which was better.
+    """The best evaluation by one metric. best: its metrics, with `step`; None before the first. since: evaluations
+    after it, none of which was better.
     """
 
     def __init__(self, metric: str, *, lowest: bool, folder: Path):
@@ -36,9 +35,8 @@ class Best:
             raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look anew") from error
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN.
-
-        Raises UserError if the evaluation lacks the metric.
+        """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN. Raises
+        UserError if the evaluation lacks the metric.
         """
         if self.metric not in metrics:
             raise UserError(f"--keep_best {self.metric}: evaluations have {', '.join(metrics)}")

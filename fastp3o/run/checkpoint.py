@@ -60,10 +60,9 @@ CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run: its state without the tensors.
-
-    evaluated: whether the evaluation that is due after `step` was made. counters: states of the optimizer and other
-    parts, by name. generators: states of this process's random generators.
+    """The progress of a run: its state without the tensors. evaluated: whether the evaluation that is due after `step`
+    was made. counters: states of the optimizer and other parts, by name. generators: states of this process's random
+    generators.
     """
 
     step: int
@@ -87,10 +86,9 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run carries from step to step next to its optimizer.
-
-    parts: with states of their own, by name, such as the scaling of rewards. tensors: gives the tensors that change;
-    they are filled in place. pending: work under way, if there is any.
+    """All that a run carries from step to step next to its optimizer. parts: with states of their own, by name, such as
+    the scaling of rewards. tensors: gives the tensors that change; they are filled in place. pending: work under way,
+    if there is any.
     """
 
     parts: Mapping[str, Stateful] = field(default_factory=dict)
@@ -118,9 +116,8 @@ class States:
         return replace(progress, counters=progress.counters | {"optimizer": optimizer})
 
     def save(self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]) -> None:
-        """Writes a state and removes all but the last two. The optimizer must stand where `progress` was taken.
-
-        Raises NotFiniteError, with nothing written, if a weight or a moment is not finite.
+        """Writes a state and removes all but the last two. The optimizer must stand where `progress` was taken. Raises
+        NotFiniteError, with nothing written, if a weight or a moment is not finite.
         """
         place = self.folder / f"step-{progress.step:06}"
         if place == self.newest:
@@ -162,9 +159,8 @@ class States:
             remove(self.folder / name)
 
     def find(self) -> tuple[Manifest | None, list[str]]:
-        """Finds the newest whole state, and says which newer ones are damaged. Changes nothing.
-
-        Raises CorruptStateError if there are states and none is whole.
+        """Finds the newest whole state, and says which newer ones are damaged. Changes nothing. Raises
+        CorruptStateError if there are states and none is whole.
         """
         self.newest, self.corrupt = None, []
         problems: list[str] = []
@@ -208,9 +204,8 @@ class States:
         return f"{changed[0]} has another checksum than when it was written" if changed else None
 
     def load(self, manifest: Manifest) -> Progress:
-        """Restores the state that was found. Renames corrupt ones, so that their steps can be saved again.
-
-        Raises ValueError, with nothing changed, if it lacks tensors that this run has next to the optimizer's.
+        """Restores the state that was found. Renames corrupt ones, so that their steps can be saved again. Raises
+        ValueError, with nothing changed, if it lacks tensors that this run has next to the optimizer's.
         """
         assert self.newest is not None
         newest, others = self.newest, self.other_tensors()

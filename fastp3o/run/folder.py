@@ -35,10 +35,8 @@ locks: dict[Path, int] = {}
 
 
 def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
-    """Checks the folder before anything is loaded, and writes nothing.
-
-    Raises FileExistsError if it holds a run that this one does not resume, or files that are not a run's; ValueError if
-    a model that the run starts from lies in it.
+    """Checks the folder before anything is loaded, and writes nothing. Raises FileExistsError if it holds a run that
+    this one does not resume, or files that are not a run's; ValueError if a model that the run starts from lies in it.
     """
     on_main_process(accelerator, lambda: require_usable(config))
 
@@ -74,9 +72,8 @@ def require_usable(config: RunConfig) -> None:
 
 
 def claim(accelerator: Accelerator, config: RunConfig) -> Path:
-    """Makes the folder and locks it, until the process ends or `release` is called.
-
-    Raises what `check_output_dir` does, and FileExistsError if another process trains in it.
+    """Makes the folder and locks it, until the process ends or `release` is called. Raises what `check_output_dir`
+    does, and FileExistsError if another process trains in it.
     """
     folder = Path(config.output_dir)
 

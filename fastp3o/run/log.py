@@ -61,9 +61,8 @@ def record(line: bytes, key: str) -> dict[str, Any] | None:
 
 def cut_after(path: Path, last: int, key: str = "step") -> list[str]:
     """Removes the lines after number `last`, which a resumed run writes again, and damaged ones, such as the end of a
-    file on a disk that was full. Returns a message for each that is damaged. A compressed log is plain again.
-
-    All that belongs to steps up to `last` was synced before the state of that step was.
+    file on a disk that was full. Returns a message for each that is damaged. A compressed log is plain again. All that
+    belongs to steps up to `last` was synced before the state of that step was.
     """
     numbers = [values[key] if values else None for values in (record(line, key) for line in lines(path))]
     kept = [number is not None and number <= last for number in numbers]

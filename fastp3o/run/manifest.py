@@ -28,11 +28,9 @@ class ResumeError(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A state's description.
-
-    step: the last one whose work is in the state. evaluated: whether that step's evaluation was made. processes: how
-    many wrote it. config: the run's configuration. fingerprints: hashes of what the configuration names, see
-    `fingerprints.py`. checksums: SHA-256 of each of its files.
+    """A state's description. step: the last one whose work is in the state. evaluated: whether that step's evaluation
+    was made. processes: how many wrote it. config: the run's configuration. fingerprints: hashes of what the
+    configuration names, see `fingerprints.py`. checksums: SHA-256 of each of its files.
     """
 
     step: int
@@ -82,9 +80,8 @@ def content_checksum(content: dict[str, Any]) -> str:
 
 
 def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[str, str], processes: int) -> list[str]:
-    """Returns lines on the changes since the state that take effect.
-
-    Raises ResumeError, with the names and the remedy, if an option or a content changed that must not.
+    """Returns lines on the changes since the state that take effect. Raises ResumeError, with the names and the remedy,
+    if an option or a content changed that must not.
     """
     same_content = {name for name, value in fingerprints.items() if manifest.fingerprints.get(name) == value}
     now, before = config.plain(), manifest.config
@@ -101,9 +98,7 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
         # A fingerprint of one of several rewards has the reward's name after the option.
         flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({getattr(config, name)})" for name in contents)
         remedy = "Bring back what was there, or begin a new --output_dir"
-        raise ResumeError(
-            f"--resume: the name is the same, the content another than when the run began: {flags}. {remedy}"
-        )
+        raise ResumeError(f"--resume: the same name, the content another than when the run began: {flags}. {remedy}")
     shown = sorted(changed - {"resume", "output_dir"})
     lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in shown]
     lines += [f"resuming with another source of the {name}" for name in others]

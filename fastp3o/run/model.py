@@ -23,10 +23,8 @@ def save_trained(
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says, each with a card. What an earlier
-    save with another choice has left is removed.
-
-    folder: of the model. The adapter goes into `adapter/`, beside `model/` and inside any other folder. files: further
-    texts in the folder, by the names of their files.
+    save with another choice has left is removed. folder: of the model. The adapter goes into `adapter/`, beside
+    `model/` and inside any other folder. files: further texts in the folder, by the names of their files.
     """
     accelerator, model, parts = optimizer.accelerator, optimizer.model, training.config.lora_save
     saves_adapter = parts != "merged" and base_name(model.model) is not None

@@ -33,9 +33,8 @@ STEPS, EVALUATIONS = "#1f77b4", "#d62728"
 
 
 def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
-    """Writes a PNG, complete or not at all. Returns whether there was anything to draw.
-
-    metrics, evaluations: logs of the run; lines that are damaged are left out.
+    """Writes a PNG, complete or not at all. Returns whether there was anything to draw. metrics, evaluations: logs of
+    the run; lines that are damaged are left out.
     """
     # These take half a second, for which the start of a run does not wait.
     import pandas as pd

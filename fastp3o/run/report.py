@@ -49,7 +49,6 @@ tqdm.set_lock(ThreadsLock())
 
 class Reporter:
     """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only.
-
     ends_processes: whether their group is destroyed at the end.
     """
 

@@ -270,9 +270,8 @@ class Run:
         shown: tuple[str, ...],
     ) -> None:
         """Ends a step that the device may still be working on: reads the outcome of the step before it, and sends its
-        own on the way, which is read after the next step, or before anything is saved or evaluated.
-
-        begun: when its work began. metrics: 0-d, on the device. host_metrics: the others.
+        own on the way, which is read after the next step, or before anything is saved or evaluated. begun: when its
+        work began. metrics: 0-d, on the device. host_metrics: the others.
         """
         self.read_late_step()
         outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
@@ -293,10 +292,9 @@ class Run:
         self.unread = settle
 
     def read_late_step(self) -> None:
-        """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one.
-
-        Raises NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before
-        that step, also where a later one was launched.
+        """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one. Raises
+        NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before that
+        step, also where a later one was launched.
         """
         settle, self.unread = self.unread, None
         if settle is not None:
@@ -341,9 +339,8 @@ class Run:
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """The run ends after `step` if the callback returns True. Saves the state if it raises anything at all, such as
-        sys.exit's, or returns neither True, False nor None, so that the run can go on.
-
-        Torch's defaults and the working directory are as before it. A process that it forks ends where it leaves it.
+        sys.exit's, or returns neither True, False nor None, so that the run can go on. Torch's defaults and the working
+        directory are as before it. A process that it forks ends where it leaves it.
         """
 
         def asked() -> tuple[bool, BaseException | None]:

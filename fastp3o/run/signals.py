@@ -21,9 +21,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StoppedError(SystemExit):
-    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number.
-
-    number: of the signal. place: where the run goes on from, in words.
+    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number. number: of
+    the signal. place: where the run goes on from, in words.
     """
 
     def __init__(self, number: int, place: str):
@@ -79,7 +78,6 @@ class Stops:
 
     def agreed(self, due: bool) -> tuple[int, bool]:
         """The signal that any process has received (0: none), and whether something is due on any. A collective.
-
         Several processes have the answer of the call before: then no host waits for the device.
         """
         if self.accelerator.num_processes == 1:

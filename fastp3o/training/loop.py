@@ -29,10 +29,9 @@ from fastp3o.training.online import set_up
 def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     """Trains a policy and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
 
-    config: of the objective to train with. caller: a program in Python that has started the run.
-
-    Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
-    if a remote reward or a vLLM server fails, and FunctionError if a function fails.
+    config: of the objective to train with. caller: a program in Python that has started the run. Raises, after saving
+    model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError if a remote reward or
+    a vLLM server fails, and FunctionError if a function fails.
     """
     buffer, score, logged, objective, policy, reference, step, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"

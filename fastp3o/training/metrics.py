@@ -148,10 +148,8 @@ def gather_table(accelerator: Accelerator, update: Update, values: Tensor) -> Te
 
 
 def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:
-    """The groups of an update that are logged, in order. log_ratios: of this process's responses, [p, K].
-
-    Those whose prompts have the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in
-    the next.
+    """The groups of an update that are logged, in order. log_ratios: of this process's responses, [p, K]. Those whose
+    prompts have the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
     """
     groups = update.groups
     places: Sequence[int] = range(len(groups))

@@ -44,10 +44,9 @@ def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Reward
 def pack_minibatches(
     accelerator: Accelerator, groups: list[Group], minibatches: int, packing: Packing
 ) -> list[list[PackedRow]]:
-    """Packs this process's share of each minibatch, for all inner epochs.
-
-    Minibatches have equally many prompts. Tokens are balanced between minibatches, and between processes. With fewer
-    prompts than processes, some processes have no row.
+    """Packs this process's share of each minibatch, for all inner epochs. Minibatches have equally many prompts. Tokens
+    are balanced between minibatches, and between processes. With fewer prompts than processes, some processes have no
+    row.
     """
     prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
@@ -121,10 +120,8 @@ Item = TypeVar("Item")  # what a backward pass is made over: a row with the inpu
 
 
 class Passes(NamedTuple, Generic[Item]):
-    """The backward passes of a minibatch on this process.
-
-    rows: and whether each counts: processes make equally many passes. divisor: of the losses; a mean over the
-    processes, since their gradients are averaged.
+    """The backward passes of a minibatch on this process. rows: and whether each counts: processes make equally many
+    passes. divisor: of the losses; a mean over the processes, since their gradients are averaged.
     """
 
     rows: list[tuple[Item, bool]]
@@ -134,9 +131,8 @@ class Passes(NamedTuple, Generic[Item]):
 def equal_passes(
     accelerator: Accelerator, minibatches: list[list[Microbatch]], loss_mask: Tensor | None, objective: Objective
 ) -> list[Passes[Microbatch]]:
-    """The minibatches with as many rows as the process with most has in each: further ones do not count.
-
-    loss_mask: [P, K] bool of all prompts, on the CPU.
+    """The minibatches with as many rows as the process with most has in each: further ones do not count. loss_mask: [P,
+    K] bool of all prompts, on the CPU.
     """
     sizes = [
         sum(objective.divisor(one.row, masked(loss_mask, one.row)) for one in minibatch) for minibatch in minibatches
@@ -164,9 +160,8 @@ def optimizer_step(
     takes them.
 
     loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
-    the step, and returns metrics of its own.
-
-    Does not wait for the device: whether loss and gradient were finite says `Optimizer.require_finite`.
+    the step, and returns metrics of its own. Does not wait for the device: whether loss and gradient were finite says
+    `Optimizer.require_finite`.
     """
     metrics = add_gradients(optimizer, passes, loss)
     further = {} if further_passes is None else further_passes()
@@ -219,10 +214,9 @@ class MetricSums:
 
 
 def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Metrics of optimizer steps over all processes, 0-d: maxima, and means over the steps.
-
-    A step's own metrics are sums with counts, [2], which are divided here, 0 where nothing counts; maxima, whose names
-    end in `_max`; and numbers that are means over the processes, 0-d.
+    """Metrics of optimizer steps over all processes, 0-d: maxima, and means over the steps. A step's own metrics are
+    sums with counts, [2], which are divided here, 0 where nothing counts; maxima, whose names end in `_max`; and
+    numbers that are means over the processes, 0-d.
     """
     maxima = sorted(name for name in steps[0] if name.endswith("_max"))
     fractions = sorted(name for name, value in steps[0].items() if value.dim())

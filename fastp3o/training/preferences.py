@@ -54,7 +54,6 @@ class Preferences(SupervisedTask[PreferenceRow]):
     """Base of pairs and single responses: the reference, the loss, sampled evaluations.
 
     Before the first step the reference's log-probs are computed, or found in their file; then the reference is dropped.
-
     sums: the loss of P groups, summed, and its metrics, from a configuration and these. columns: the responses whose
     log-probs they are; those of one tuple share their prompt in a row.
     """

@@ -21,7 +21,6 @@ TEXTS = 2**32 - 2  # part of the seed, so that texts have another order than pro
 @dataclass(frozen=True)
 class PretrainingMix:
     """Adds −ptx_coef · the mean of log π over the tokens of a batch of texts, including prompts, to each step's loss.
-
     texts: has the columns `prompt_ids` and `response_ids`.
     """
 

@@ -31,10 +31,9 @@ CHUNK = 1024  # examples that are packed together, and whose rows are in memory 
 
 
 class ReferenceLogprobs:
-    """The reference's log-probs of the responses in some columns of named data sets.
-
-    folder: of the files. columns: those of one tuple share their prompt in a row, as they do in training. depends_on:
-    what else than the examples the log-probs depend on, such as the model's fingerprint.
+    """The reference's log-probs of the responses in some columns of named data sets. folder: of the files. columns:
+    those of one tuple share their prompt in a row, as they do in training. depends_on: what else than the examples the
+    log-probs depend on, such as the model's fingerprint.
     """
 
     def __init__(
@@ -64,10 +63,9 @@ class ReferenceLogprobs:
         return self.logprobs_by_path.keys() >= set(self.paths.values())
 
     def compute(self, reference: Reference, after_chunk: Callable[[], None]) -> None:
-        """Computes the log-probs that are not known, and writes them to files.
-
-        after_chunk: called after every CHUNK examples, on every process; an error that it raises loses the log-probs of
-        the data set. Raises NotFiniteError if a log-prob is NaN or infinite.
+        """Computes the log-probs that are not known, and writes them to files. after_chunk: called after every CHUNK
+        examples, on every process; an error that it raises loses the log-probs of the data set. Raises NotFiniteError
+        if a log-prob is NaN or infinite.
         """
         for name, path in self.paths.items():
             if path not in self.logprobs_by_path:

@@ -56,9 +56,7 @@ class RolloutBuffer:
     """Gives each update its rollouts.
 
     Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
-    while t trains; a sampler of this process samples them first.
-
-    examples: the prompts of all updates.
+    while t trains; a sampler of this process samples them first. examples: the prompts of all updates.
     """
 
     def __init__(
@@ -93,10 +91,8 @@ class RolloutBuffer:
         self, update: int, groups: list[Group], rewards: Rewards, score: Callable[[list[Group]], Rewards]
     ) -> tuple[list[Group], Rewards, int]:
         """Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so it is sampled again,
-        until it has others, at most `dynamic_sampling` times.
-
-        Returns groups and rewards of all processes, the same on each, as those that come in; and how often a prompt was
-        sampled again. score: the groups' rewards.
+        until it has others, at most `dynamic_sampling` times. Returns groups and rewards of all processes, the same on
+        each, as those that come in; and how often a prompt was sampled again. score: the groups' rewards.
         """
         accelerator, config, count = self.context.accelerator, self.config, 0
         groups, rewards = list(groups), {name: table.clone() for name, table in rewards.items()}
@@ -160,7 +156,6 @@ class RolloutBuffer:
 
     def saved(self, step: int) -> dict[str, Any]:
         """All processes' rollouts of updates after `step` from a policy that is gone by then, as JSON. Waits for them.
-
         Those that servers or environments have failed to answer are left out: a resumed run samples them anew.
         """
         saved = {}

@@ -64,10 +64,9 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
 
 
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
-    """An Accelerator with this precision; the seed of all libraries is set.
-
-    trackers: accelerate's own arguments. Raises ValueError if accelerate would spread the model over the processes, and
-    beside a GPU that torch cannot use, unless the CPU is asked for.
+    """An Accelerator with this precision; the seed of all libraries is set. trackers: accelerate's own arguments.
+    Raises ValueError if accelerate would spread the model over the processes, and beside a GPU that torch cannot use,
+    unless the CPU is asked for.
     """
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
@@ -138,7 +137,6 @@ def load_held_out(context: Context, config: StageConfig, loader: Loader, source:
 
 def evaluation_sets(source: str) -> dict[str, str]:
     """The sources of evaluation data by the names of their sets (`NAME=SOURCE,NAME=SOURCE`); "" for one without a name.
-
     Raises UserError if a name comes twice.
     """
     if isinstance(source, Named) and isinstance(source.content, Mapping):
@@ -154,10 +152,7 @@ def evaluation_sets(source: str) -> dict[str, str]:
 def load_examples(
     context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
-    """Loads a data set, the same on all processes.
-
-    Raises ValueError if it has fewer examples than processes.
-    """
+    """Loads a data set, the same on all processes. Raises ValueError if it has fewer examples than processes."""
     examples, report = loader(source, context.tokenizer, split=split, limit=limit, **config.reading)
     context.accelerator.print(f"{source}: {report}")
     if report.truncated_prompts > report.examples / 2:

@@ -30,11 +30,9 @@ Row = TypeVar("Row", bound=PackedRow)
 
 
 class SupervisedTask(ABC, Generic[Row]):
-    """A task that a model learns from a data set.
-
-    name: of the stage. load_examples: a loader of `fastp3o.data`. load_model: one of `fastp3o.models.loading`. samples:
-    an evaluation next to that of held-out data, if the task has one. Losses are means over what `count` counts (tokens,
-    prompts, pairs) in a batch, however it is packed.
+    """A task that a model learns from a data set. name: of the stage. load_examples: a loader of `fastp3o.data`.
+    load_model: one of `fastp3o.models.loading`. samples: an evaluation next to that of held-out data, if the task has
+    one. Losses are means over what `count` counts (tokens, prompts, pairs) in a batch, however it is packed.
     """
 
     name: str
@@ -101,9 +99,8 @@ class SupervisedTask(ABC, Generic[Row]):
 
 def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     """Minimises the mean of the task's loss over each batch, and leaves model, metrics and evaluations in
-    `task.config.output_dir`.
-
-    Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
+    `task.config.output_dir`. Raises NotFiniteError, after saving model and state, when the loss or a gradient is not
+    finite.
     """
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)

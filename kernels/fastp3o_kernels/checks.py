@@ -29,9 +29,8 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
 
 
 def checked_number(name: str, value: object) -> float:
-    """The number as Python's float: Triton's launcher takes no numpy number, and compiles a variant for an int.
-
-    Raises ValueError for text, a bool, and a tensor, which Triton's kernels would take for an address.
+    """The number as Python's float: Triton's launcher takes no numpy number, and compiles a variant for an int. Raises
+    ValueError for text, a bool, and a tensor, which Triton's kernels would take for an address.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
@@ -104,9 +103,8 @@ def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, resp
 
 
 def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int) -> list[int]:
-    """Offsets at which prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU.
-
-    They are checked on any device: memory of tokens that no chunk covers would stay uninitialised.
+    """Offsets at which prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU. They are
+    checked on any device: memory of tokens that no chunk covers would stay uninitialised.
     """
     bounds = cu_seqlens[::responses_per_prompt].tolist()
     check_offsets(bounds, tokens, responses_per_prompt)

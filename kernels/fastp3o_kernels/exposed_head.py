@@ -118,9 +118,8 @@ def called(head_loss: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any)
 
 
 def model_head(model: Any) -> Head:
-    """The head of a causal LM, which turns its last hidden states into its logits, by its configuration.
-
-    Raises ValueError if it is not a plain linear layer.
+    """The head of a causal LM, which turns its last hidden states into its logits, by its configuration. Raises
+    ValueError if it is not a plain linear layer.
     """
     layer = output_layer(model)
     # FSDP derives a class from each class that it wraps.

@@ -39,10 +39,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out (+)= a @ b: [n, k], [k, m], [n, m].
-
-    It comes in parts of rows, or of columns where b has them in one piece: oneDNN returns new tensors, which should
-    stay in the processor's cache.
+    """out (+)= a @ b: [n, k], [k, m], [n, m]. It comes in parts of rows, or of columns where b has them in one piece:
+    oneDNN returns new tensors, which should stay in the processor's cache.
     """
     columns = int(b.T.is_contiguous())
     for part, operand in zip(out.split(PART, columns), (a, b)[columns].split(PART, columns), strict=True):

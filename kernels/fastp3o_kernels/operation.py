@@ -26,9 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
     """Whether the Triton kernels run. impl None: where triton is installed, all tensors are on a GPU and none is fp64.
-    "triton" and "eager" force.
-
-    Raises ValueError for another name, and where Triton is forced but is not installed or cannot take the tensors.
+    "triton" and "eager" force. Raises ValueError for another name, and where Triton is forced but is not installed or
+    cannot take the tensors.
     """
     if impl not in (None, "triton", "eager"):
         raise ValueError(f'impl must be None, "triton" or "eager", got {impl!r}')
@@ -36,9 +35,7 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
     on_gpu = all(tensor.is_cuda for tensor in present)
     fp64 = any(tensor.dtype == torch.float64 for tensor in present)
     if impl == "triton" and not HAS_TRITON:
-        raise ValueError(
-            'impl="triton" needs the package triton, which is not installed; use impl=None or impl="eager"'
-        )
+        raise ValueError('impl="triton" needs the package triton, which is not installed; use impl=None or "eager"')
     if impl == "triton" and fp64:
         raise ValueError('impl="triton" computes in fp32 and got an fp64 tensor; use impl="eager"')
     if impl == "triton" and not (on_gpu or INTERPRET):
@@ -58,10 +55,9 @@ UNTRACED = "leave fastp3o_kernels outside of fullgraph=True, torch.export and fa
 
 
 def graph_break(function: Function) -> Function:
-    """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes.
-
-    A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler
-    has nothing to fuse there, and much to recompile. As an operator of torch.library it would not see autocast.
+    """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes. A loss is
+    matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler has nothing
+    to fuse there, and much to recompile. As an operator of torch.library it would not see autocast.
     """
 
     @wraps(function)
@@ -78,9 +74,8 @@ def graph_break(function: Function) -> Function:
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the backward of an autograd function raise RuntimeError if a graph of the gradients is asked for.
-
-    PyTorch would take the gradients for constants, so that a penalty on them would train nothing.
+    """Makes the backward of an autograd function raise RuntimeError if a graph of the gradients is asked for. PyTorch
+    would take the gradients for constants, so that a penalty on them would train nothing.
     """
 
     @wraps(backward)

@@ -34,22 +34,14 @@ LATER = (
 )
 
 
-def together(
-    program: Path, *arguments: str, processes: int = 2, longest: float = LONGEST
-) -> subprocess.CompletedProcess:
-    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other.
-
-    Raises TimeoutError, after killing them, if they have not ended after `longest` seconds.
+def together(program: Path, *arguments: str, processes=2, longest: float = LONGEST) -> subprocess.CompletedProcess:
+    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other. Raises
+    TimeoutError, after killing them, if they have not ended after `longest` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [f"{folder}/{number}" for number in range(processes)]
-        call = {
-            "program": str(program),
-            "arguments": arguments,
-            "logs": logs,
-            "folder": os.getcwd(),
-            "longest": longest,
-        }
+        call = {"program": str(program), "arguments": arguments, "folder": os.getcwd()}
+        call |= {"logs": logs, "longest": longest}
         requests, answers = server()
         requests.write(json.dumps(call) + "\n")
         requests.flush()

@@ -30,9 +30,8 @@ def can_compile() -> bool:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled file, loaded: torch's C++ code then finds devices.
-
-    Raises RuntimeError if torch has been imported, and subprocess.CalledProcessError if the file does not compile.
+    """The compiled file, loaded: torch's C++ code then finds devices. Raises RuntimeError if torch has been imported,
+    and subprocess.CalledProcessError if the file does not compile.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch has been imported already, and has found no CUDA device")

@@ -42,9 +42,8 @@ PAPER = {
 
 @dataclass
 class P3OConfig(GRPOConfig):
-    """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K.
-
-    Raises ValueError for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
+    """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K. Raises ValueError
+    for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
     """
 
     num_generations: int = field(default=2, metadata={"help": "K, responses to each prompt; 2 in the paper."})
@@ -90,10 +89,8 @@ class P3OTrainer(GRPOTrainer):
     """GRPOTrainer with P3O's loss, whose microbatches have all responses to each of their prompts.
 
     Everything else is GRPOTrainer's: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
-    Pairs with a completion that mask_truncated_completions empties have no gradient.
-
-    Raises ValueError for args that are not a P3OConfig, and for models that take images or have a loss of their own for
-    routing (mixtures of experts).
+    Pairs with a completion that mask_truncated_completions empties have no gradient. Raises ValueError for args that
+    are not a P3OConfig, and for models that take images or have a loss of their own for routing (mixtures of experts).
     """
 
     _tag_names = ["trl", "p3o"]  # noqa: RUF012

@@ -32,9 +32,7 @@ class CriticConfig(KLConfig):
     reward_scaling: Literal["absolute", "none"] = option(
         "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
     )
-    reward_clip: float = option(
-        10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
-    )
+    reward_clip: float = option(10.0, "Scaled rewards' bound (first author: 10); 0 none.", at_least=0, changeable=True)
 
 
 @options

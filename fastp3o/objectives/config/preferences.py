@@ -35,9 +35,7 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     eval_prompts: str | None = option(
         None, "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward."
     )
-    reward: str = option(
-        "", "Reward of sampled responses in evaluations, as of the online stage.", needs="eval_prompts"
-    )
+    reward: str = option("", "Reward of sampled responses in evaluations, as of online stages.", needs="eval_prompts")
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
     @property

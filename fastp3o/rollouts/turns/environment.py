@@ -41,9 +41,8 @@ class Environments:
     """Makes and calls the environments of trajectories.
 
     name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take. survives: whether an
-    environment that raises ends its trajectory alone, and not the run.
-
-    weights: of rewards, by name. columns: of the prompts' records that `reset` asks for.
+    environment that raises ends its trajectory alone, and not the run. weights: of rewards, by name. columns: of the
+    prompts' records that `reset` asks for.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], *, timeout: float | None = None, survives: bool = False):

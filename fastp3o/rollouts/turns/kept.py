@@ -25,9 +25,8 @@ Continued = Mapping[int, tuple[int, Ids]]
 
 
 class KeptQueue(Queue):
-    """A Queue of turns, of turn_tokens at most. room: of whole trajectories, with a slot for each.
-
-    seen: [N + 1] int64, own tokens in the cache before the turn.
+    """A Queue of turns, of turn_tokens at most. room: of whole trajectories, with a slot for each. seen: [N + 1] int64,
+    own tokens in the cache before the turn.
     """
 
     def __init__(self, room: Room, turn_tokens: int, end_ids: set[int], device: torch.device):
@@ -61,9 +60,8 @@ class KeptQueue(Queue):
 
 
 class Observed(NamedTuple):
-    """A KeyValueCache for a row of observations, whose tokens go to these places; further ones are padding.
-
-    segments: of each observation, its prompt and what is cached of it, its slot and that one's own tokens in the end.
+    """A KeyValueCache for a row of observations, whose tokens go to these places; further ones are padding. segments:
+    of each observation, its prompt and what is cached of it, its slot and that one's own tokens in the end.
     """
 
     cache: Cache
@@ -115,10 +113,9 @@ class KeptEngine(Engine):
 
 
 class KeptTurns(EngineSampler):
-    """A TrajectorySampler's first sampler; `go_on` is its further one. Until `end` weights must stay.
-
-    first, further: those without kept keys, which give the same tokens up to rounding. They serve where trajectories do
-    not all fit at once, by memory, slots or batch size. longest: tokens of a trajectory.
+    """A TrajectorySampler's first sampler; `go_on` is its further one. Until `end` weights must stay. first, further:
+    those without kept keys, which give the same tokens up to rounding. They serve where trajectories do not all fit at
+    once, by memory, slots or batch size. longest: tokens of a trajectory.
     """
 
     def __init__(self, first: EngineSampler, further: Sampler, longest: int):

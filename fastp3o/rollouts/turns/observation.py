@@ -21,10 +21,9 @@ def chat_observations(tokenizer: PreTrainedTokenizerBase, role: str, end_ids: Se
     """The text as a message of this role, between what the chat template writes after a reply and before the next one.
 
     The template is asked once, about messages that are marks. A turn ends with the token with which the template ends a
-    reply; where the policy has stopped at another one, that token comes first in the observation.
-
-    Raises UserError for a template that writes earlier messages otherwise once others follow them: what was sampled
-    would not be what the template writes.
+    reply; where the policy has stopped at another one, that token comes first in the observation. Raises UserError for
+    a template that writes earlier messages otherwise once others follow them: what was sampled would not be what the
+    template writes.
     """
     template, name = ChatTemplate(tokenizer), tokenizer.name_or_path
     marks = [f"\ue000{number}\ue001" for number in range(4)]

@@ -49,10 +49,9 @@ class Trajectory:
 
 
 class TrajectorySampler:
-    """A Sampler whose responses are trajectories.
-
-    first, further: samplers of a turn; further ones have a response to each of up to P K contexts. longest: tokens of a
-    trajectory, observations included. end: called after the last turn, also after an error.
+    """A Sampler whose responses are trajectories. first, further: samplers of a turn; further ones have a response to
+    each of up to P K contexts. longest: tokens of a trajectory, observations included. end: called after the last turn,
+    also after an error.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ class ServedTrajectories(TrajectorySampler):
 
     All turns of a prompt go to one server, which has what came before in its prefix cache. Environments answer together
     the turns that have come meanwhile. The tokenizer must be its own: a call that was begun has a thread of its own.
-
     turns: samples one.
     """
 

@@ -85,7 +85,6 @@ def verifiers_records(env: Any, rows: Iterable[dict]) -> list[dict]:
 def verifiers_environment(env: Any) -> type:
     """An environment of a MultiTurnEnv, or another one of verifiers 0.2 or 0.3, whose model is the policy. Its Rubric's
     functions are rewards with their weights, for the last turn; a trajectory that ends by a limit of ours has none.
-
     Raises UserError for a Rubric that compares a prompt's responses, or has two functions of one name.
     """
     from verifiers.clients import Client

@@ -185,9 +185,8 @@ class Publisher:
 
 
 def shared_folder(config: SamplerConfig) -> Path:
-    """The folder in which servers find weights: `vllm_folder`, or one in memory for servers on this machine.
-
-    Raises ValueError if it is not there, or if servers on other machines could not see it.
+    """The folder in which servers find weights: `vllm_folder`, or one in memory for servers on this machine. Raises
+    ValueError if it is not there, or if servers on other machines could not see it.
     """
     if config.vllm_folder:
         folder = Path(config.vllm_folder)

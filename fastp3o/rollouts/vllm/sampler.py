@@ -15,9 +15,8 @@ class VLLMSampler:
     """A Sampler, called by all processes. The servers have the policy's weights before each call.
 
     A prompt's responses depend on the seed and the prompt's number, and not on the number of servers or processes, as
-    far as the servers' arithmetic does not depend on what else is in a batch.
-
-    publish: brings the policy to the servers. max_response_tokens: longest response.
+    far as the servers' arithmetic does not depend on what else is in a batch. publish: brings the policy to the
+    servers. max_response_tokens: longest response.
     """
 
     def __init__(

@@ -182,10 +182,8 @@ def dotted(version: tuple[int, ...]) -> str:
 def read_completions(
     answer: bytes, prompt_ids: Ids, settings: Mapping[str, Any], end_ids: set[int], vocabulary: int
 ) -> list[Completion]:
-    """The completions of an answer, in vLLM's order.
-
-    Raises AnswerError if they are not as many whole ones as `settings` asks for, of this prompt, with a log-prob of
-    each token, and ValueError if another attempt may help.
+    """The completions of an answer, in vLLM's order. Raises AnswerError if they are not as many whole ones as
+    `settings` asks for, of this prompt, with a log-prob of each token, and ValueError if another attempt may help.
     """
     count, max_tokens = settings["n"], settings["max_tokens"]
     try:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer, contiguous.
-
-    Allocate it with zeros: memory that was never written must be finite, for its weight is 0, and 0 times NaN is NaN.
+    """Keys and values of one layer, contiguous. Allocate it with zeros: memory that was never written must be finite,
+    for its weight is 0, and 0 times NaN is NaN.
     """
 
     prompt_keys: Tensor  # [P, Hkv, Lp, D], of all but the prompts' last tokens; Lp may be 0

@@ -125,9 +125,8 @@ def race_numbers(keys: Tensor, steps: Tensor, V: int) -> Tensor:
 
 
 def response_keys(seed: int, prompt_numbers: Tensor, responses_per_prompt: int) -> Tensor:
-    """[P, K] int64: a key for each response.
-
-    seed: below 2^63. prompt_numbers: [P] int64, the prompts' numbers in the whole run, not in a batch or process.
+    """[P, K] int64: a key for each response. seed: below 2^63. prompt_numbers: [P] int64, the prompts' numbers in the
+    whole run, not in a batch or process.
     """
     prompt_keys = random_bits(prompt_numbers.new_tensor(seed), prompt_numbers)
     return random_bits(prompt_keys[:, None], torch.arange(responses_per_prompt, device=prompt_numbers.device))

@@ -162,9 +162,8 @@ class HeadGradients:
         self.finished = True
 
     def results(self, incoming: Tensor | None = None) -> list[Tensor | None]:
-        """Gradients of hidden [N, D], weight [V, D] and bias [V] in their dtypes, None where not needed.
-
-        incoming: 0-d, the gradient of the loss, which they are multiplied by; None: 1.
+        """Gradients of hidden [N, D], weight [V, D] and bias [V] in their dtypes, None where not needed. incoming: 0-d,
+        the gradient of the loss, which they are multiplied by; None: 1.
         """
         self.finish()
         factor = incoming

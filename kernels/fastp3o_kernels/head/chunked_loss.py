@@ -37,9 +37,8 @@ class ChunkLoss(Protocol):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming gradient.
-
-    weight, bias: the head's own, which autograd sees only as arguments.
+    """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming gradient. weight,
+    bias: the head's own, which autograd sees only as arguments.
     """
 
     @staticmethod
@@ -80,9 +79,8 @@ def chunked_loss(
     *,
     triton: bool,
 ) -> Tensor:
-    """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and bias.
-
-    bounds: where the groups begin and the last one ends, [P + 1].
+    """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and bias. bounds: where
+    the groups begin and the last one ends, [P + 1].
     """
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()

@@ -30,10 +30,8 @@ ROWS_IN_PLACE = 512
 
 
 class Chunk(NamedTuple):
-    """Whole groups, in one span unless a group is larger than the buffer for logits.
-
-    The last of several spans fills the buffer, where its logits stay for the backward products; those of the others are
-    computed twice.
+    """Whole groups, in one span unless a group is larger than the buffer for logits. The last of several spans fills
+    the buffer, where its logits stay for the backward products; those of the others are computed twice.
     """
 
     groups: slice
@@ -54,9 +52,8 @@ class HeadPlan(NamedTuple):
 
 
 def modelled_time(plan: HeadPlan, *, shown: float = 0.0) -> float:
-    """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations.
-
-    shown: the part of the weight's traffic that they do not hide.
+    """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations. shown: the
+    part of the weight's traffic that they do not hide.
     """
     N = plan.chunks[-1].tokens.stop if plan.chunks else 0
     spans = [span for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1])]

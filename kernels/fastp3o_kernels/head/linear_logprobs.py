@@ -21,9 +21,8 @@ from fastp3o_kernels.rows.logprobs import check_outputs, token_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """2 F operations forward; backward 4 F, and 2 F for the tokens whose logits have left the buffer by then.
-
-    weight, bias, labels: the head's own and those of `chunked`, which autograd sees only as arguments.
+    """2 F operations forward; backward 4 F, and 2 F for the tokens whose logits have left the buffer by then. weight,
+    bias, labels: the head's own and those of `chunked`, which autograd sees only as arguments.
     """
 
     @staticmethod

@@ -20,11 +20,9 @@ LOADING = threading.Lock()
 
 
 class StandIn(LocalServer):
-    """Serves the model in `folder`, until it is told to load others.
-
-    fault: of its answers, see `FAULTS`, from the completion with the number `from_completion` on, counted from 0.
-    version, room: what it says of itself; room is of tokens. processed: whether log-probs are after temperature and
-    truncation (--logprobs-mode processed_logprobs).
+    """Serves the model in `folder`, until it is told to load others. fault: of its answers, see `FAULTS`, from the
+    completion with the number `from_completion` on, counted from 0. version, room: what it says of itself; room is of
+    tokens. processed: whether log-probs are after temperature and truncation (--logprobs-mode processed_logprobs).
     """
 
     fault, from_completion, version, room, processed = "", 0, "0.32.0", 1024, False

@@ -69,9 +69,8 @@ UNBROKEN: dict[tuple[str, int], tuple[float, list[int], tuple[dict, list, list, 
 
 @dataclass
 class Scene:
-    """A run, what it leaves unbroken, how long it takes and each process's calls, and where its processes log.
-
-    Two processes have a part of the model each, its own log, and errors told as scripts tell them.
+    """A run, what it leaves unbroken, how long it takes and each process's calls, and where its processes log. Two
+    processes have a part of the model each, its own log, and errors told as scripts tell them.
     """
 
     name: str
