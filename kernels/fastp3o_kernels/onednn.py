@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 # Multiplications of a product below which MKL is faster: oneDNN brings a weight into an order of its own first.
 LEAST = 2_000_000
-# Rows or columns of a part of a large result.
-PART = 256
+# Elements of a part of a large result.
+PART = 2**17
 
 
 @cache
@@ -43,7 +43,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
     oneDNN returns new tensors, which should stay in the processor's cache.
     """
     columns = int(b.T.is_contiguous())
-    for part, operand in zip(out.split(PART, columns), (a, b)[columns].split(PART, columns), strict=True):
+    size = max(PART // out.shape[1 - columns], 1)
+    for part, operand in zip(out.split(size, columns), (a, b)[columns].split(size, columns), strict=True):
         result = product(a, operand) if columns else product(operand, b)
         part.add_(result) if accumulate else part.copy_(result)
 
@@ -53,7 +54,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if takes(input, self.out_features):
-            return LinearProduct.apply(input, self.weight, self.bias)
+            if torch.is_grad_enabled():
+                return LinearProduct.apply(input, self.weight, self.bias)
+            return product(input, self.weight.T, self.bias)
         return F.linear(input, self.weight, self.bias)
 
 

@@ -127,6 +127,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> 
         else:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
-        for rows, part in zip(a.split(onednn.PART), out.split(onednn.PART), strict=True):
+        size = max(onednn.PART // out.shape[1], 1)
+        for rows, part in zip(a.split(size), out.split(size), strict=True):
             product = torch.mm(rows, b)
             part.add_(product) if accumulate else part.copy_(product)
