@@ -7,19 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fastp3o_kernels import (
-    Groups,
-    P3OLossOutput,
-    P3OSettings,
-    linear_logprobs,
-    linear_loss,
-    linear_p3o_loss,
-    logits_p3o_loss,
-    p3o_loss,
-    sequence_logprobs,
-    token_logprobs,
-    token_p3o_loss,
-)
+import fastp3o_kernels as kernels
 from fastp3o_kernels.rows.logprobs import STATISTICS
 from tests.kernels.problems import DEVICE, random_hidden_states, random_pairs
 
@@ -31,7 +19,7 @@ IMPLEMENTATIONS = [None, "triton", "eager"]
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
 
-def ratios_changes_and_entropies(groups: Groups):
+def ratios_changes_and_entropies(groups: kernels.Groups):
     """An objective of all that groups have: PPO's clipped ratios of tokens with an advantage of each response and a
     weight of each group, and a bonus for entropy, of clipped tokens too.
     """
@@ -54,7 +42,7 @@ class Batch:
             return {name: options.pop(name) for name in names if name in options}
 
         settings, known = chosen("clipping", "kl_reward", "kl_coef"), chosen("masked", "apart")
-        self.level, self.K, self.settings = level, K, P3OSettings(**settings)
+        self.level, self.K, self.settings = level, K, kernels.P3OSettings(**settings)
         self.own = level.endswith("its own")
         self.states = random_hidden_states(sum(lengths), V, 8, DEVICE, dtype, seed=seed, **options)
         logits = self.states.to(torch.float64).logits()
@@ -97,8 +85,8 @@ class Batch:
         else:
             given.pop("memory_budget", None)
         if self.level == "log-probs":
-            logprobs = linear_logprobs(*policy, cu_seqlens=offsets, responses_per_prompt=K, **given)
-            return P3OLossOutput(logprobs.square().sum(), {"logprobs": logprobs.detach()}, {})
+            logprobs = kernels.linear_logprobs(*policy, cu_seqlens=offsets, responses_per_prompt=K, **given)
+            return kernels.P3OLossOutput(logprobs.square().sum(), {"logprobs": logprobs.detach()}, {})
         if self.level == "objective":
             tensors = {
                 "token_tensors": {"old tokens": pairs.old_token_logprobs[tokens]},
@@ -106,7 +94,9 @@ class Batch:
                 "group_tensors": {"weights": known[1].nan_to_num()[:, 0]},
             }
             given |= {"responses_per_group": K, "outputs": STATISTICS, **tensors}
-            return P3OLossOutput(*linear_loss(*policy, offsets, ratios_changes_and_entropies, **given), {})
+            return kernels.P3OLossOutput(
+                *kernels.linear_loss(*policy, offsets, ratios_changes_and_entropies, **given), {}
+            )
         for name in ("valid_responses", "sampler_logprobs"):
             if getattr(pairs, name) is not None:
                 given.setdefault(name, getattr(pairs, name)[prompts])
@@ -115,12 +105,12 @@ class Batch:
         elif self.settings.clipping == "token":
             given["old_token_logprobs"] = pairs.old_token_logprobs[tokens]
         if self.level == "responses":
-            return p3o_loss(own.view(-1, K), *known, self.settings, **given)
+            return kernels.p3o_loss(own.view(-1, K), *known, self.settings, **given)
         if self.level == "tokens":
-            return token_p3o_loss(own, offsets, *known, self.settings, **given)
+            return kernels.token_p3o_loss(own, offsets, *known, self.settings, **given)
         if self.level in FUSED:
-            return linear_p3o_loss(*policy, offsets, *known, self.settings, **given)
-        return logits_p3o_loss(own, labels, offsets, *known, self.settings, **given)
+            return kernels.linear_p3o_loss(*policy, offsets, *known, self.settings, **given)
+        return kernels.logits_p3o_loss(own, labels, offsets, *known, self.settings, **given)
 
     def run(self, impl=None, incoming=1.0, **given) -> tuple:
         """The output, and the gradients of incoming times its loss."""
@@ -134,11 +124,11 @@ class Batch:
         with torch.no_grad():
             if self.level in FUSED:
                 given |= {"cu_seqlens": pairs.cu_seqlens, "responses_per_prompt": self.K}
-                logprobs = linear_logprobs(own, self.states.head, pairs.labels, impl=impl, **given)
+                logprobs = kernels.linear_logprobs(own, self.states.head, pairs.labels, impl=impl, **given)
             elif self.level.startswith("logits"):
-                logprobs = token_logprobs(own, pairs.labels, impl=impl)
+                logprobs = kernels.token_logprobs(own, pairs.labels, impl=impl)
             else:
                 logprobs = own.detach()
-            sums = sequence_logprobs(logprobs, pairs.cu_seqlens, impl=impl)
+            sums = kernels.sequence_logprobs(logprobs, pairs.cu_seqlens, impl=impl)
         other.pairs = replace(pairs, old_logprobs=sums.view(pairs.rewards.shape), old_token_logprobs=logprobs)
         return other

@@ -7,24 +7,13 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastp3o_kernels import (
-    Groups,
-    expose_head,
-    linear_logprobs,
-    linear_loss,
-    linear_p3o_loss,
-    logits_p3o_loss,
-    p3o_loss,
-    sequence_logprobs,
-    token_logprobs,
-    token_p3o_loss,
-)
+import fastp3o_kernels as kernels
 from tests.kernels.exposed_heads import SIZES, tiny_causal_lm
 
 KNOWN = [torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0]])]
 
 
-def squares(groups: Groups) -> torch.Tensor:
+def squares(groups: kernels.Groups) -> torch.Tensor:
     return groups.logprobs.square().sum()
 
 
@@ -36,14 +25,14 @@ class Model(nn.Module):
     def forward(self, inputs, labels, offsets):
         hidden, weight = self.body(inputs).relu(), self.head.weight
         return (
-            linear_p3o_loss(hidden, weight, labels, offsets, *KNOWN).loss
-            + 2 * linear_loss(hidden, weight, labels, offsets, squares).loss
-            + 3 * linear_logprobs(hidden, weight, labels).sum()
-            + 4 * logits_p3o_loss(hidden @ weight.T, labels, offsets, *KNOWN).loss
-            + 5 * token_p3o_loss(hidden.mean(1), offsets, *KNOWN).loss
-            + 6 * p3o_loss(hidden[:2, :2], *KNOWN).loss
-            + 7 * token_logprobs(hidden @ weight.T, labels).sum()
-            + 8 * sequence_logprobs(hidden.mean(1), offsets).sum()
+            kernels.linear_p3o_loss(hidden, weight, labels, offsets, *KNOWN).loss
+            + 2 * kernels.linear_loss(hidden, weight, labels, offsets, squares).loss
+            + 3 * kernels.linear_logprobs(hidden, weight, labels).sum()
+            + 4 * kernels.logits_p3o_loss(hidden @ weight.T, labels, offsets, *KNOWN).loss
+            + 5 * kernels.token_p3o_loss(hidden.mean(1), offsets, *KNOWN).loss
+            + 6 * kernels.p3o_loss(hidden[:2, :2], *KNOWN).loss
+            + 7 * kernels.token_logprobs(hidden @ weight.T, labels).sum()
+            + 8 * kernels.sequence_logprobs(hidden.mean(1), offsets).sum()
         )
 
 
@@ -67,13 +56,13 @@ def test_one_graph_break_of_each_function_and_no_compilation_at_new_shapes():
 
 
 def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
-    model = expose_head(tiny_causal_lm("llama"))
+    model = kernels.expose_head(tiny_causal_lm("llama"))
     compiled = torch.compile(model, backend="eager", dynamic=True)
     for P, T in ((4, 9), (3, 7), (5, 12)):
         ids = torch.randint(3, SIZES["vocab_size"], (P, T))
 
         def head_loss(hidden, head, ids=ids):
-            return linear_logprobs(hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten()).sum()
+            return kernels.linear_logprobs(hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten()).sum()
 
         with torch.compiler.set_stance("default" if P == 4 else "fail_on_recompile"):
             loss = compiled(ids, use_cache=False, head_loss=head_loss)
@@ -84,7 +73,7 @@ def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
 
 class Loss(nn.Module):
     def forward(self, *given):
-        return linear_logprobs(*given).sum() + linear_p3o_loss(*given, [0, 1, 2, 3, 11], *KNOWN).loss
+        return kernels.linear_logprobs(*given).sum() + kernels.linear_p3o_loss(*given, [0, 1, 2, 3, 11], *KNOWN).loss
 
 
 @pytest.mark.parametrize(

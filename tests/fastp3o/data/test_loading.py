@@ -15,15 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from fastp3o.data import encoding, loading
 from fastp3o.data.errors import DataError
-from fastp3o.data.loading import (
-    DataReport,
-    column_values,
-    load_demonstrations,
-    load_preferences,
-    load_prompts,
-    load_rankings,
-    load_unpaired_preferences,
-)
 from fastp3o.data.sources import Record
 from tests.fastp3o.data.test_encoding import EOS, byte_tokenizer
 
@@ -48,11 +39,11 @@ def jsonl(folder: Path, records: list[Any], name: str = "records.jsonl") -> str:
 
 
 def prompts(folder: Path, records: list[Any], tokenizer: PreTrainedTokenizerFast = PLAIN, **options: Any):
-    return load_prompts(jsonl(folder, records), tokenizer, **{"max_prompt_tokens": 100} | options)
+    return loading.load_prompts(jsonl(folder, records), tokenizer, **{"max_prompt_tokens": 100} | options)
 
 
 def preferences(folder: Path, records: list[Any], **options: Any):
-    return load_preferences(jsonl(folder, records), PLAIN, **LENGTHS | options)
+    return loading.load_preferences(jsonl(folder, records), PLAIN, **LENGTHS | options)
 
 
 def ids(text: str) -> list[int]:
@@ -63,18 +54,18 @@ def test_columns(tmp_path: Path):
     source, end = jsonl(tmp_path, [PAIR, {**PAIR, "prompt": "Zoë 🎈"}]), [PLAIN.eos_token_id]
     prompts = [{"prompt": text, "prompt_ids": ids(text)} for text in ("Hi", "Zoë 🎈")]
     chosen, rejected = ids(" you") + end, ids(" there") + end
-    data, report = load_prompts(source, PLAIN, max_prompt_tokens=100)
+    data, report = loading.load_prompts(source, PLAIN, max_prompt_tokens=100)
     assert data.to_list() == prompts
-    assert report == DataReport(examples=2)
+    assert report == loading.DataReport(examples=2)
     for load, columns in {
-        load_demonstrations: {"response_ids": chosen},
-        load_preferences: {"chosen_ids": chosen, "rejected_ids": rejected},
-        load_rankings: {"ranked_ids": [chosen, rejected], "margin": 0.0},
+        loading.load_demonstrations: {"response_ids": chosen},
+        loading.load_preferences: {"chosen_ids": chosen, "rejected_ids": rejected},
+        loading.load_rankings: {"ranked_ids": [chosen, rejected], "margin": 0.0},
     }.items():
         data, _ = load(source, PLAIN, **LENGTHS)
         assert data.to_list() == [example | columns for example in prompts]
     unpaired = [{"prompt": "Hi", "completion": " you", "label": label} for label in (True, False)]
-    data, _ = load_unpaired_preferences(jsonl(tmp_path, unpaired), PLAIN, **LENGTHS)
+    data, _ = loading.load_unpaired_preferences(jsonl(tmp_path, unpaired), PLAIN, **LENGTHS)
     assert data.to_list() == [prompts[0] | {"response_ids": chosen, "desirable": label} for label in (True, False)]
     assert data.features["response_ids"] == datasets.List(datasets.Value("int32"))
 
@@ -86,7 +77,7 @@ def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path)
     ranked.append({"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies})
     sources = [jsonl(tmp_path, ranked, "ranked.jsonl")]
     sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)], "pairs.jsonl"))
-    data, _ = load_rankings(",".join(sources), CHAT, **LENGTHS)
+    data, _ = loading.load_rankings(",".join(sources), CHAT, **LENGTHS)
     texts = [[CHAT.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
     assert texts == [list("abc"), list("ba"), ["d;", "c;", "b;", "a;"], *[[" you", " there"]] * 4]
     assert data["prompt"][:4] == ["Hi", "Hi", "u:Hi;a:", "Hi"]
@@ -100,7 +91,7 @@ def test_further_columns_are_what_the_records_have(tmp_path: Path):
     records = [{"prompt": "Hi", "answer": value, "id": 1, "other": 0} for value in VALUES]
     data, _ = prompts(tmp_path, records, columns={"answer": "f", "id": "f"})
     assert data.column_names == ["prompt", "prompt_ids", "answer", "id"]
-    read = column_values(data[:])
+    read = loading.column_values(data[:])
     assert read == {"answer": VALUES, "id": [1] * len(VALUES)}
     assert list(map(type, read["answer"])) == list(map(type, VALUES))
     assert data._fingerprint != prompts(tmp_path, records)[0]._fingerprint
@@ -128,8 +119,8 @@ def test_what_no_file_can_hold_or_is_not_there_is_refused_or_skipped(monkeypatch
     records = [Record("f", 1, {"prompt": "Hi", "answer": "a"}), Record("f", 2, {"prompt": "Hi"} | record)]
     monkeypatch.setattr(loading, "read_records", lambda source, split: iter(records))
     with pytest.raises(DataError, match=f"f record 2 field {said}"):
-        load_prompts("f", CHAT, max_prompt_tokens=100, **options)
-    data, report = load_prompts("f", CHAT, max_prompt_tokens=100, **options, skip_bad_records=True)
+        loading.load_prompts("f", CHAT, max_prompt_tokens=100, **options)
+    data, report = loading.load_prompts("f", CHAT, max_prompt_tokens=100, **options, skip_bad_records=True)
     assert (len(data), report.skipped) == (1, 1)
 
 
@@ -148,7 +139,7 @@ def test_data_stay_in_order_are_memory_mapped_and_leave_no_file(tmp_path: Path, 
 
 def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path):
     def fingerprint(records: list[dict[str, str]], name: str = "records.jsonl", **options: Any) -> str:
-        return load_demonstrations(jsonl(tmp_path, records, name), PLAIN, **LENGTHS | options)[0]._fingerprint
+        return loading.load_demonstrations(jsonl(tmp_path, records, name), PLAIN, **LENGTHS | options)[0]._fingerprint
 
     same = fingerprint([PAIR] * 3)
     assert same == fingerprint([PAIR] * 5, "others.jsonl", limit=3)
@@ -199,10 +190,10 @@ def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path):
     labelled, completed = {"prompt": "Hi", "label": "a"}, {"prompt": "Hi", "completion": "a"}
     jsonl(tmp_path, [labelled], "a.jsonl")
     jsonl(tmp_path, [completed], "b.jsonl")
-    assert load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)[1].examples == 2
+    assert loading.load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)[1].examples == 2
     jsonl(tmp_path, [labelled, completed], "mixed.jsonl")
     with pytest.raises(DataError, match=r"mixed\.jsonl record 2 field 'label'"):
-        load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)
+        loading.load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)
 
 
 def test_truncations_and_texts_of_special_tokens_are_counted(tmp_path: Path):
@@ -260,14 +251,21 @@ FILES = st.sampled_from(RECORDS).flatmap(lambda record: st.lists(mostly(record),
 
 
 @pytest.mark.parametrize(
-    "load", [load_prompts, load_demonstrations, load_preferences, load_rankings, load_unpaired_preferences]
+    "load",
+    [
+        loading.load_prompts,
+        loading.load_demonstrations,
+        loading.load_preferences,
+        loading.load_rankings,
+        loading.load_unpaired_preferences,
+    ],
 )
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
 def test_any_json_gives_usable_records_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, load: Any, records: list[Any], skip: bool
 ):
-    lengths = LENGTHS if load is not load_prompts else {"max_prompt_tokens": 100}
+    lengths = LENGTHS if load is not loading.load_prompts else {"max_prompt_tokens": 100}
     source = jsonl(tmp_path_factory.mktemp("fuzz"), records)
     try:
         data, report = load(source, CHAT, skip_bad_records=skip, **lengths)

@@ -9,30 +9,21 @@ from torch._dynamo.utils import counters
 from fastp3o.models import packed_model
 from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
 from fastp3o_kernels.decoding import response_keys
-from tests.fastp3o.models.model_families import (
-    FAMILIES,
-    FOURS,
-    PAIRS,
-    Groups,
-    alone,
-    assert_equal,
-    packed,
-    random_model,
-)
+from tests.fastp3o.models import model_families as families
 from tests.fastp3o.rollouts.test_engine import PROMPTS, K, make_engine
 
 # Rows of other lengths, with segments of one token and prompts that are shared once, three times or never. Lengths are
 # equal by chance to one another, to sizes of the model and to numbers of segments.
 RAGGED = [
-    PAIRS,
-    FOURS,
-    FOURS.replaced(0, 0, [5, 6, 7, 8, 9, 10, 11]),
-    FOURS.replaced(0, 2, [5]),
-    Groups([[3]], [[[4], [5]]]),
-    Groups([[3, 4]], [[[4], [5]]]),
-    Groups([[3]] * 4, [[[4], [5]]] * 4),
+    families.PAIRS,
+    families.FOURS,
+    families.FOURS.replaced(0, 0, [5, 6, 7, 8, 9, 10, 11]),
+    families.FOURS.replaced(0, 2, [5]),
+    families.Groups([[3]], [[[4], [5]]]),
+    families.Groups([[3, 4]], [[[4], [5]]]),
+    families.Groups([[3]] * 4, [[[4], [5]]] * 4),
 ]
-OTHERS = [PAIRS.replaced(0, 0, [5, 6, 7]), FOURS.replaced(1, 1, [5, 6, 7, 8, 9])]
+OTHERS = [families.PAIRS.replaced(0, 0, [5, 6, 7]), families.FOURS.replaced(1, 1, [5, 6, 7, 8, 9])]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +58,7 @@ def fits_rows_of_any_length(model: PackedModel) -> None:
 @pytest.mark.parametrize(
     ("family", "compiles"),
     [
-        *(pytest.param(family, False, marks=pytest.mark.nightly) for family in FAMILIES),
+        *(pytest.param(family, False, marks=pytest.mark.nightly) for family in families.FAMILIES),
         *(pytest.param(f, True, marks=pytest.mark.compiled) for f in ("llama", "qwen3", "gemma2", "gemma3", "gpt2")),
     ],
 )
@@ -75,13 +66,13 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
     """Their errors against fp64 are at most twice those of plain layers, over all gradients."""
     if not compiles:
         trace_only(monkeypatch)
-    exact = alone(random_model(family).double(), FOURS)
-    eager = packed(PackedModel(random_model(family)), FOURS, exact)
-    model = PackedModel(random_model(family))
+    exact = families.alone(families.random_model(family).double(), families.FOURS)
+    eager = families.packed(PackedModel(families.random_model(family)), families.FOURS, exact)
+    model = PackedModel(families.random_model(family))
     model.compile_layers()
-    got = packed(model, FOURS, exact)
+    got = families.packed(model, families.FOURS, exact)
     assert counters["stats"]["unique_graphs"]
-    assert_equal(got, eager)
+    families.assert_equal(got, eager)
     errors = [
         sum((outcome.gradients[name] - gradient).square().sum().item() for name, gradient in exact.gradients.items())
         for outcome in (got, eager)
@@ -93,7 +84,7 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
 
 def test_rollouts_run_uncompiled(monkeypatch):
     trace_only(monkeypatch)
-    policy = PackedModel(random_model("llama"))
+    policy = PackedModel(families.random_model("llama"))
     keys = response_keys(3, torch.arange(len(PROMPTS)), K)
     expected = make_engine(policy).run(PROMPTS, keys)
     policy.compile_layers()
@@ -105,14 +96,14 @@ def test_rollouts_run_uncompiled(monkeypatch):
 
 def test_names_stay_and_a_copy_runs_its_own_layers(monkeypatch):
     monkeypatch.setattr(packed_model, "compiled", lambda: eager_forward)
-    model = PackedModel(random_model("llama"))
+    model = PackedModel(families.random_model("llama"))
     names = [*model.state_dict()]
     model.compile_layers()
     again = copy.deepcopy(model)
     assert [*model.state_dict()] == [*again.state_dict()] == names
     with torch.no_grad():
-        before = labelled_logprobs(model, PAIRS.row())
+        before = labelled_logprobs(model, families.PAIRS.row())
         for parameter in again.parameters():
             parameter.zero_()
-        assert torch.equal(labelled_logprobs(model, PAIRS.row()), before)
-        assert not torch.equal(labelled_logprobs(again, PAIRS.row()), before)
+        assert torch.equal(labelled_logprobs(model, families.PAIRS.row()), before)
+        assert not torch.equal(labelled_logprobs(again, families.PAIRS.row()), before)

@@ -6,39 +6,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from tests.fastp3o.models.model_families import (
-    FAMILIES,
-    FOURS,
-    PAIRS,
-    VOCABULARY,
-    Groups,
-    adapted,
-    alone,
-    assert_equal,
-    logprobs_alone,
-    packed,
-    random_model,
-)
+from tests.fastp3o.models import model_families as families
 from tests.fastp3o.on_meta import META, on_meta_alone
 
 
 @pytest.mark.parametrize(
-    ("groups", "lora"), [(PAIRS, False), (FOURS, False), (PAIRS, True)], ids=["pairs", "fours", "LoRA"]
+    ("groups", "lora"),
+    [(families.PAIRS, False), (families.FOURS, False), (families.PAIRS, True)],
+    ids=["pairs", "fours", "LoRA"],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_packed_row_equals_one_sequence_at_a_time(family, groups, lora):
     """Prompts are shared or not, and activations are kept or computed again; with LoRA over a frozen base."""
-    model = adapted(family) if lora else PackedModel(random_model(family))
+    model = families.adapted(family) if lora else PackedModel(families.random_model(family))
     with model.with_own_attention() as inner:
-        expected = alone(inner, groups)
+        expected = families.alone(inner, groups)
     assert all((".lora_" in name) == lora for name in expected.gradients)
     for share_prompts in (True, False):
-        assert_equal(packed(model, groups, expected, share_prompts=share_prompts), expected)
+        families.assert_equal(families.packed(model, groups, expected, share_prompts=share_prompts), expected)
     model.recompute_activations()
     calls = []
     norm = next(module for module in model.layers()[0].modules() if "Norm" in type(module).__name__)
     norm.register_forward_hook(lambda *_: calls.append(norm))
-    assert_equal(packed(model.train(), groups, expected), expected)
+    families.assert_equal(families.packed(model.train(), groups, expected), expected)
     # One pass is of log-probabilities; the loss has two, since its backward pass comes upon the layer again.
     assert len(calls) == 3
 
@@ -50,37 +40,37 @@ def sequence_logprobs(model, groups, share_prompts) -> dict[int, list[float]]:
     return {s: part.tolist() for s, part in zip(groups.order(row), parts, strict=True)}
 
 
-ids = st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=9)
+ids = st.lists(st.integers(3, families.VOCABULARY - 1), min_size=1, max_size=9)
 
 
 @pytest.fixture(scope="module")
 def some_models():
-    return [random_model(family) for family in ("mistral", "gemma2", "gpt2")]
+    return [families.random_model(family) for family in ("mistral", "gemma2", "gpt2")]
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=3), st.booleans())
 def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_prompts):
-    groups = Groups([prompt for prompt, _ in groups], [responses for _, responses in groups])
+    groups = families.Groups([prompt for prompt, _ in groups], [responses for _, responses in groups])
     for model in some_models:
         got = sequence_logprobs(PackedModel(model), groups, share_prompts)
         model.set_attn_implementation("eager")
         for s, (prompt, response) in enumerate(groups.sequences):
             with torch.no_grad():
-                expected = logprobs_alone(model, prompt, response)
+                expected = families.logprobs_alone(model, prompt, response)
             torch.testing.assert_close(torch.tensor(got[s]), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_response_sees_its_prompt_and_no_other_response(family, share_prompts):
-    model = PackedModel(random_model(family))
-    before = sequence_logprobs(model, FOURS, share_prompts)
-    after = sequence_logprobs(model, replace(FOURS, prompts=[FOURS.prompts[0], [44]]), share_prompts)
+    model = PackedModel(families.random_model(family))
+    before = sequence_logprobs(model, families.FOURS, share_prompts)
+    after = sequence_logprobs(model, replace(families.FOURS, prompts=[families.FOURS.prompts[0], [44]]), share_prompts)
     assert [after[s] for s in range(4)] == [before[s] for s in range(4)]
     assert all(after[s] != before[s] for s in range(4, 8))
 
-    changed = FOURS.replaced(group=0, response=0, ids=[41, 42, 43])
+    changed = families.FOURS.replaced(group=0, response=0, ids=[41, 42, 43])
     after = sequence_logprobs(model, changed, share_prompts)
     assert after.pop(0) != before.pop(0)
     assert after == before  # bit for bit
@@ -103,15 +93,15 @@ LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_p
     ],
 )
 def test_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of_it(family, changes, end):
-    model = PackedModel(random_model(family, **changes))
+    model = PackedModel(families.random_model(family, **changes))
     model.check_reach(end)
     with pytest.raises(ValueError, match=f"up to {end + 1} tokens together, and the positions of .* end at {end}"):
         model.check_reach(end + 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_nothing_in_a_forward_pass_waits_for_the_device(family, monkeypatch):
-    model, row = PackedModel(random_model(family)).to(META), PAIRS.row().to(META)
+    model, row = PackedModel(families.random_model(family)).to(META), families.PAIRS.row().to(META)
     with on_meta_alone(monkeypatch):
         hidden = model(row, row.labelled_at, lambda hidden, head: hidden)
     assert hidden.shape == (len(row.labels), 32)

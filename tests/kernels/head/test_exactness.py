@@ -6,23 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels.operation import INTERPRET
+from tests.kernels import problems
 from tests.kernels.levels import Batch
-from tests.kernels.problems import (
-    ARITHMETICS,
-    CHUNKED,
-    CLIPPINGS,
-    EXAMPLES,
-    budget_for,
-    multiplied_as,
-    oracle,
-    ragged_groups,
-    vocabularies,
-)
 
 HEAD = {"bias": True, "softcap": 6.0, "temperature": 1.3}
 KNOWN = {
-    "groups": ragged_groups(),
-    "clipping": st.sampled_from(CLIPPINGS),
+    "groups": problems.ragged_groups(),
+    "clipping": st.sampled_from(problems.CLIPPINGS),
     "kl_reward": st.sampled_from(["current", "rollout"]),
     "held": st.integers(1, 60),
     "masked": st.booleans(),
@@ -37,21 +27,21 @@ KNOWN = {
 def test_it_is_the_paper_in_fp64(level, V, impl, known):
     (K, lengths), held = known.pop("groups"), known.pop("held")
     batch = Batch(level, lengths, V, K=K, **known, **HEAD).to(torch.float64)
-    output, gradients = batch.run(impl, memory_budget=2 * budget_for(held, V))
+    output, gradients = batch.run(impl, memory_budget=2 * problems.budget_for(held, V))
     leaves = batch.leaves()
     logits = leaves[0] if level == "logits" else batch.policy(leaves).logits()
-    expected = oracle(batch.pairs, logits, known["clipping"], known["kl_reward"])
+    expected = problems.oracle(batch.pairs, logits, known["clipping"], known["kl_reward"])
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, leaves)), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("level", ["logits", "hidden", "objective", "log-probs"])
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=problems.EXAMPLES, deadline=None)
 @given(
-    V=vocabularies(2, 90),
+    V=problems.vocabularies(2, 90),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    impl=st.sampled_from(CHUNKED),
-    arithmetic=st.sampled_from(ARITHMETICS),
+    impl=st.sampled_from(problems.CHUNKED),
+    arithmetic=st.sampled_from(problems.ARITHMETICS),
     known=st.fixed_dictionaries(
         KNOWN
         | {"bias": st.booleans(), "softcap": st.sampled_from([None, 5.0]), "temperature": st.sampled_from([1.0, 0.7])}
@@ -63,9 +53,11 @@ def test_kernels_and_chunks_are_as_exact_as_eager(level, V, dtype, impl, arithme
     if level == "log-probs":
         batch.pairs.labels[::7] = -100
     expected, targets = batch.to(torch.float64).run("eager")
-    with multiplied_as(arithmetic, dtype):
+    with problems.multiplied_as(arithmetic, dtype):
         eager, eager_gradients = batch.run("eager")
-        output, gradients = batch.run("triton" if level == "logits" else impl, memory_budget=budget_for(held, V))
+        output, gradients = batch.run(
+            "triton" if level == "logits" else impl, memory_budget=problems.budget_for(held, V)
+        )
     size = 1e-5 * (1 + sum(lengths))
     assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + size * (1 + abs(expected.loss))
     # The interpreter cuts off where hardware rounds to 16 bits.

@@ -8,19 +8,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import interpreter, jit
 
-from fastp3o_kernels import (
-    Head,
-    P3OSettings,
-    linear_logprobs,
-    linear_loss,
-    linear_p3o_loss,
-    logits_p3o_loss,
-    losses,
-    p3o_loss,
-    sequence_logprobs,
-    token_logprobs,
-    token_p3o_loss,
-)
+import fastp3o_kernels as kernels
+from fastp3o_kernels import losses
 from tests.kernels.problems import budget_for
 from tests.simulated_cuda.host import recorded
 
@@ -41,7 +30,7 @@ def labels(tokens=N):
 
 
 def head_of(dtype, **options):
-    return Head(randn(V, D, dtype=dtype, gradient=True), bias=randn(V, dtype=dtype, gradient=True), **options)
+    return kernels.Head(randn(V, D, dtype=dtype, gradient=True), bias=randn(V, dtype=dtype, gradient=True), **options)
 
 
 OBJECTIVES = {
@@ -64,7 +53,7 @@ def test_an_objective_waits_for_nothing(name, impl):
     options |= {"divisor": torch.tensor(3.0), "memory_budget": budget_for(10, V), "responses_per_group": 2}
     options |= {"outputs": ("entropy",) if name == "entropy" else (), "impl": impl}
     with recorded() as record:
-        linear_loss(hidden, head, labels(), OFFSETS, OBJECTIVES[name], **options).loss.backward()
+        kernels.linear_loss(hidden, head, labels(), OFFSETS, OBJECTIVES[name], **options).loss.backward()
     assert record.waits == [], record.table()
     assert all(leaf.grad is not None for leaf in (hidden, head.weight, head.bias))
 
@@ -73,7 +62,7 @@ def test_an_objective_waits_for_nothing(name, impl):
 @pytest.mark.parametrize(("clipping", "own"), [("joint", False), ("separate", True), ("none", False), ("token", False)])
 @pytest.mark.parametrize("impl", [None, "eager"])
 def test_p3o_and_log_probs_wait_for_nothing_at_every_level(dtype, clipping, own, impl):
-    settings = P3OSettings(clipping=clipping)
+    settings = kernels.P3OSettings(clipping=clipping)
     hidden, head, tokens = randn(N, D, dtype=dtype, gradient=True), head_of(dtype, softcap=5.0), labels()
     logits = randn(N, V, dtype=dtype, gradient=True)
     old, ref, rewards = (randn(P, 2) for _ in range(3))
@@ -81,16 +70,20 @@ def test_p3o_and_log_probs_wait_for_nothing_at_every_level(dtype, clipping, own,
     options = {"valid_responses": rewards > -1, "sampler_logprobs": None if own else randn(P, 2), "impl": impl}
     options |= {"divisor": torch.tensor(3.0), "old_token_logprobs": randn(N) if clipping == "token" else None}
     with recorded() as record:
-        linear_p3o_loss(hidden, head, tokens, *given, **options, memory_budget=budget_for(10, V)).loss.backward()
-        logits_p3o_loss(logits, tokens, *given, **options).loss.backward()
-        token_p3o_loss(randn(N, gradient=True), *given, **options).loss.backward()
+        kernels.linear_p3o_loss(
+            hidden, head, tokens, *given, **options, memory_budget=budget_for(10, V)
+        ).loss.backward()
+        kernels.logits_p3o_loss(logits, tokens, *given, **options).loss.backward()
+        kernels.token_p3o_loss(randn(N, gradient=True), *given, **options).loss.backward()
         if clipping != "token":
             del options["old_token_logprobs"]
-            p3o_loss(randn(P, 2, gradient=True), *given[1:], **options).loss.backward()
+            kernels.p3o_loss(randn(P, 2, gradient=True), *given[1:], **options).loss.backward()
         wanted = {"outputs": ("entropy", "mean_logit", "is_top"), "impl": impl}
-        found = linear_logprobs(hidden, head, tokens, cu_seqlens=OFFSETS, memory_budget=budget_for(10, V), **wanted)
-        (sequence_logprobs(found.logprobs, OFFSETS, impl=impl).sum() + found.entropy.sum()).backward()
-        found = token_logprobs(logits, tokens, **wanted)
+        found = kernels.linear_logprobs(
+            hidden, head, tokens, cu_seqlens=OFFSETS, memory_budget=budget_for(10, V), **wanted
+        )
+        (kernels.sequence_logprobs(found.logprobs, OFFSETS, impl=impl).sum() + found.entropy.sum()).backward()
+        found = kernels.token_logprobs(logits, tokens, **wanted)
         (found.logprobs.sum() + found.entropy.sum()).backward()
     assert record.waits == [], record.table()
 
@@ -102,11 +95,13 @@ def test_a_device_that_is_not_the_current_one():
     hidden, weight, tokens = elsewhere(N, D), elsewhere(V, D), labels().to("cuda:1")
     known = [elsewhere(P, 2).detach() for _ in range(3)]
     with recorded() as record:
-        linear_p3o_loss(hidden, weight, tokens, OFFSETS, *known, memory_budget=budget_for(10, V)).loss.backward()
-        linear_loss(hidden, weight, tokens, OFFSETS, lambda groups: groups.logprobs.sum()).loss.backward()
-        found = linear_logprobs(hidden, weight, tokens, cu_seqlens=OFFSETS, outputs=("entropy",))
-        (sequence_logprobs(found.logprobs, OFFSETS).sum() + found.entropy.sum()).backward()
-        token_logprobs(elsewhere(N, V), tokens).sum().backward()
+        kernels.linear_p3o_loss(
+            hidden, weight, tokens, OFFSETS, *known, memory_budget=budget_for(10, V)
+        ).loss.backward()
+        kernels.linear_loss(hidden, weight, tokens, OFFSETS, lambda groups: groups.logprobs.sum()).loss.backward()
+        found = kernels.linear_logprobs(hidden, weight, tokens, cu_seqlens=OFFSETS, outputs=("entropy",))
+        (kernels.sequence_logprobs(found.logprobs, OFFSETS).sum() + found.entropy.sum()).backward()
+        kernels.token_logprobs(elsewhere(N, V), tokens).sum().backward()
     assert record.devices.keys() == {"cuda:1"}
     assert torch.cuda.current_device() == 0
 
@@ -124,7 +119,7 @@ def test_launches_of_a_chunk(dtype):
         labelled = labels(tokens)
         budget = V * (4 * 8 + dtype.itemsize * tokens)  # logits of one pair, gradients of all
         with recorded() as record:
-            linear_p3o_loss(hidden, weight, labelled, *known, memory_budget=budget)
+            kernels.linear_p3o_loss(hidden, weight, labelled, *known, memory_budget=budget)
         return record.launches
 
     few, many = launches(4), launches(6)
@@ -149,7 +144,7 @@ def test_launches_of_ragged_updates_have_few_variants(dtype, monkeypatch):
     for update in range(20):
         offsets = [0, *torch.randint(4, (2 + 2 * (update % 3),)).cumsum(0).tolist()]
         batch = randn(offsets[-1], D, dtype=dtype, gradient=True), weight, labels(offsets[-1])
-        logprobs = torch.cat([randn(update % 4), linear_logprobs(*batch, **budget).detach()])[update % 4 :]
-        old = sequence_logprobs(logprobs, offsets).view(-1, 2)
-        linear_p3o_loss(*batch, offsets, old, old + 1, torch.randn_like(old), **budget).loss.backward()
+        logprobs = torch.cat([randn(update % 4), kernels.linear_logprobs(*batch, **budget).detach()])[update % 4 :]
+        old = kernels.sequence_logprobs(logprobs, offsets).view(-1, 2)
+        kernels.linear_p3o_loss(*batch, offsets, old, old + 1, torch.randn_like(old), **budget).loss.backward()
     assert len(variants) <= 8, "\n".join(sorted(variants))
