@@ -19,8 +19,6 @@ def pairwise(*factors: list) -> list:
         chosen.add(next(combination for combination in every if pairs[combination] - seen == left))
         seen |= left
     return [
-        pytest.param(
-            *(value for _, value in combination), marks=() if combination in chosen else (pytest.mark.nightly,)
-        )
+        pytest.param(*(own for _, own in combination), marks=() if combination in chosen else (pytest.mark.nightly,))
         for combination in every
     ]

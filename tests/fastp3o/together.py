@@ -34,9 +34,7 @@ LATER = (
 )
 
 
-def together(
-    program: Path, *arguments: str, processes: int = 2, longest: float = LONGEST
-) -> subprocess.CompletedProcess:
+def together(program: Path, *arguments: str, processes=2, longest: float = LONGEST) -> subprocess.CompletedProcess:
     """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other. Raises
     TimeoutError, after killing them, if they have not ended after `longest` seconds.
     """

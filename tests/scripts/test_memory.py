@@ -68,9 +68,7 @@ def as_kernels(monkeypatch):
         ("bf16-autocast", DEEP_HALF, True, 0),
     ],
 )
-def test_the_peak_of_an_update_is_predicted_within_a_tenth(
-    precision, sizes, share_prompts, trained_layers, checkpointing, as_kernels
-):
+def test_a_peak_is_predicted_within_a_tenth(precision, sizes, share_prompts, trained_layers, checkpointing, as_kernels):
     model_sizes, (P, prompt, response) = sizes
     precision = choose_precision(precision, "fp32")
     model, row = random_model(*model_sizes, precision), random_row(P, prompt, response, share_prompts)

@@ -29,9 +29,7 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def group(step: int, prompt: str, *rewards: float, text: str = "says") -> LoggedGroup:
-    responses = [
-        LoggedResponse(f"{text} {reward:g}", [1, 2, 3], reward, {}, 0.125, finished=reward > 0) for reward in rewards
-    ]
+    responses = [LoggedResponse(f"{text} {r:g}", [1, 2, 3], r, {}, 0.125, finished=r > 0) for r in rewards]
     return LoggedGroup(step, prompt, 0.125, responses)
 
 

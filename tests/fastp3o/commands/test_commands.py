@@ -30,10 +30,8 @@ def test_every_file_is_a_command_with_a_script(monkeypatch):
 
 
 def test_python_m_and_hyphens(workplace):
-    done = subprocess.run(
-        [sys.executable, "-m", "fastp3o", "win-rate", "--help"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("usage: fastp3o win_rate")
+    told = subprocess.check_output([sys.executable, "-m", "fastp3o", "win-rate", "--help"], text=True)
+    assert told.startswith("usage: fastp3o win_rate")
 
 
 def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch):

@@ -262,9 +262,7 @@ FILES = st.sampled_from(RECORDS).flatmap(lambda record: st.lists(mostly(record),
 )
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
-def test_any_json_gives_usable_records_or_a_data_error(
-    tmp_path_factory: pytest.TempPathFactory, load: Any, records: list[Any], skip: bool
-):
+def test_any_json_gives_usable_records_or_a_data_error(tmp_path_factory, load: Any, records: list[Any], skip: bool):
     lengths = LENGTHS if load is not loading.load_prompts else {"max_prompt_tokens": 100}
     source = jsonl(tmp_path_factory.mktemp("fuzz"), records)
     try:

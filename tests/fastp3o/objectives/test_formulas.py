@@ -64,9 +64,7 @@ def less_others(rewards: list[float]) -> list[float]:
     return [r - (sum(rewards) - r) / (K - 1) for r in rewards]
 
 
-def of_responses(
-    advantages: Callable[[list[Response]], list[float]], loss: Callable[[Response, float], Tensor]
-) -> Formula:
+def of_responses(advantages: Callable[[list[Response]], list[float]], loss: Callable[..., Tensor]) -> Formula:
     """The mean over responses."""
     return lambda groups: sum(loss(y, a) for g in groups for y, a in zip(g, advantages(g), strict=True)) / (P * K)
 

@@ -26,9 +26,7 @@ counted_or_all = pytest.mark.parametrize("counted", [None, COUNTED], ids=["all",
 packings = pytest.mark.parametrize("tokens_per_row", [1000, 30])
 
 
-def row_metrics(
-    objective: str, counted, tokens_per_row: int, apart: float | None = None, **settings
-) -> dict[str, float]:
+def row_metrics(objective: str, counted, tokens_per_row, apart: float | None = None, **settings) -> dict[str, float]:
     """Metrics of one minibatch on the old policy. apart: log π_old − log μ of every token, μ what sampled, if known."""
     generator = torch.Generator().manual_seed(0)
 

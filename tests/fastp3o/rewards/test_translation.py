@@ -16,9 +16,7 @@ TEMPLATE = (
 HOSTILE = f"Say {EOS}, {BOS} or <turn>:"
 
 
-def tokenizer(
-    adds: str = f"{BOS} $A", own: str | None = None, template: str | None = TEMPLATE
-) -> PreTrainedTokenizerFast:
+def tokenizer(adds=f"{BOS} $A", own: str | None = None, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """own: a special token that others do not have."""
     made = byte_tokenizer(adds, template)
     if own is not None:
@@ -34,9 +32,7 @@ def loaded(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], respons
     return encoded.prompt, encoded.prompt_ids, encoded.response_ids[0]
 
 
-def translated(
-    policy: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast, prompt, response: str, longest: int = 999
-):
+def translated(policy: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast, prompt, response: str, longest: int = 99):
     text, ids, response_ids = loaded(policy, prompt, response, longest)
     prompt_ids, found = Translation(policy, own)([Group(Prompt(text, ids), [Response(response_ids, response, True)])])
     return prompt_ids[0], found[0][0]

@@ -21,9 +21,7 @@ PROMPTS = [
 LONGEST = max(map(len, PROMPTS)) - 1
 
 
-def make_engine(
-    policy: PackedModel, *, slots: int = 18, room_beyond: int = 0, tokens_per_row: int = TOKENS_PER_ROW, **options
-) -> Engine:
+def make_engine(policy: PackedModel, *, slots=18, room_beyond=0, tokens_per_row=TOKENS_PER_ROW, **options) -> Engine:
     room = Room(len(PROMPTS) + room_beyond, LONGEST + room_beyond, K, slots, RESPONSE_TOKENS)
     options = {"graph": False} | options
     engine = Engine(policy, layer_shapes(policy, 3), room, END_IDS, **options)

@@ -164,9 +164,7 @@ def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(workp
     assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (4, 2)]
 
 
-def test_what_would_be_another_run_is_refused_and_what_may_change_takes_effect(
-    workplace, tiny_model, tokenizer, monkeypatch, capsys
-):
+def test_another_run_is_refused_and_what_may_change_takes_effect(workplace, tiny_model, tokenizer, monkeypatch, capsys):
     shutil.copytree(tiny_model, "start")
     finish(start("start", tokenizer))
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}

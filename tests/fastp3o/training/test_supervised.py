@@ -30,9 +30,7 @@ def reward_config(tiny_model, output_dir, **changes):
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_the_loss_is_a_mean_over_labelled_tokens_however_they_are_packed(
-    workplace, tiny_model, tokenizer, train_on_prompt
-):
+def test_the_loss_is_a_mean_over_labelled_tokens_however_packed(workplace, tiny_model, tokenizer, train_on_prompt):
     for name, size in (("whole", 8192), ("parts", 40)):
         changes = {"tokens_per_row": size, "epochs": 3, "train_on_prompt": train_on_prompt}
         sft.train(sft_config(tiny_model, name, **changes))

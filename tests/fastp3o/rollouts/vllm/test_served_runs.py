@@ -128,9 +128,7 @@ WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
         ("slow", {"from_completion": 6}, {"vllm_time_limit": 0.7}, r"no end of .* within 0.7 s \(attempts: 2\)"),
     ],
 )
-def test_a_server_that_fails_ends_the_run_before_it_trains_on_that(
-    workplace, tiny_model, fault, options, changes, says
-):
+def test_a_server_that_fails_ends_the_run_before_it_trains_on_it(workplace, tiny_model, fault, options, changes, says):
     kind = OtherWeightsError if fault == "stale" else EndpointError if fault else UserError
     with StandIn(tiny_model, fault=fault, **options) as server:
         with pytest.raises(kind, match=says) as failure:

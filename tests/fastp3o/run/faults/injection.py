@@ -52,9 +52,7 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         os._exit(status)
 
 
-def fork_together(
-    work: Callable[[], object], logs: Sequence[Path], prepare: Callable[[int], object] = lambda number: None
-) -> list[int]:
+def fork_together(work: Callable, logs: Sequence[Path], prepare: Callable = lambda number: None) -> list[int]:
     """Forks that do `work` with each other over gloo, as torchrun's workers; `prepare` has the number of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -108,9 +106,7 @@ class FileCalls:
     be taken back: for a child.
     """
 
-    def __init__(
-        self, folder: Path, *, kill_before: int = 0, full_from: int = 0, stop_before: int = 0, power: bool = False
-    ):
+    def __init__(self, folder: Path, *, kill_before: int = 0, full_from: int = 0, stop_before: int = 0, power=False):
         self.folder = folder.resolve()
         self.kill_before, self.full_from, self.stop_before, self.power = kill_before, full_from, stop_before, power
         self.count = 0
