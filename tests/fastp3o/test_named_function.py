@@ -29,10 +29,7 @@ def test_a_function_that_is_not_there_is_named():
         ("no_such_module:f", "judges_for_tests:f"): "cannot load the judge '\\w+:f'",
         ("judges_for_tests:constant",): "it is a int, not a function",
         ("judges_for_tests", ":f"): "must be given as module:function",
-        (
-            "./judges_for_tests.py:f",
-            "judges_for_tests.py:f",
-        ): "names a file: .* imports it, judges_for_tests:f, and start",
+        ("./judges_for_tests.py:f", "judges_for_tests.py:f"): "names a file: .* imports it, judges_for_tests:f, and",
     }.items():
         for name in names:
             with pytest.raises(ValueError, match=message):

@@ -40,13 +40,8 @@ def together(program: Path, *arguments: str, processes=2, longest: float = LONGE
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [f"{folder}/{number}" for number in range(processes)]
-        call = {
-            "program": str(program),
-            "arguments": arguments,
-            "logs": logs,
-            "folder": os.getcwd(),
-            "longest": longest,
-        }
+        call = {"program": str(program), "arguments": arguments, "folder": os.getcwd()}
+        call |= {"logs": logs, "longest": longest}
         requests, answers = server()
         requests.write(json.dumps(call) + "\n")
         requests.flush()

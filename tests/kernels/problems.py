@@ -70,7 +70,7 @@ class Pairs:
 def random_pairs(
     lengths: list[int],
     vocabulary: int,
-    device: torch.device,
+    device,
     *,
     K=2,
     scale=2.0,
@@ -78,7 +78,7 @@ def random_pairs(
     seed=0,
     logits=None,
     masked=False,
-    apart: float | None = None,
+    apart=None,
 ) -> Pairs:
     """K responses to each prompt, of a policy with these logits or random ones that moved by about `moved` nats each
     since the rollout. masked: a fourth of them is not valid, and nothing is known of these.
@@ -223,11 +223,7 @@ def oracle(
             continue
         token_logprobs = [[logprobs[t, pairs.labels[t]] for t in part] for part in tokens]
         pi = [torch.stack(part).sum() for part in token_logprobs]
-        old, ref, reward = (
-            pairs.old_logprobs[p][responses],
-            pairs.ref_logprobs[p][responses],
-            pairs.rewards[p][responses],
-        )
+        old, ref, reward = (x[p][responses] for x in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards))
         u = (pi[0] - ref[0]) - (pi[1] - ref[1])
         u_old = (old[0] - ref[0]) - (old[1] - ref[1])
         q = (reward[0] - reward[1] - beta * (u if kl_reward == "current" else u_old)).detach()

@@ -93,8 +93,9 @@ def test_what_is_wrong_with_a_head_is_named(change, message):
 def test_numbers_of_any_type_are_floats_to_the_kernels(number):
     """Triton's launcher refuses numpy's, and compiles another variant for an int."""
     head, settings = Head(HEAD[1], softcap=number, temperature=number), P3OSettings(ratio_cap=number, kl_coef=number)
-    stored = head.softcap, head.temperature, settings.ratio_cap, settings.kl_coef
-    assert [(type(value), value) for value in stored] == [(float, 2.0)] * 4
+    transform = LogitsTransform(softcap=number, temperature=number)
+    stored = *(x for own in (head, transform) for x in (own.softcap, own.temperature)), settings.ratio_cap
+    assert [(type(value), value) for value in (*stored, settings.kl_coef)] == [(float, 2.0)] * 6
 
 
 FOUR = [torch.zeros(2, 2)] * 4
@@ -138,9 +139,3 @@ def test_values_on_a_gpu_are_looked_at_only_on_request(monkeypatch):
     monkeypatch.setenv("FASTP3O_DEBUG", "1")
     with pytest.raises(ValueError, match="labels"):
         logits_p3o_loss(**given)
-
-
-def test_numbers_of_numpy_become_pythons_own_which_triton_takes():
-    number = torch.tensor(0.5).numpy()[()]
-    transform = LogitsTransform(softcap=number, temperature=number)
-    assert {type(x) for x in (P3OSettings(kl_coef=number).kl_coef, transform.softcap, transform.temperature)} == {float}

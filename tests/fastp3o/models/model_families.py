@@ -23,24 +23,12 @@ from fastp3o_kernels import p3o_loss
 
 VOCABULARY = 48
 WINDOW = 4
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 UNGROUPED = SIZES | {"intermediate_size": 48}
 GROUPED = UNGROUPED | {"num_key_value_heads": 1}
-GEMMA = GROUPED | {
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+GEMMA = GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
 SOFTCAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {

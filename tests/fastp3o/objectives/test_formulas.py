@@ -221,16 +221,10 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
     order = list(row.groups)
     every = [y for g in order for y in groups[g]]
     objective = config.build()
-    microbatch = Microbatch(
-        row,
-        objective.scaler(rewards)[order],
-        torch.cat([y.old for y in every]),
-        torch.cat([y.ref for y in every]),
-        torch.stack([y.old.sum() for y in every]).view(P, K),
-        torch.stack([y.ref.sum() for y in every]).view(P, K),
-        sampler_token_logprobs=torch.cat([y.sampler for y in every]),
-        loss_mask=counts[order] if config.mask_truncated else None,
-    )
+    old, ref, sampler = ([getattr(y, name) for y in every] for name in ("old", "ref", "sampler"))
+    sums = (torch.stack([values.sum() for values in tokens]).view(P, K) for tokens in (old, ref))
+    more = {"sampler_token_logprobs": torch.cat(sampler), "loss_mask": counts[order] if config.mask_truncated else None}
+    microbatch = Microbatch(row, objective.scaler(rewards)[order], torch.cat(old), torch.cat(ref), *sums, **more)
     policy = PackedModel(model)
     ((prepared,),) = objective.prepare(policy, [[microbatch]], lambda sums: sums)
     loss, metrics = objective.loss(policy, prepared, objective.divisor(row, prepared.loss_mask) or 1)
