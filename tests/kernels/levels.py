@@ -19,7 +19,7 @@ IMPLEMENTATIONS = [None, "triton", "eager"]
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
 
-def ratios_changes_and_entropies(groups: kernels.Groups):
+def changes_and_entropies(groups: kernels.Groups):
     """An objective of all that groups have: PPO's clipped ratios of tokens with an advantage of each response and a
     weight of each group, and a bonus for entropy, of clipped tokens too.
     """
@@ -94,9 +94,7 @@ class Batch:
                 "group_tensors": {"weights": known[1].nan_to_num()[:, 0]},
             }
             given |= {"responses_per_group": K, "outputs": STATISTICS, **tensors}
-            return kernels.P3OLossOutput(
-                *kernels.linear_loss(*policy, offsets, ratios_changes_and_entropies, **given), {}
-            )
+            return kernels.P3OLossOutput(*kernels.linear_loss(*policy, offsets, changes_and_entropies, **given), {})
         for name in ("valid_responses", "sampler_logprobs"):
             if getattr(pairs, name) is not None:
                 given.setdefault(name, getattr(pairs, name)[prompts])

@@ -27,9 +27,7 @@ class Group(NamedTuple):
     rewards: list[float]
 
 
-def own_update(
-    model: str, rounds: list[list[list[Group]]], inner_epochs: int = 1, **settings
-) -> dict[str, torch.Tensor]:
+def own_update(model: str, rounds: list[list[list[Group]]], inner_epochs=1, **settings) -> dict[str, torch.Tensor]:
     """The weights after gradient descent on rounds of minibatches of groups, each minibatch a step."""
     accelerator = Accelerator(cpu=True)
     config = P3OConfig(model=model, output_dir="", prompts="", reward="", reward_scaling="none", **settings)

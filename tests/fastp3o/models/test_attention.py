@@ -226,17 +226,15 @@ def test_libraries_are_called_as_they_document(monkeypatch, window, library, sof
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(
-    ("backend", "softcap"), [("by_varlen_attn", None), ("by_flash_attn", None), ("by_flash_attn", 20.0)]
-)
+@pytest.mark.parametrize(("backend", "softcap"), [("varlen", None), ("flash", None), ("flash", 20.0)])
 def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, device):
-    library = {"by_varlen_attn": "varlen_attn", "by_flash_attn": "flash_attn_varlen_func"}[backend]
+    library = {"varlen": "varlen_attn", "flash": "flash_attn_varlen_func"}[backend]
     if getattr(attention, library) is None:
         pytest.skip(f"{library} is not installed")
     segments = make_segments([(37, 37), (1, 4), (5, 130), (64, 64), (1, 1)]).to(device)
     rounded = [tensor.to(device) for tensor in random_tensors(segments, 4, 2, 64, dtype)]
     options = segments, 0.125, window, softcap
-    got = with_gradients(getattr(attention, backend), rounded, *options)
+    got = with_gradients(getattr(attention, f"by_{backend}_attn"), rounded, *options)
     expected = with_gradients(sdpa_per_segment, [tensor.double() for tensor in rounded], *options)
     for tensor, exact in zip(got, expected, strict=True):
         assert tensor.dtype == dtype

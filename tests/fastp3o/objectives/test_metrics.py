@@ -37,18 +37,11 @@ def row_metrics(objective: str, counted, tokens_per_row, apart: float | None = N
     accelerator, objective = Accelerator(cpu=True), OBJECTIVES[objective](**NAMES, **settings).build()
     policy, reference = PackedModel(random_model("llama")), PackedModel(random_model("llama"))
     objective.add_to(policy)
-    (minibatch,) = objective.prepare(
-        policy,
-        microbatches.make_microbatches(
-            accelerator,
-            partial(microbatches.policy_logprobs, policy),
-            SecondModel(reference, accelerator.device, offload=False),
-            microbatches.pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row)),
-            torch.arange(P * K).view(P, K) % 3.0,
-            counted,
-        ),
-        lambda sums: sums,
-    )
+    rows = microbatches.pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row))
+    old, ref = partial(microbatches.policy_logprobs, policy), SecondModel(reference, accelerator.device, offload=False)
+    rewards = torch.arange(P * K).view(P, K) % 3.0
+    made = microbatches.make_microbatches(accelerator, old, ref, rows, rewards, counted)
+    (minibatch,) = objective.prepare(policy, made, lambda sums: sums)
     sums = MetricSums()
     for microbatch in minibatch:
         if apart is not None:

@@ -41,10 +41,8 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, objective):
     accelerator = Accelerator(cpu=True)
     policy, reference = (PackedModel(random_model(family)) for family in ("llama", "gpt2"))
     rewards = torch.arange(P * K).view(P, K).float()
-    rows, second = (
-        pack_minibatches(accelerator, rollouts, 2, Packing(30)),
-        SecondModel(reference, accelerator.device, offload=False),
-    )
+    rows = pack_minibatches(accelerator, rollouts, 2, Packing(30))
+    second = SecondModel(reference, accelerator.device, offload=False)
     minibatches = make_microbatches(accelerator, partial(policy_logprobs, policy), second, rows, rewards, None)
     p3o = P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=objective).build()
     passes = equal_passes(accelerator, minibatches, None, p3o)

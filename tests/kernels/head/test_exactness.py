@@ -48,16 +48,14 @@ def test_it_is_the_paper_in_fp64(level, V, impl, known):
     ),
 )
 def test_kernels_and_chunks_are_as_exact_as_eager(level, V, dtype, impl, arithmetic, known):
-    (K, lengths), held = known.pop("groups"), known.pop("held")
+    (K, lengths), budget = known.pop("groups"), problems.budget_for(known.pop("held"), V)
     batch = Batch(level, lengths, V, K=K, dtype=dtype, **known)
     if level == "log-probs":
         batch.pairs.labels[::7] = -100
     expected, targets = batch.to(torch.float64).run("eager")
     with problems.multiplied_as(arithmetic, dtype):
         eager, eager_gradients = batch.run("eager")
-        output, gradients = batch.run(
-            "triton" if level == "logits" else impl, memory_budget=problems.budget_for(held, V)
-        )
+        output, gradients = batch.run("triton" if level == "logits" else impl, memory_budget=budget)
     size = 1e-5 * (1 + sum(lengths))
     assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + size * (1 + abs(expected.loss))
     # The interpreter cuts off where hardware rounds to 16 bits.

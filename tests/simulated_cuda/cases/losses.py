@@ -18,6 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [3, 4, 2, 0, 5, 1, 9, 14]
 N, P, V, D = sum(LENGTHS), len(LENGTHS) // 2, 48, 16
 OFFSETS = [0, *accumulate(LENGTHS)]
+BUDGET = budget_for(10, V)
 DEVICE = torch.device("cuda")
 
 
@@ -50,7 +51,7 @@ OBJECTIVES = {
 def test_an_objective_waits_for_nothing(name, impl):
     hidden, head = randn(N, D, dtype=torch.float16, gradient=True), head_of(torch.float16)
     options = {"response_tensors": {"ref": randn(P, 2), "rewards": randn(P, 2)}, "token_tensors": {"old": randn(N)}}
-    options |= {"divisor": torch.tensor(3.0), "memory_budget": budget_for(10, V), "responses_per_group": 2}
+    options |= {"divisor": torch.tensor(3.0), "memory_budget": BUDGET, "responses_per_group": 2}
     options |= {"outputs": ("entropy",) if name == "entropy" else (), "impl": impl}
     with recorded() as record:
         kernels.linear_loss(hidden, head, labels(), OFFSETS, OBJECTIVES[name], **options).loss.backward()
@@ -70,18 +71,14 @@ def test_p3o_and_log_probs_wait_for_nothing_at_every_level(dtype, clipping, own,
     options = {"valid_responses": rewards > -1, "sampler_logprobs": None if own else randn(P, 2), "impl": impl}
     options |= {"divisor": torch.tensor(3.0), "old_token_logprobs": randn(N) if clipping == "token" else None}
     with recorded() as record:
-        kernels.linear_p3o_loss(
-            hidden, head, tokens, *given, **options, memory_budget=budget_for(10, V)
-        ).loss.backward()
+        kernels.linear_p3o_loss(hidden, head, tokens, *given, **options, memory_budget=BUDGET).loss.backward()
         kernels.logits_p3o_loss(logits, tokens, *given, **options).loss.backward()
         kernels.token_p3o_loss(randn(N, gradient=True), *given, **options).loss.backward()
         if clipping != "token":
             del options["old_token_logprobs"]
             kernels.p3o_loss(randn(P, 2, gradient=True), *given[1:], **options).loss.backward()
         wanted = {"outputs": ("entropy", "mean_logit", "is_top"), "impl": impl}
-        found = kernels.linear_logprobs(
-            hidden, head, tokens, cu_seqlens=OFFSETS, memory_budget=budget_for(10, V), **wanted
-        )
+        found = kernels.linear_logprobs(hidden, head, tokens, cu_seqlens=OFFSETS, memory_budget=BUDGET, **wanted)
         (kernels.sequence_logprobs(found.logprobs, OFFSETS, impl=impl).sum() + found.entropy.sum()).backward()
         found = kernels.token_logprobs(logits, tokens, **wanted)
         (found.logprobs.sum() + found.entropy.sum()).backward()
@@ -95,9 +92,7 @@ def test_a_device_that_is_not_the_current_one():
     hidden, weight, tokens = elsewhere(N, D), elsewhere(V, D), labels().to("cuda:1")
     known = [elsewhere(P, 2).detach() for _ in range(3)]
     with recorded() as record:
-        kernels.linear_p3o_loss(
-            hidden, weight, tokens, OFFSETS, *known, memory_budget=budget_for(10, V)
-        ).loss.backward()
+        kernels.linear_p3o_loss(hidden, weight, tokens, OFFSETS, *known, memory_budget=BUDGET).loss.backward()
         kernels.linear_loss(hidden, weight, tokens, OFFSETS, lambda groups: groups.logprobs.sum()).loss.backward()
         found = kernels.linear_logprobs(hidden, weight, tokens, cu_seqlens=OFFSETS, outputs=("entropy",))
         (kernels.sequence_logprobs(found.logprobs, OFFSETS).sum() + found.entropy.sum()).backward()
