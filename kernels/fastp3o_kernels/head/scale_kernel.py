@@ -92,7 +92,9 @@ def launch_lowered_scale(
     scale: Tensor, coefficients: Tensor, largest: float, highest: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The scale that brings the largest coefficient to between half of `largest` and `largest`, or the given one if it
-    is lower, 0-d; its ratio to the given one; and the coefficients times it. One launch. coefficients: fp32, any shape.
+    is lower, 0-d; its ratio to the given one; and the coefficients times it. One launch.
+
+    coefficients: fp32, any shape.
     """
     coefficients = coefficients.contiguous()
     lowered, ratio, scaled = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(coefficients)

@@ -297,8 +297,9 @@ def mean_over(K: int, settings: P3OSettings) -> int:
 
 
 def launch_coefficients(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, terms: Tensor) -> Tensor:
-    """dL/d log π of each token of the pairs [N], undefined for other tokens; one launch. It fills in what each prompt
-    adds to the results, terms of `empty_terms`, which may be columns of a larger tensor.
+    """dL/d log π of each token of the pairs [N], undefined for other tokens; one launch.
+
+    It fills in what each prompt adds to the results, terms of `empty_terms`, which may be columns of a larger tensor.
     """
     P, K = pairs.rewards.shape
     sums, response_slopes, negative_slopes = torch.empty(3, P, K, dtype=torch.float32, device=token_logprobs.device)

@@ -34,8 +34,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def exp2(x):
-    """2^x; 0 where it is below 2^-126. tl.exp and tl.exp2 give those results too, for four more instructions an
-    element. A probability loses nothing without them, nor does a sum with a term of 1.
+    """2^x; 0 where it is below 2^-126.
+
+    tl.exp and tl.exp2 give those results too, for four more instructions an element. A probability loses nothing
+    without them, nor does a sum with a term of 1.
     """
     if INTERPRETED:
         return tl.exp2(x)
@@ -330,8 +332,9 @@ def launch_dlogits(
     entropy: Tensor | None,
     entropy_coefficients: Tensor | None,
 ) -> None:
-    """out [N, V] = the gradient of the logits; it may be the logits. One launch. coefficients: [N] fp32,
-    dL/d(log-prob). entropy_coefficients: dL/d(entropy), which needs the entropies; None: 0.
+    """out [N, V] = the gradient of the logits; it may be the logits. One launch.
+
+    coefficients: [N] fp32, dL/d(log-prob). entropy_coefficients: dL/d(entropy), which needs the entropies; None: 0.
     """
     with torch.cuda.device_of(out):
         dlogits_kernel[(len(out),)](

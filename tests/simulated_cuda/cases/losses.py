@@ -9,6 +9,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import interpreter, jit
 
 import fastp3o_kernels as kernels
+from fastp3o_kernels import losses
 from tests.kernels.problems import budget_for
 from tests.simulated_cuda.host import recorded
 
@@ -35,11 +36,11 @@ def head_of(dtype, **options):
 
 OBJECTIVES = {
     "grpo": lambda g: (
-        kernels.losses.ppo_clip(g.token_logprobs, g["old"], g.per_token(kernels.losses.group_advantages(g["rewards"])))
-        + kernels.losses.k3(g.token_logprobs, g["old"])
+        losses.ppo_clip(g.token_logprobs, g["old"], g.per_token(losses.group_advantages(g["rewards"])))
+        + losses.k3(g.token_logprobs, g["old"])
     ).sum(),
-    "dpo": lambda g: kernels.losses.dpo(g.logprobs, g["ref"]).sum(),
-    "orpo": lambda g: kernels.losses.orpo(g.means(g.token_logprobs) - 1).sum(),
+    "dpo": lambda g: losses.dpo(g.logprobs, g["ref"]).sum(),
+    "orpo": lambda g: losses.orpo(g.means(g.token_logprobs) - 1).sum(),
     "entropy": lambda g: (g.logprobs.sum() - 0.1 * g.entropy.sum(), {"entropy": g.entropy.sum()}),
     "a constant": lambda g: g["rewards"].sum(),
 }
