@@ -24,7 +24,7 @@ HEADS = LARGE_HEADS if LARGE else [HeadSizes(32, 203)] if TRIAL else SMALL_HEADS
 # The most interesting come first: a run that ends early has measured them.
 TOKENS = [8192, 32768, 2048] if LARGE else [32] if TRIAL else [512, 2048]
 # On a GPU P3O trains in fp16 unless told otherwise; peers are made for bf16.
-DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
+DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32, torch.bfloat16]
 DTYPE = DTYPES[0]
 RESPONSE_TOKENS = 8 if TRIAL else 128
 
