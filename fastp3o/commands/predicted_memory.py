@@ -12,7 +12,7 @@ from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import TOKENS_PER_ROW
-from fastp3o_kernels.head.chunks import MEMORY_BUDGET
+from fastp3o_kernels.head.chunks import LEAST_SHARE, MEMORY_BUDGET, SHARES
 
 
 class Lengths(NamedTuple):
@@ -92,7 +92,7 @@ def update_memory(
     norms, item = element_bytes(precision)
     dlogits = lengths.labelled * model.vocabulary * item
     logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
-    single = precision.weights == torch.bfloat16 and dlogits <= 7 / 8 * MEMORY_BUDGET
+    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_SHARE / SHARES) * MEMORY_BUDGET
     rounded = model.head_gradient(2) if precision.half and not single else 0
     states = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
     head = states + model.head_gradient(2 if single else 4) + max(logits, rounded)

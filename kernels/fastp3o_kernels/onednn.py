@@ -1,7 +1,7 @@
 """fp32 products of matrices by oneDNN, on the CPUs where torch's own are slow.
 
-torch gives them to MKL, which computes without AVX-512 on an AMD processor: with 0.45 times the rate of oneDNN, which
-torch has for half precision and for what it compiles (benchmarks/README.md).
+torch gives them to MKL, which computes without AVX-512 on an AMD processor. oneDNN, which torch has for half precision,
+computes with it: benchmarks/README.md has the head's time beside torch's products.
 """
 
 from functools import cache

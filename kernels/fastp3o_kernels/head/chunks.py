@@ -23,6 +23,7 @@ TILE = 128
 WEIGHT_ROWS = 217
 SHOWN = 1 / 4  # the part of the weight's traffic, about, that products do not hide
 SHARES = 16  # of the budget, of which logits get some and their gradients the others
+LEAST_SHARE = 2  # of logits
 
 # Tokens, about, that go through the head together where their gradients take the place of the logits: more gain nothing
 # in the products, and no longer are in a processor's caches for the softmax.
@@ -109,7 +110,7 @@ def plan_chunks(
         return HeadPlan(dtypes, V, row_elements, longest_span(chunks), fitting, chunks, in_place)
     sizes = [N * logits_bytes]
     if memory_budget < N * (logits_bytes + dlogits_bytes):
-        shares = [memory_budget * share // SHARES for share in range(2, SHARES)]
+        shares = [memory_budget * share // SHARES for share in range(LEAST_SHARE, SHARES)]
         sizes = [memory_budget - N * dlogits_bytes, *shares]
     # Groups stay whole where a row of gradients is left for each of logits.
     least = min(longest, memory_budget // (logits_bytes + dlogits_bytes))
