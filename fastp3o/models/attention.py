@@ -15,6 +15,7 @@ T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from math import prod
 from typing import Any, Protocol, cast
 
 import torch
@@ -47,6 +48,9 @@ HOPPER = (9, 0)
 # Commits with builds for torch 2.11 to 2.13, before huggingface/kernels-community's issue 1085: no gradients of groups.
 FLASH_ATTN_2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce9c1c9087b"
+# Elements of a segment's queries up to which all segments of a row are padded to its longest, and computed in one call:
+# shorter ones take less time than the calls for each.
+LARGEST_PADDED = 2**13
 LARGEST_BLOCK = 2**24  # products of queries and keys that are in memory at once, where a kernel does not hide them
 
 
@@ -225,30 +229,43 @@ class GatherKeys(torch.autograd.Function):
 # The number of segments differs from row to row, so a compiler would look into it again and again.
 @torch.compiler.disable
 def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softcap):
+    longest = segments.longest_keys
+    if longest * query[0].numel() <= LARGEST_PADDED and not softcap and (window is None or window >= longest):
+        return sdpa_of_padded(query, key, value, segments, scale)
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     # Splitting, unlike slicing, adds up the pieces' gradients in one operation.
-    keys, values = (tensor.split(segments.key_lengths) for tensor in (key, value))
-    pieces = zip(query.split(segments.query_lengths), keys, values, strict=True)
+    keys, values = (tensor.split(segments.key_lengths, dim=2) for tensor in (key, value))
+    pieces = zip(query.split(segments.query_lengths, dim=2), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
     if softcap or query.is_cuda:
         # The backward pass computes a block's products anew: kept, they would take memory by the square of its length.
         recomputed: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
         attend = partial(checkpoint, attend, **recomputed)
     blocks = (block for piece in pieces for block in causal_blocks(*piece, window, softcap))
-    return torch.cat([attend(*block, scale, window, softcap) for block in blocks], dim=1).transpose(0, 1)
+    return torch.cat([attend(*block, scale, window, softcap) for block in blocks], dim=2)[0].transpose(0, 1)
+
+
+def sdpa_of_padded(query, key, value, segments: Segments, scale):
+    """Queries have the places of their own keys, so that they see those before them, and padding lies behind."""
+    queries_at, keys_at = segments.padded_places
+    places, shape = (queries_at, keys_at, keys_at), (len(segments.key_lengths), segments.longest_keys)
+    tensors = zip((query, key, value), places, strict=True)
+    padded = [x.new_zeros(prod(shape), *x.shape[1:]).index_copy(0, at, x).unflatten(0, shape) for x, at in tensors]
+    result = with_sdpa(*(tensor.transpose(1, 2) for tensor in padded), scale, None, None)
+    return result.transpose(1, 2).flatten(0, 1).index_select(0, queries_at)
 
 
 def causal_blocks(query, key, value, window, softcap) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """A segment [n, H, D] as [H, n, D], in blocks of queries with the keys that they see. A block bounds what is
-    [queries, keys]: the products of all heads with a softcap, else a mask; a whole segment needs none.
+    """A segment [1, H, n, D] in blocks of queries with the keys that they see. A block bounds what is [queries, keys]:
+    the products of all heads with a softcap, else a mask; a whole segment needs none.
     """
-    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    (heads, queries, _), keys = query.shape, key.shape[1]
+    (_, heads, queries, _), keys = query.shape, key.shape[2]
     whole, end = not softcap and is_whole(queries, keys, window), keys - queries
     size = queries if whole else max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1)))
-    for block in query.split(size, dim=1):
+    for block in query.split(size, dim=2):
         first = 0 if window is None else max(0, end - window + 1)
-        end += block.shape[1]
-        yield block, key[:, first:end], value[:, first:end]
+        end += block.shape[2]
+        yield block, key[:, :, first:end], value[:, :, first:end]
 
 
 def is_whole(queries: int, keys: int, window: int | None) -> bool:
@@ -256,26 +273,19 @@ def is_whole(queries: int, keys: int, window: int | None) -> bool:
 
 
 def with_sdpa(query, key, value, scale, window, softcap):
-    queries, keys = query.shape[1], key.shape[1]
+    (_, heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
     whole = is_whole(queries, keys, window)
-    if query.is_cuda and query.shape[0] != key.shape[0]:
+    if query.is_cuda and heads != key_heads:
         # There torch's kernel for fp32 and old GPUs takes no groups, and one that keeps all products would serve.
-        key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
-    return F.scaled_dot_product_attention(
-        query.unsqueeze(0),
-        key.unsqueeze(0),
-        value.unsqueeze(0),
-        attn_mask=None if whole else visible(queries, keys, window, query.device),
-        is_causal=whole,
-        scale=scale,
-        enable_gqa=query.shape[0] != key.shape[0],
-    ).squeeze(0)
+        key, value = (tensor.repeat_interleave(heads // key_heads, dim=1) for tensor in (key, value))
+    mask = None if whole else visible(queries, keys, window, query.device)
+    options = {"scale": scale, "enable_gqa": heads != key_heads}
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=whole, **options)
 
 
 def with_softcap(query, key, value, scale, window, softcap):
-    return softcapped(
-        query, key, value, visible(query.shape[1], key.shape[1], window, query.device).log(), scale, softcap
-    )
+    mask = visible(query.shape[2], key.shape[2], window, query.device).log()
+    return softcapped(query, key, value, mask, scale, softcap)
 
 
 def softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:

@@ -12,6 +12,7 @@ T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -94,6 +95,17 @@ class Segments(OnDevice):
 
     def __post_init__(self) -> None:
         vars(self).update(longest_query=max(self.query_lengths), longest_keys=max(self.key_lengths))
+
+    @cached_property
+    def padded_places(self) -> tuple[Tensor, Tensor]:
+        """[T] and [U]: where queries and keys are in [G, longest_keys]. A query is where its own key is."""
+        ends = torch.arange(len(self.key_lengths), device=self.cu_keys.device) * self.longest_keys + self.cu_keys.diff()
+
+        def places(offsets: Tensor, total: int) -> Tensor:
+            shifts = (ends - offsets[1:]).repeat_interleave(offsets.diff(), output_size=total)
+            return shifts + torch.arange(total, device=offsets.device)
+
+        return places(self.cu_queries, sum(self.query_lengths)), places(self.cu_keys, sum(self.key_lengths))
 
 
 @dataclass(frozen=True)

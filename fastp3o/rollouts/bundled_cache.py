@@ -118,10 +118,11 @@ class BundledCache(Cache):
         return [[kv[:, :prompt_tokens], kv[:, own :: self.members][:, :own_tokens]] for kv in bundles]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        for stored, new in zip(self.stored[layer], (key, value), strict=True):
-            stored.index_copy_(2, self.newest, new.to(stored.dtype))
         keys, values = self.views[layer]
-        H, query = query.shape[1], query.to(keys.dtype)
+        H, dtype = query.shape[1], keys.dtype
+        query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
+        for stored, new in zip(self.stored[layer], (key, value), strict=True):
+            stored.index_copy_(2, self.newest, new)
         if self.slot is not None:
             query = query.index_select(2, self.slot)
         query = query.view(H, len(keys), self.members, -1).transpose(0, 1)

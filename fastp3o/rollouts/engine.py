@@ -107,7 +107,7 @@ class Engine:
         """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots())
-        keys = queue.keys[queue.response]
+        keys = queue.keys if self.numbers else queue.keys[queue.response]  # which give the numbers, if none are known
         if not self.static and not self.numbers:
             steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
             drawn = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])

@@ -67,11 +67,12 @@ one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths
     st.none() | st.integers(1, 8),
     st.none() | st.just(0.7),
     st.sampled_from([1, 24, attention.LARGEST_BLOCK]),
+    st.sampled_from([0, attention.LARGEST_PADDED]),
 )
-def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap, block):
+def test_segments_one_by_one_or_padded_equal_a_dense_mask(lengths, groups, window, softcap, block, padded):
     segments = make_segments(lengths)
     tensors = random_tensors(segments, 2, groups, 4)
-    with mock.patch.object(attention, "LARGEST_BLOCK", block):
+    with mock.patch.multiple(attention, LARGEST_BLOCK=block, LARGEST_PADDED=padded):
         got = with_gradients(sdpa_per_segment, tensors, segments, 0.8, window, softcap)
     expected = with_gradients(dense, tensors, segments, 0.8, window, softcap)
     # With soft capping the softmax is fp32, as transformers' is.
