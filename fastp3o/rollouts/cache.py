@@ -109,6 +109,7 @@ class Cache:
     def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device):
         # One piece of memory, which is more likely to come back at the same address than many.
         self.room = room
+        *_, self.last_layer = shapes  # that has keys of its own
         sizes = [self.tokens() * shape.bytes_per_token for shape in shapes.values()]
         self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self.cut(shapes, sizes)

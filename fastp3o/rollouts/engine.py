@@ -6,13 +6,14 @@ on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError
+from fastp3o.models.attention import KeyValueCache
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, offsets, to_device
@@ -26,8 +27,10 @@ from fastp3o_kernels.decoding import Slots, race_numbers, sample_tokens
 from fastp3o_kernels.head.head import HeadDtypes, multiply
 from fastp3o_kernels.rows.rows import padded, transformed
 
-# Length of a packed row of prompts: enough for large matrix products.
-TOKENS_PER_ROW = 2048
+# Most tokens of a packed row of prompts: on a GPU its products take longer than their launches from Python.
+TOKENS_PER_ROW = 8192
+# Such rows are padded to a multiple of this: a few shapes, at which libraries round alike.
+PADDED_TOKENS = 2048
 # A row of tokens that follow cached ones has as many keys for each of its tokens at most, which are copied.
 KEYS_PER_TOKEN = 16
 # Steps between two looks of the host; all but one of them may be for nothing.
@@ -176,15 +179,36 @@ class CachedRow(NamedTuple):
 def prefill(
     policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
 ) -> None:
-    """Puts keys and values of the prompts into the cache. pad: makes rows of equal length, since libraries on a GPU
-    round differently at other shapes.
-    """
+    """Puts keys and values of the prompts into the cache. pad: to a multiple of PADDED_TOKENS."""
     cache.begin([len(ids) - 1 for ids in prompts])
     given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
     for row in rows_to_cache(given, tokens_per_row, pad, policy.model.device):
         cache.prompt_of_token = row.number_of_token
         cache.position_of_token = row.position_ids[0, : len(row.number_of_token)]
-        policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
+        store_keys(policy, row, cache, cache.last_layer)
+
+
+class AllStoredError(Exception):
+    """The last layer's keys and values are stored: nobody needs what is left of the pass."""
+
+
+class KeysOnly(NamedTuple):
+    """A KeyValueCache that ends the pass with the last layer's keys and values."""
+
+    cache: KeyValueCache
+    last_layer: int
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        stored = self.cache.store(layer, key, value)
+        if layer == self.last_layer:
+            raise AllStoredError
+        return stored
+
+
+def store_keys(policy: PackedModel, row: CachedRow, cache: KeyValueCache, last_layer: int) -> None:
+    with suppress(AllStoredError):
+        keys_only = KeysOnly(cache, last_layer)
+        policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=keys_only)
 
 
 def rows_to_cache(
@@ -198,7 +222,7 @@ def rows_to_cache(
         key_lengths = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         positions = [torch.arange(begin, end) for begin, end in zip(begins, key_lengths, strict=True)]
         # Padding is a segment of its own, all at position 0, which every model has.
-        padding = -sum(lengths) % tokens_per_row if pad else 0
+        padding = -sum(lengths) % min(tokens_per_row, PADDED_TOKENS) if pad else 0
         if padding:
             lengths, key_lengths = [*lengths, padding], [*key_lengths, padding]
         row = CachedRow(

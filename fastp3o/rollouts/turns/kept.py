@@ -13,7 +13,7 @@ from torch import Tensor
 from fastp3o.models.packed_model import evaluation_mode
 from fastp3o.packing.packed_row import Ids, to_device
 from fastp3o.rollouts.cache import Cache, Room, available_memory
-from fastp3o.rollouts.engine import Engine, rows_to_cache
+from fastp3o.rollouts.engine import Engine, rows_to_cache, store_keys
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler
 from fastp3o.rollouts.queue import NO_TOKEN, Queue
@@ -102,8 +102,7 @@ class KeptEngine(Engine):
                 steps = row.position_ids[0, : len(slots)] - prompt_lengths[slots]
                 ends = zip(row.numbers, row.segments.key_lengths, strict=False)  # padding has none
                 segments = [(n // K, lengths[n // K], n, end - lengths[n // K]) for n, end in ends]
-                cache = Observed(self.cache, slots, steps, segments)
-                self.policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
+                store_keys(self.policy, row, Observed(self.cache, slots, steps, segments), self.cache.last_layer)
             if not self.static:
                 self.cache.keep_slots(torch.arange(self.room.slots))
                 self.drop_idle_slots()

@@ -48,7 +48,10 @@ def test_operations_of_a_step():
     """Of a Llama with four layers, views counted: 284 are transformers' own (10 more in 5.17); `generate` has 341."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     policy = PackedModel(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1024))).eval()
+    calls: list[object] = []
+    policy.layers()[-1].mlp.register_forward_hook(lambda *_: calls.append(0))
     shapes, keys = {layer: LayerShape(4, 8, torch.float32) for layer in range(4)}, torch.arange(4).view(2, 2)
     engines = (Engine(policy, shapes, Room(2, 8, 2, 4, tokens), set()) for tokens in (8, 16))
     few, many = (host_work(partial(engine.run, [[5] * 9, [6] * 4], keys))["operations"] for engine in engines)
     assert (many - few) / 8 <= 370
+    assert len(calls) == 8 + 16  # the prompts' pass ends with the last layer's keys
