@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
@@ -33,8 +33,8 @@ from fastp3o.rollouts.engine import layer_shapes
 
 PROMPTS = 64 if LARGE else 2 if TRIAL else 32
 ROUNDS = 1 if TRIAL else 3
-# Seconds of a round that only one more follows.
-LONG_ROUND = 60
+# Seconds of a round that only one more follows, and of one that five times as many follow.
+LONG_ROUND, SHORT_ROUND = 60, 1
 # A way that takes this many times as long as `generate` has one turn only.
 HOPELESS = 3
 # The counter of operations on a CPU does not see into a thread of the way's own.
@@ -179,13 +179,14 @@ class Measurement:
 
     def run(self, benchmark) -> None:
         """The first round compiles and captures, and finds caches cold; it stands only where no other follows."""
-        seeds = iter(range(ROUNDS + 1))
+        seeds = count()
         self.one_round(next(seeds))
         way_ms, generate_ms = (self.figures.ms[way][0] for way in (self.way, "generate"))
         if self.way not in SLOW_TO_START and way_ms > HOPELESS * generate_ms:
             benchmark.pedantic(lambda: None, rounds=1)
             return
-        rounds = 1 if way_ms + generate_ms > 1e3 * LONG_ROUND else ROUNDS
+        seconds = (way_ms + generate_ms) / 1e3
+        rounds = 1 if seconds > LONG_ROUND else ROUNDS if seconds > SHORT_ROUND else 5 * ROUNDS
         for way in self.figures.ms:
             self.figures.forget(way)
         benchmark.pedantic(lambda: self.one_round(next(seeds)), rounds=rounds)

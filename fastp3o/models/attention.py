@@ -249,9 +249,11 @@ def sdpa_of_padded(query, key, value, segments: Segments, scale):
     """Queries have the places of their own keys, so that they see those before them, and padding lies behind."""
     queries_at, keys_at = segments.padded_places
     places, shape = (queries_at, keys_at, keys_at), (len(segments.key_lengths), segments.longest_keys)
-    tensors = zip((query, key, value), places, strict=True)
-    padded = [x.new_zeros(prod(shape), *x.shape[1:]).index_copy(0, at, x).unflatten(0, shape) for x, at in tensors]
-    result = with_sdpa(*(tensor.transpose(1, 2) for tensor in padded), scale, None, None)
+    query, key, value = (
+        tensor.new_zeros(prod(shape), *tensor.shape[1:]).index_copy(0, at, tensor).unflatten(0, shape).transpose(1, 2)
+        for tensor, at in zip((query, key, value), places, strict=True)
+    )
+    result = with_sdpa(query, key, value, scale, None, None)
     return result.transpose(1, 2).flatten(0, 1).index_select(0, queries_at)
 
 

@@ -7,13 +7,12 @@ on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.models.attention import KeyValueCache
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, offsets, to_device
@@ -193,9 +192,9 @@ class AllStoredError(Exception):
 
 
 class KeysOnly(NamedTuple):
-    """A KeyValueCache that ends the pass with the last layer's keys and values."""
+    """What stores keys in a pass, which ends with those of the last layer."""
 
-    cache: KeyValueCache
+    cache: Any
     last_layer: int
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +204,7 @@ class KeysOnly(NamedTuple):
         return stored
 
 
-def store_keys(policy: PackedModel, row: CachedRow, cache: KeyValueCache, last_layer: int) -> None:
+def store_keys(policy: PackedModel, row: CachedRow, cache: Any, last_layer: int) -> None:
     with suppress(AllStoredError):
         keys_only = KeysOnly(cache, last_layer)
         policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=keys_only)
