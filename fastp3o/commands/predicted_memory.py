@@ -24,11 +24,15 @@ class Lengths(NamedTuple):
 
     @classmethod
     def full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
-        """A row filled with whole groups of these mean lengths, at least one."""
-        group = group_tokens(prompt, [response] * responses_per_prompt, share_prompts=packing.share_prompts)
-        groups = max(1, packing.tokens_per_row // group)
-        responses = groups * responses_per_prompt
-        return cls(groups * group, responses * (prompt + response), responses * response)
+        """A row filled with whole groups of these mean lengths, or the largest part of a group that is too long."""
+        sizes = [
+            group_tokens(prompt, [response] * count, share_prompts=packing.share_prompts)
+            for count in range(1, responses_per_prompt + 1)
+        ]
+        fitting = max(1, sum(size <= packing.tokens_per_row for size in sizes))
+        groups = max(1, packing.tokens_per_row // sizes[-1])
+        keys = groups * fitting * (prompt + response)
+        return cls(groups * sizes[fitting - 1], keys, groups * responses_per_prompt * response)
 
 
 class Model:

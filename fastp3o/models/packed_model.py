@@ -14,12 +14,13 @@ import torch
 import torch.fx.experimental._config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from fastp3o.errors import UserError
 from fastp3o.models import attention
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.packed_row import PackedRow, Part
 from fastp3o_kernels import Head, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
 from fastp3o_kernels.onednn import is_faster, use_onednn
@@ -64,13 +65,31 @@ class PackedModel(nn.Module):
         self.check_reach(row.segments.longest_keys)
         trains = torch.is_grad_enabled()
         with nullcontext() if trains or not self.compiled else as_in_training():
-            hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
+            if row.passes == 1:
+                hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
+            else:
+                hidden = self.hidden_states_in_parts(row)
         return compute((hidden if trains else hidden.detach())[at], self.head())
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: object) -> Tensor:
         """The body's results [T, D] for one row of tokens [1, T]; `attention` goes to `segment_attention`."""
         output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
         return output.last_hidden_state.squeeze(0)
+
+    def hidden_states_in_parts(self, row: PackedRow) -> Tensor:
+        """[T, D], one part at a time. The backward pass computes each part's activations again: one is in memory."""
+        parts = row.parts or (row,)
+        found = []
+        for number in range(row.passes):
+            part = parts[min(number, len(parts) - 1)]
+            hidden = checkpoint(
+                self.hidden_states, part.input_ids, part.position_ids, segments=part.segments, use_reentrant=False
+            )
+            if number < len(parts):
+                found.append(hidden[part.again if isinstance(part, Part) else 0 :])
+            else:
+                found[-1] = found[-1] + 0.0 * hidden[:1]  # made only to be in step with other processes
+        return torch.cat(found)
 
     def check_reach(self, tokens: int, *, context: int = 0) -> None:
         """Raises ValueError if positions end before this many tokens of prompt and response together, after those of a

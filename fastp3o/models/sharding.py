@@ -10,8 +10,9 @@ a CPU where layers were thin or rows short.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -56,22 +57,37 @@ def number_of_processes() -> int:
 
 def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool]]:
     """The rows, then `spare` until there are as many as the process with most rows has; and whether each counts.
-    Processes gather weights in every pass, so one that made fewer passes would leave the others waiting for ever.
+    Processes gather weights in every pass, so one that made fewer passes would leave the others waiting for ever: a row
+    makes as many through the layers as the one that another process has at the same time. A row is a PackedRow, or has
+    one as its `row`.
     """
-    return padded(rows, spare, *longest_ranks([len(rows)]))
+    return padded(rows, spare, *most_passes([rows]))
 
 
-def longest_ranks(lengths: list[int]) -> list[int]:
-    """The largest of each of these numbers over the processes. Each has equally many."""
+def most_passes(steps: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """For each step the passes of its rows, as many as the process that has most needs. Each has equally many steps."""
+    needed = [[packed(row).passes for row in rows] for rows in steps]
     if number_of_processes() == 1:
-        return lengths
-    gathered: list[list[int]] = [[]] * number_of_processes()
-    dist.all_gather_object(gathered, lengths)
-    return [max(column) for column in zip(*gathered, strict=True)]
+        return needed
+    gathered: list[list[list[int]]] = [[]] * number_of_processes()
+    dist.all_gather_object(gathered, needed)
+    return [[max(at_once) for at_once in zip_longest(*step, fillvalue=1)] for step in zip(*gathered, strict=True)]
 
 
-def padded(rows: Sequence[Row], spare: Row, length: int) -> list[tuple[Row, bool]]:
-    return [(row, True) for row in rows] + [(spare, False)] * (length - len(rows))
+def padded(rows: Sequence[Row], spare: Row, passes: list[int]) -> list[tuple[Row, bool]]:
+    filled = [(row, True) for row in rows] + [(spare, False)] * (len(passes) - len(rows))
+    return [(with_passes(row, count), counts) for (row, counts), count in zip(filled, passes, strict=True)]
+
+
+def packed(row: Any) -> PackedRow:
+    return row if isinstance(row, PackedRow) else row.row
+
+
+def with_passes(row: Any, passes: int) -> Any:
+    if packed(row).passes == passes:
+        return row
+    changed = replace(packed(row), passes=passes)
+    return changed if row is packed(row) else replace(row, row=changed)
 
 
 def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) -> list[Result]:

@@ -4,6 +4,7 @@ Choices depend on seed, step and sizes only, so a resumed run makes the same.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, Spans, to_device
+from fastp3o.packing.packed_row import Ids, PackedRow, Part, RowBuilder, Spans, to_device
 from fastp3o.packing.settings import Packing
 
 
@@ -26,10 +27,10 @@ def pack(
 ) -> list[PackedRow]:
     """Packs groups into as few rows of `packing.tokens_per_row` tokens as first-fit decreasing finds.
 
-    Groups stay whole: one that is longer gets a longer row of its own. The responses' tokens are labelled,
-    end-of-sequence included; with `label_prompts` (one response each) the prompt's too, except the first, which nothing
-    predicts. groups: their numbers, by default 0, 1, ... labelled: the parts of responses that are, [P][K]; by
-    default all.
+    Groups stay whole: one that is longer gets a longer row of its own, which has `parts`. The responses' tokens are
+    labelled, end-of-sequence included; with `label_prompts` (one response each) the prompt's too, except the first,
+    which nothing predicts. groups: their numbers, by default 0, 1, ... labelled: the parts of responses that are,
+    [P][K]; by default all.
 
     Raises ValueError for an empty prompt or response, naming its group.
     """
@@ -46,8 +47,31 @@ def pack(
         for member in members:
             spans = None if labelled is None else labelled[member]
             row.add_group(numbers[member], prompts[member], responses[member], spans)
-        rows.append(row.build())
+        parts = parts_of(prompts[members[0]], responses[members[0]], packing)
+        built = row.build()
+        rows.append(replace(built, parts=parts, passes=len(parts)) if len(parts) > 1 else built)
     return rows
+
+
+def parts_of(prompt: Ids, responses: Sequence[Ids], packing: Packing) -> tuple[Part, ...]:
+    """A group in as few parts of `packing.tokens_per_row` tokens, or of one response, as its order allows."""
+    prompt_once, prompt_each = (len(prompt), 0) if packing.share_prompts else (0, len(prompt))
+    members: list[list[Ids]] = []
+    left = 0
+    for response in responses:
+        size = prompt_each + len(response)
+        if not members or size > left:
+            members.append([])
+            left = packing.tokens_per_row - prompt_once
+        members[-1].append(response)
+        left -= size
+    parts = []
+    for number, group in enumerate(members if len(members) > 1 else []):
+        row = RowBuilder(share_prompts=packing.share_prompts, label_prompts=False)
+        row.add_group(0, prompt, group, None)
+        built = row.build()
+        parts.append(Part(built.input_ids, built.position_ids, built.segments, prompt_once if number else 0))
+    return tuple(parts)
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:

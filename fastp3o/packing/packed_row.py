@@ -28,10 +28,11 @@ class OnDevice:
     """A dataclass whose tensors move together."""
 
     def __init_subclass__(cls) -> None:
-        def values(row: Any) -> tuple[list[Any], None]:
-            return [getattr(row, field.name) for field in fields(row) if field.init], None
+        def values(row: Any) -> tuple[list[Any], list[str]]:
+            names = [field.name for field in fields(row) if field.init]
+            return [getattr(row, name) for name in names], names
 
-        register_pytree_node(cls, values, lambda values, _: cls(*values))
+        register_pytree_node(cls, values, lambda values, names: cls(**dict(zip(names, values, strict=True))))
 
     def to(self, device: torch.device) -> Any:
         return to_device(self, device)
@@ -118,6 +119,16 @@ class GivenGroup:
 
 
 @dataclass(frozen=True)
+class Part(OnDevice):
+    """Some responses of a group that does not fit a row, after their prompt: what a model's layers take at once."""
+
+    input_ids: Tensor  # [1, t] int64
+    position_ids: Tensor  # [1, t] int64
+    segments: Segments
+    again: int  # tokens at its beginning that an earlier part has, too
+
+
+@dataclass(frozen=True)
 class PackedRow(OnDevice):
     """One row as a model takes it, and which of its tokens predict which labels."""
 
@@ -132,6 +143,10 @@ class PackedRow(OnDevice):
     groups: tuple[int, ...]  # the number of each group, in the order of the row
     responses_per_prompt: int | None  # None if groups differ in it
     given: tuple[GivenGroup, ...]  # the groups themselves
+    # Of a group that is too long; together they have all T tokens, in order.
+    parts: tuple[Part, ...] = field(default=(), kw_only=True)
+    # Through the layers: one for each part, and as many as other processes make meanwhile.
+    passes: int = field(default=1, kw_only=True)
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
-from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
+from fastp3o.models.sharding import map_rows_in_lockstep, most_passes, padded
 from fastp3o.models.trainable import dropout_on
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.optimizer import Optimizer
@@ -142,11 +142,10 @@ def equal_passes(
         divisors = accelerator.reduce(to_device(divisors, accelerator.device), reduction="mean").cpu()
     # This process has a microbatch in every update, but not in every minibatch.
     spare = next(chain.from_iterable(minibatches))
-    longest = longest_ranks([len(minibatch) for minibatch in minibatches])
     return [
         # If nothing takes part, the loss is 0 in any case.
-        Passes(padded(minibatch, spare, length), divisor or 1.0)
-        for minibatch, length, divisor in zip(minibatches, longest, divisors.tolist(), strict=True)
+        Passes(padded(minibatch, spare, passes), divisor or 1.0)
+        for minibatch, passes, divisor in zip(minibatches, most_passes(minibatches), divisors.tolist(), strict=True)
     ]
 
 

@@ -93,6 +93,10 @@ class Groups:
         (row,) = pack(self.prompts, self.responses, Packing(1000, share_prompts))
         return row
 
+    def first_row(self, tokens_per_row: int, *, share_prompts: bool = True) -> PackedRow:
+        (row,) = pack(self.prompts[:1], self.responses[:1], Packing(tokens_per_row, share_prompts))
+        return row
+
     def order(self, row: PackedRow) -> list[int]:
         """The sequence that each response of the row is."""
         first = [0, *accumulate(map(len, self.responses))]

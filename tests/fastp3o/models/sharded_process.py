@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastp3o.config import StageConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.sharding import empty, is_main_process, process_mesh, shard, whole
+from fastp3o.models.sharding import empty, is_main_process, pad_to_longest_rank, process_mesh, shard, whole
 from fastp3o.models.trainable import freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
@@ -25,6 +25,8 @@ from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, adapted,
 
 CPU = torch.device("cpu")
 ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
+# The first group of each, whole and in as many parts as it has responses.
+WHOLE, CUT = ([groups.first_row(tokens) for groups in (PAIRS, FOURS)] for tokens in (1000, 1))
 
 
 def plain(family: str) -> PackedModel:
@@ -82,14 +84,15 @@ def given_by_main(model: PackedModel) -> PackedModel:
     return model
 
 
-def largest_error(make: Callable[[], PackedModel]) -> float:
+def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS) -> float:
     """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process. Log-probs
     have the same bits with and without gradients.
     """
     alone = make()
-    torch.stack([compute_loss(alone, row) for row in ROWS]).mean().backward()
+    torch.stack([compute_loss(alone, row) for row in whole_rows]).mean().backward()
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    model, row = given_by_main(make()), ROWS[dist.get_rank()]
+    model, own = given_by_main(make()), rows[dist.get_rank()]
+    ((row, _),) = pad_to_longest_rank([own], own)
     shard(model, CPU, process_mesh(CPU))
     with torch.no_grad():
         before = labelled_logprobs(model, row)
@@ -128,7 +131,11 @@ def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
 
 def main(file: Path) -> None:
     accelerator = Accelerator()
-    results = {"errors": {name: largest_error(make) for name, make in MODELS.items()}}
+    errors = {name: largest_error(make) for name, make in MODELS.items()}
+    errors |= {
+        f"{name} in parts": largest_error(MODELS[name], CUT, WHOLE) for name in ("llama", "checkpointed", "critic")
+    }
+    results = {"errors": errors}
     cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
     results["overflowed"] = gather_object(cases)
     if accelerator.is_main_process:

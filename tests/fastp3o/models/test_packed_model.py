@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peak_memory import PeakMemory
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from tests.fastp3o.models import model_families as families
 from tests.fastp3o.on_meta import META, on_meta_alone
@@ -59,6 +60,28 @@ def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_p
             with torch.no_grad():
                 expected = families.logprobs_alone(model, prompt, response)
             torch.testing.assert_close(torch.tensor(got[s]), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_group_in_parts_is_the_whole_one(family, share_prompts):
+    """Log-probs and gradients in fp64, but for norms in fp32; of activations the parts' hidden states alone stay."""
+    exact = family in ("gpt2", "gpt_neox", "opt")
+    model, found = PackedModel(families.random_model(family)).double(), []
+    for tokens_per_row, parts in ((1000, 0), (14 if share_prompts else 20, 2), (1, 4)):
+        row = families.FOURS.first_row(tokens_per_row, share_prompts=share_prompts)
+        assert len(row.parts) == parts
+        model.zero_grad()
+        with PeakMemory() as memory:
+            logprobs = labelled_logprobs(model, row)
+        kept = sum(size for storage, size in memory.alive.values() if not storage.expired())
+        (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append((kept, [logprobs.detach(), *gradients]))
+    for kept, values in found[1:]:
+        assert kept < found[0][0] / 2
+        for value, expected in zip(values, found[0][1], strict=True):
+            assert (value - expected).abs().max() <= (1e-13 if exact else 1e-6) * found[0][1][1].abs().max()
 
 
 @pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
