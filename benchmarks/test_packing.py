@@ -60,9 +60,9 @@ def made_up_rollout(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tenso
 
 
 def packed_update(
-    policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool
+    policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool, parts: bool = False
 ) -> Update:
-    packing = Packing(training_shapes.TOKENS_PER_PASS, share_prompts)
+    packing = Packing(1 if parts else training_shapes.TOKENS_PER_PASS, share_prompts)
     rows = [row.to(DEVICE) for row in pack(prompts, responses, packing)]
     pairs_per_group = len(responses[0]) // 2
     all_pairs = pairs_per_group * len(responses)
@@ -105,6 +105,7 @@ LAYOUTS = {
     "padded": padded_update,
     "plain packing": partial(packed_update, share_prompts=False),
     "shared prompts": partial(packed_update, share_prompts=True),
+    "a response at a time": partial(packed_update, share_prompts=True, parts=True),
 }
 
 
