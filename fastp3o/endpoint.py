@@ -35,6 +35,10 @@ class EndpointError(UserError):
     """The endpoint refuses the request, or fails after all retries. The message names URL, status and answer."""
 
 
+class UnavailableError(EndpointError):
+    """All attempts have failed: the endpoint is unreachable, broken, too slow or too busy."""
+
+
 class AttemptError(Exception):
     """An attempt that failed but may succeed when repeated. wait: seconds that the endpoint asks to wait."""
 
@@ -99,7 +103,7 @@ class Endpoint:
             except AttemptError as failure:
                 if attempt > self.retries or failure.wait > self.longest_wait:
                     asked = f", and asks to wait {failure.wait:.0f} s" if failure.wait else ""
-                    raise EndpointError(f"{self.url} {failure} (attempts: {attempt}{asked})") from failure
+                    raise UnavailableError(f"{self.url} {failure} (attempts: {attempt}{asked})") from failure
                 pause = max(self.backoff * 2 ** (attempt - 1) * random.uniform(1, 1.5), failure.wait)
             if stopped.wait(pause):
                 break

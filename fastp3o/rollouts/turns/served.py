@@ -43,9 +43,9 @@ class ServedTrajectories(TrajectorySampler):
 
     def finish(self, live: list[Trajectory], K: int, seed: int) -> None:
         servers = self.publish.servers
-        answers = servers.complete([], [], self.turns.settings | {"n": K}, self.turns.ends.ids)
+        answers = servers.complete([], self.turns.settings | {"n": K}, self.turns.ends.ids)
         prompts = (live[n : n + K] for n in range(0, len(live), K))
-        answers.add(map(partial(self.question, seed), prompts, cycle(servers.urls)))
+        answers.add(map(partial(self.question, seed), prompts, cycle(servers.present)))
         with closing(answers.lists()) as lists:
             for come in lists:
                 self.take(

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from itertools import chain, takewhile
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
 import torch
+from accelerate.utils import gather_object
 
 from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
@@ -23,7 +25,7 @@ from fastp3o.models.save import write_model
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.processes import on_every_process, on_main_process, whole_folder
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
-from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Servers, completion_settings
+from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Question, Servers, completion_settings
 
 IN_MEMORY = Path("/dev/shm")
 LOCAL = {"localhost", "127.0.0.1", "::1"}
@@ -37,8 +39,8 @@ class Publisher:
     """Brings a policy's weights to vLLM servers, if they have moved since it was last called.
 
     All processes call it. A sharded policy's weights are gathered one after the other, LoRA adapters are merged. After
-    the first weights and the first new ones, and after all if `probes_always`, a few responses of each server must
-    have the log-probs that the policy gives them.
+    the first weights and the first new ones, after those that a lost server has missed, and after all if
+    `probes_always`, a few responses of each server must have the log-probs that the policy gives them.
 
     longest_sequence: tokens of a prompt and its response at most. version: another number after each optimizer step.
     probes_always: for responses that train a later policy, so that nothing else compares the two. tolerant: whether
@@ -71,7 +73,7 @@ class Publisher:
         self.published: int | None = None
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
-        self.answers: list[list[list[Completion]]] = []  # to the last probe, by server and prompt
+        self.answers: dict[str, list[list[Completion]]] = {}  # to the last probe, by server, of each prompt
         on_main_process(self.accelerator, lambda: self.servers.require_usable(longest_sequence))
         if logprobs_as_drawn:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
@@ -86,14 +88,17 @@ class Publisher:
             return
         # Other weights would change the responses that are under way.
         self.servers.wait()
-        self.accelerator.wait_for_everyone()
+        self.servers.lost = set().union(*gather_object([self.servers.lost]))
         if self.published is not None and self.probes_always:
             self.require_unmoved(self.published)
         self.published = None
+        found = on_main_process(self.accelerator, lambda: self.servers.found_again(self.servers.lost))
+        self.servers.lost -= found
         self.bring()
         on_main_process(self.accelerator, self.servers.reset_prefix_cache)
-        if self.reloads < 2 or self.probes_always:
+        if self.reloads < 2 or self.probes_always or found:
             self.probe(version)
+        self.servers.lost = on_main_process(self.accelerator, lambda: self.servers.lost)
         self.published, self.reloads = version, self.reloads + 1
 
     def bring(self) -> None:
@@ -112,12 +117,9 @@ class Publisher:
 
     def require_logprobs_as_drawn(self) -> None:
         """Raises UserError if log-probs are before temperature and truncation. After them a top_k of 1 has 0."""
-        prompt = within_vocabulary(self.policy.model, PROMPTS[0])
         settings = completion_settings(SamplingSettings(top_k=1), 1.0, PROBE_TOKENS, set()) | {"n": 1}
-        urls = self.servers.urls
-        answers = dict(self.servers.complete([prompt] * len(urls), [0] * len(urls), settings, end_ids=set()))
-        for place, url in enumerate(urls):
-            if min(answers[place][0].logprobs) < -CERTAIN:
+        for url, ((completion,), *_) in self.answers_of_each(settings, 0).items():
+            if min(completion.logprobs) < -CERTAIN:
                 raise UserError(
                     f"{url} gives log-probs before temperature and truncation: set --logprobs-mode processed_logprobs"
                 )
@@ -127,32 +129,33 @@ class Publisher:
         server's are after the temperature does not matter then.
         """
         self.answers = self.probe_answers(seed)
-        gaps = [self.mean_gap(self.probe_prompts, answers) for answers in self.answers]
+        gaps = {url: self.mean_gap(self.probe_prompts, answers) for url, answers in self.answers.items()}
         on_every_process(self.accelerator, lambda: self.require_small(gaps))
-        self.gap = max(gaps)
+        self.gap = max(gaps.values())
 
     @property
     def probe_prompts(self) -> list[list[int]]:
         return [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
 
-    def probe_answers(self, seed: int) -> list[list[list[Completion]]]:
-        """Each server's completions of each prompt of the probe."""
-        servers = len(self.servers.urls)
-        # The servers take turns, so each gets every prompt.
-        requests = [ids for ids in self.probe_prompts for _ in range(servers)]
+    def probe_answers(self, seed: int) -> dict[str, list[list[Completion]]]:
         settings = completion_settings(POLICY_ITSELF, 1.0, PROBE_TOKENS, set()) | {"n": 2}
-        seeds = [seed] * len(requests)
-        answers = on_main_process(
-            self.accelerator, lambda: dict(self.servers.complete(requests, seeds, settings, end_ids=set()))
-        )
-        return [[answers[place] for place in range(n, len(requests), servers)] for n in range(servers)]
+        return on_main_process(self.accelerator, lambda: self.answers_of_each(settings, seed))
+
+    def answers_of_each(self, settings: dict[str, Any], seed: int) -> dict[str, list[list[Completion]]]:
+        """The completions of each prompt of the probe by each server that stays."""
+        urls, prompts = self.servers.present, list(enumerate(self.probe_prompts))
+        questions = [Question((url, place), ids, seed, url) for url in urls for place, ids in prompts]
+        answers = dict(self.servers.complete(questions, settings, end_ids=set()))
+        if self.servers.present != urls:  # others have answered for one that was lost
+            return self.answers_of_each(settings, seed)
+        return {url: [answers[url, place] for place, _ in prompts] for url in urls}
 
     def require_unmoved(self, seed: int) -> None:
         """Raises OtherWeightsError if a server no longer has the weights with which it answered the last probe: what it
         has sampled since is nobody's. The policy itself has moved; the same requests have the same answers.
         """
-        for url, before, now in zip(self.servers.urls, self.answers, self.probe_answers(seed), strict=True):
-            pairs = list(zip(chain.from_iterable(before), chain.from_iterable(now), strict=True))
+        for url, now in self.probe_answers(seed).items():
+            pairs = list(zip(chain.from_iterable(self.answers[url]), chain.from_iterable(now), strict=True))
             # Rounding may part two responses somewhere; up to there they can be compared.
             same = [list(takewhile(lambda ids: ids[0] == ids[1], zip(old.ids, new.ids))) for old, new in pairs]  # noqa: B905
             gaps = [
@@ -163,8 +166,8 @@ class Publisher:
             if sum(map(bool, same)) < len(pairs) / 2 or fmean(gaps) > self.tolerance:
                 raise OtherWeightsError(f"{url} has lost the policy's weights: was it started anew?")
 
-    def require_small(self, gaps: list[float]) -> None:
-        for url, gap in zip(self.servers.urls, gaps, strict=True):
+    def require_small(self, gaps: dict[str, float]) -> None:
+        for url, gap in gaps.items():
             if not gap <= self.tolerance:
                 raise OtherWeightsError(
                     f"{url} does not sample from the policy: its log-probs are {gap:.2g} nats a token off the policy's "

@@ -1,6 +1,7 @@
 """Responses from vLLM servers: token ids to them and back, counted and checked."""
 
 from collections.abc import Callable
+from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
@@ -8,7 +9,7 @@ from fastp3o.packing.pack import derived_seed
 from fastp3o.processes import on_every_process
 from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Response, SamplingSettings
 from fastp3o.rollouts.vllm.publisher import Publisher
-from fastp3o.rollouts.vllm.servers import Completion, completion_settings
+from fastp3o.rollouts.vllm.servers import Completion, Question, completion_settings
 
 
 class VLLMSampler:
@@ -39,13 +40,10 @@ class VLLMSampler:
     def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
         """Begins a call, and returns what waits for its end. Until then the servers keep today's weights."""
         self.publish()
-        answers = self.servers.complete(
-            [prompt.ids for prompt in prompts],
-            # vLLM adds the number of a response to its prompt's seed.
-            [derived_seed(seed, prompt.number) for prompt in prompts],
-            self.settings | {"n": responses_per_prompt},
-            self.ends.ids,
-        )
+        # vLLM adds the number of a response to its prompt's seed.
+        seeds = [derived_seed(seed, prompt.number) for prompt in prompts]
+        questions = map(Question, count(), [prompt.ids for prompt in prompts], seeds)
+        answers = self.servers.complete(questions, self.settings | {"n": responses_per_prompt}, self.ends.ids)
 
         def finish() -> list[Group]:
             completions = on_every_process(self.publish.accelerator, lambda: dict(answers))

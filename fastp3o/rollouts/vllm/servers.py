@@ -3,18 +3,22 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from itertools import cycle
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError
+from transformers.utils.logging import get_logger
+
+from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, UnavailableError
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import SamplingSettings
 
 Read = TypeVar("Read")
+logger = get_logger(__name__)
 
 KEY = "VLLM_API_KEY"
 OLDEST = (0, 30)
@@ -44,18 +48,20 @@ class Completion(NamedTuple):
 
 class Question(NamedTuple):
     """A prompt that a server is asked to complete. place: what its answer comes with, such as its place in a call.
-    settings: that differ from those of the call.
+    server: the one that is asked, if it is there; None for the one that has least to do. settings: that differ from
+    those of the call.
     """
 
     place: Any
     prompt_ids: Ids
     seed: int
-    server: str
+    server: str | None = None
     settings: Mapping[str, Any] = {}
 
 
 class Servers:
-    """vLLM servers with equal models, which share the prompts.
+    """vLLM servers with equal models, which share the prompts: the one that has least to do gets the next. One that no
+    longer answers is lost, and its prompts go to the others, until it is `found_again`.
 
     Args:
         urls: without a path. The environment variable VLLM_API_KEY holds their key, if they have one.
@@ -70,6 +76,30 @@ class Servers:
         self.requests, self.time_limit = requests, time_limit
         self.under_way: list[Answers] = []
         self.calls: list[Future] = []  # in the background, which ask for more as they go on
+        self.lost: set[str] = set()
+        self.busy, self.counting = Counter[str](), threading.Lock()
+
+    @property
+    def present(self) -> list[str]:
+        return [url for url in self.urls if url not in self.lost]
+
+    def lose(self, url: str, error: UnavailableError) -> None:
+        """Raises the error if no server is left."""
+        with self.counting:
+            if url not in self.lost:
+                logger.warning(f"{error}. {len(self.present) - 1} of {len(self.urls)} servers are left")
+            self.lost.add(url)
+            if not self.present:
+                raise error
+
+    def found_again(self, lost: set[str]) -> set[str]:
+        """Those of the servers that some process has lost which answer now."""
+        found = set()
+        for url in lost:
+            with suppress(EndpointError):
+                self.endpoint(url, "/version", timeout=QUICK, retries=0).get(read_version)
+                found.add(url)
+        return found
 
     def endpoint(self, url: str, path: str, **options: Any) -> Endpoint:
         return Endpoint(url + path, KEY, **{"timeout": self.time_limit, "retries": RETRIES} | options)
@@ -90,10 +120,9 @@ class Servers:
                 )
 
     def complete(
-        self, prompts: Sequence[Ids], seeds: Sequence[int], settings: Mapping[str, Any], end_ids: set[int]
-    ) -> Answers:
-        """Begins to ask for completions, prompt by prompt from one server after the other. Answers are pairs of a
-        prompt's place and its completions.
+        self, questions: Iterable[Question], settings: Mapping[str, Any], end_ids: set[int]
+    ) -> Answers[Question, tuple[Any, list[Completion]]]:
+        """Begins to ask for completions. Answers are pairs of a question's place and its completions.
 
         settings: vLLM's, with the numbers of completions, `n`, and of tokens at most, `max_tokens`. end_ids: the
         tokens that end a response.
@@ -111,37 +140,51 @@ class Servers:
                 return read_completions(answer, question.prompt_ids, own, end_ids, self.vocabulary)
 
             body = {**own, "prompt": question.prompt_ids, "seed": question.seed}
-            return question.place, endpoints[question.server].post(body, read, stopped)
+            while True:
+                with self.counting:
+                    present = self.present
+                    url = question.server if question.server in present else min(present, key=self.busy.__getitem__)
+                    self.busy[url] += 1
+                try:
+                    return question.place, endpoints[url].post(body, read, stopped)
+                except UnavailableError as error:
+                    self.lose(url, error)
+                finally:
+                    with self.counting:
+                        self.busy[url] -= 1
 
-        places = range(len(prompts))
-        questions = map(Question, places, prompts, seeds, cycle(self.urls))
         answers = Answers(ask, questions, self.requests)
         self.under_way.append(answers)
         return answers
 
     def load(self, folder: str) -> None:
-        """Has every server read its weights from a folder. Raises EndpointError if one cannot."""
+        """Has every server that is there read its weights from a folder. Raises EndpointError if one cannot."""
         self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
 
     def reset_prefix_cache(self) -> None:
         """Has every server drop older keys and values; nothing may be under way. Raises EndpointError if one cannot."""
-        for url, answer in zip(self.urls, self.post_to_all("/reset_prefix_cache", {}), strict=True):
+        for url, answer in self.post_to_all("/reset_prefix_cache", {}).items():
             if not (isinstance(answer, dict) and answer.get("success") is True):
                 raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
 
-    def post_to_all(self, path: str, body: object) -> list[Any]:
-        """The answers of all servers, in their order. Raises EndpointError if one refuses or fails."""
+    def post_to_all(self, path: str, body: object) -> dict[str, Any]:
+        """The answers of all servers that are there. Raises EndpointError if one refuses, or if none is left."""
 
-        def ask(place: int, stopped: threading.Event) -> tuple[int, Any]:
+        def ask(url: str, stopped: threading.Event) -> dict[str, Any]:
             try:
-                return place, self.endpoint(self.urls[place], path).post(body, json.loads, stopped)
+                return {url: self.endpoint(url, path).post(body, json.loads, stopped)}
+            except UnavailableError as error:
+                self.lose(url, error)
+                return {}
             except EndpointError as error:
                 raise EndpointError(
                     f"{error}. New weights need VLLM_SERVER_DEV_MODE=1, and a server that sees --vllm_folder"
                 ) from error
 
-        answers = dict(Answers(ask, range(len(self.urls)), len(self.urls)))
-        return [answers[place] for place in range(len(self.urls))]
+        answers: dict[str, Any] = {}
+        for answer in Answers(ask, self.present, len(self.urls)):
+            answers |= answer
+        return answers
 
     def wait(self) -> None:
         """Waits until nothing is under way from this process."""

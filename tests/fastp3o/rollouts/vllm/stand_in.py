@@ -23,9 +23,10 @@ class StandIn(LocalServer):
     """Serves the model in `folder`, until it is told to load others. fault: of its answers, see `FAULTS`, from the
     completion with the number `from_completion` on, counted from 0. version, room: what it says of itself; room is of
     tokens. processed: whether log-probs are after temperature and truncation (--logprobs-mode processed_logprobs).
+    away: it answers nothing until it was asked for its version as often.
     """
 
-    fault, from_completion, version, room, processed = "", 0, "0.32.0", 1024, False
+    fault, from_completion, version, room, processed, away = "", 0, "0.32.0", 1024, False, 0
 
     def __init__(self, folder: str, **options):
         super().__init__(Handler)
@@ -90,6 +91,10 @@ class Handler(LocalHandler):
 
     def respond(self, sent: bytes) -> None:
         server = self.server
+        if server.away:
+            server.away -= self.path == "/version"
+            self.close_connection = True
+            return self.connection.close()
         if self.command == "GET":
             models = [{"id": "policy", "max_model_len": server.room}]
             answers = {"/version": {"version": server.version}, "/v1/models": {"data": models}}

@@ -21,7 +21,7 @@ from fastp3o.rollouts.vllm.servers import OtherWeightsError, read_completions
 from fastp3o.training import preferences as preference
 from fastp3o.training.loop import train
 from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
-from tests.fastp3o.runs import config, metrics, weights
+from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.fastp3o.together import together
 from tests.fastp3o.training.test_distributed import FP32, ONLINE, furthest
 
@@ -65,11 +65,12 @@ def test_a_run_whose_prompts_two_servers_share_is_the_engines(workplace, tiny_mo
         train(served(tiny_model, "served", first, second, **changes))
     assert_close("engine", "served")
     assert all(step["sampler_gap"] < 1e-4 for step in metrics("served"))
+    asked = []
     for server in (first, second):
         # Weights go once an update, and not for an evaluation of weights that the servers have.
         assert server.paths().count("/collective_rpc") == server.paths().count("/reset_prefix_cache") == 5
-        asked = [body for path, body in server.requests if path == "/v1/completions" and body["max_tokens"] == 6]
-        assert len(asked) == (4 * 8 + 3 * 4) / 2
+        asked += [body for path, body in server.requests if path == "/v1/completions" and body["max_tokens"] == 6]
+    assert len(asked) == 4 * 8 + 3 * 4
     assert no_weights_left()
     # What a request says leaves nothing to the server's files.
     body = asked[0]
@@ -79,6 +80,28 @@ def test_a_run_whose_prompts_two_servers_share_is_the_engines(workplace, tiny_mo
     assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)
     far_apart = sorted({body["seed"] for body in asked})
     assert min(b - a for a, b in pairwise(far_apart)) > 2**32
+
+
+@pytest.mark.parametrize(("ahead", "loads"), [(0, 4), (1, 3)])
+def test_a_lost_server_gives_its_prompts_to_the_other_and_is_found_again(workplace, tiny_model, ahead, loads):
+    """In the second round it is started anew, with its first weights; it misses those of one update."""
+    changes = {"updates": 5, "rounds_ahead": ahead, "learning_rate": 1e-2}
+    with StandIn(tiny_model) as only:
+        train(served(tiny_model, "whole", only, **changes))
+    with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
+
+        def complete(body):
+            if first.completions == 2 + 4 + 2 + 2:
+                first.load(tiny_model)
+                first.completions, first.away = first.completions + 1, 1
+            if first.away:
+                raise ConnectionError
+            return StandIn.complete(first, body)
+
+        first.complete = complete
+        train(served(tiny_model, "run", first, second, **changes))
+    assert_equal(weights("whole"), weights("run"))
+    assert [first.paths().count(path) for path in ("/collective_rpc", "/reset_prefix_cache")] == [loads] * 2
 
 
 WHOLE = {"index": 0, "prompt_token_ids": [9], "token_ids": [5, 6, 7], "finish_reason": "length"}
