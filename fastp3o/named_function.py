@@ -12,44 +12,17 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fastp3o.errors import UserError, text_of, visible
-from fastp3o.script import LastingStream
-
-Result = TypeVar("Result")
 
 GRACE = 2.0  # seconds
 LONG = 60.0  # seconds, after which a line says that a call takes long
-
-# What torch keeps for the whole process: how it is read, and set.
-SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-)
-
-# One for all calls: a client that a module keeps belongs to the loop in which it was first used. Threads take turns.
-EVENT_LOOP, LOOP_IS_FREE = asyncio.Runner(), threading.Lock()
-LEFT: list[asyncio.Runner] = []  # loops that are stuck or a parent's: closing one that a fork shares would stop it
-
-
-def leave_loop() -> None:
-    global EVENT_LOOP, LOOP_IS_FREE
-    LEFT.append(EVENT_LOOP)
-    EVENT_LOOP, LOOP_IS_FREE = asyncio.Runner(), threading.Lock()
-
-
-os.register_at_fork(after_in_child=leave_loop)
-
 
 class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
@@ -125,17 +98,11 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     expected = len(arguments[-1])
     late = f"{name} has not returned after {timeout:g} s (--reward_timeout)" if timeout else ""
     try:
-        with restored(), ends_forks(name), warned_if_late(name, timeout, late):
+        with restored(), warned_if_late(name, timeout, late):
             with limited(timeout):
                 result = function(*arguments)
             if inspect.iscoroutine(result):
-                with (
-                    limited(timeout and timeout + GRACE),
-                    LOOP_IS_FREE,
-                ):  # it may block the loop, in which nothing else is timed
-                    result, leaving = awaited(within(result, timeout))
-                if leaving is not None:
-                    raise leaving
+                result = awaited(result, timeout)
     except KeyboardInterrupt as error:
         raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
@@ -219,64 +186,56 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
             timer.cancel()
 
 
-async def within(coroutine: Coroutine, timeout: float | None) -> tuple[Any, BaseException | None]:
-    """The coroutine's result, or what it has raised to end the program. Raises TookTooLongError if it has not returned
-    after `timeout` seconds, also if it goes on.
+@cache
+def event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """One for all coroutines of a process: a client that a module keeps belongs to the loop in which it was first used.
+    It runs in a thread of its own, since a notebook's runs in the caller's.
     """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
-    async def held() -> tuple[Any, BaseException | None]:
+
+def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
+    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it may go on then."""
+
+    async def settled() -> tuple[Any, BaseException | None]:
         try:
             return await coroutine, None
-        except (KeyboardInterrupt, SystemExit) as error:  # the loop would raise it again in the next call
+        except BaseException as error:  # KeyboardInterrupt and SystemExit would end the loop
             return None, error
 
-    task = asyncio.ensure_future(held())
-    await asyncio.wait({task}, timeout=timeout)
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=1)
-        raise TookTooLongError(timeout)
-    return task.result()
-
-
-def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
+    loop = event_loop(os.getpid())
+    future = asyncio.run_coroutine_threadsafe(settled(), loop)
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return EVENT_LOOP.run(coroutine)
-    # A thread runs one loop, and this one runs a notebook's.
-    result: Future[Result] = Background(lambda: EVENT_LOOP.run(coroutine)).result
-    try:
-        return result.result()
-    finally:
-        if not result.done():  # a coroutine that blocks is left behind
-            leave_loop()
+        result, error = future.result(timeout)
+    except TimeoutError as late:
+        future.cancel()
+        try:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(GRACE)
+        except TimeoutError:
+            event_loop.cache_clear()  # it blocks the loop, which is left behind with it
+        raise TookTooLongError(timeout) from late
+    if error is not None:
+        raise error
+    return result
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Puts back what a user's code may change for the whole process: the working directory, to which a run's paths are
-    relative, and how torch computes by default. Another standard output or error stays, and ends nothing either.
+    """Puts back what users' code changes for the whole process: the working directory, to which a run's paths are
+    relative, whether torch computes gradients, and its default dtype and device.
     """
     with suppress(OSError):  # the folder was removed: nothing is relative to it any more
         folder = os.getcwd()
-    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    before, device = [get() for get, _ in SETTINGS], torch.get_default_device()
-    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
+    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
     try:
         yield
     finally:
         with suppress(OSError, UnboundLocalError):
             os.chdir(folder)
-        for (get, put), value in zip(SETTINGS, before, strict=True):
-            if get() != value:
-                put(value)
-        for name, stream in streams.items():
-            if (other := getattr(sys, name, None)) is not stream:
-                setattr(sys, name, LastingStream(other, tells=name == "stdout"))
-        for kind, (enabled, precision) in autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, precision)
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             # A default that somebody has set costs each call into torch a little; the CPU is the one without.
             torch.set_default_device(None if device.type == "cpu" else device)

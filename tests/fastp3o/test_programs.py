@@ -22,10 +22,6 @@ def run(tiny_model, folder, reward, **changes):
     return train(config(tiny_model, folder, **settings), prompts=PROMPTS, reward=reward)
 
 
-async def awaited_vowels(prompts, responses):
-    return vowels(prompts, responses)
-
-
 class Raises(io.TextIOBase):
     def write(self, text):
         raise RuntimeError("no")

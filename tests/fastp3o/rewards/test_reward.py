@@ -103,27 +103,20 @@ def test_a_function_may_change_what_it_gets(rollouts):
         shortened(rollouts)
 
 
-def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path, monkeypatch):
+def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path):
     def state():
-        settings = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision()
-        return os.getcwd(), torch.empty(0).device, torch.empty(0).dtype, torch.is_autocast_enabled("cpu"), *settings
+        return os.getcwd(), torch.empty(0).device, torch.empty(0).dtype, torch.is_grad_enabled()
 
     def score(prompts, responses):
         os.chdir(tmp_path)
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
         torch.set_default_dtype(torch.float64)
-        torch.set_num_threads(torch.get_num_threads() + 1)
-        torch.set_autocast_enabled("cpu", True)
-        torch.set_float32_matmul_precision("medium")
-        sys.stdout = object()
         return [1.0] * 4
 
-    monkeypatch.setattr(sys, "stdout", sys.stdout)  # which stays, and ends nothing
     before = state()
     assert reward_of(score)(rollouts).tolist() == [[1, 1], [1, 1]]
     assert state() == before
-    print("a line")
 
 
 def test_an_async_function_is_awaited_in_one_event_loop(rollouts):
@@ -215,24 +208,21 @@ async def blocking(prompts, responses):
 @pytest.mark.parametrize("function", [sleeping, swallowing, stubborn, blocking])
 def test_a_call_has_a_time_limit(rollouts, free_alarm, monkeypatch, function):
     monkeypatch.setattr(named_function, "GRACE", 0.1 if function is blocking else 5.0)
-    place = ": it was in .*test_reward.py" if function in (sleeping, blocking) else ""
+    place = ": it was in .*test_reward.py" if function is sleeping else ""
     with pytest.raises(FunctionError, match=rf"tests:f has not returned after 0\.1 s \(--reward_timeout\){place}"):
         reward_of(function, timeout=0.1)(rollouts)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_function_that_blocks_a_notebooks_call_leaves_the_next_one_another_loop(rollouts, free_alarm, monkeypatch):
+def test_a_function_that_blocks_leaves_the_next_one_another_loop(rollouts, monkeypatch):
     async def good(prompts, responses):
         return [1.0] * len(responses)
 
-    async def notebook():
-        with pytest.raises(FunctionError, match="has not returned after"):
-            reward_of(blocking, timeout=0.1)(rollouts)
-        return reward_of(good)(rollouts).tolist()
-
     monkeypatch.setattr(named_function, "GRACE", 0.1)
-    assert asyncio.run(notebook()) == [[1, 1], [1, 1]]
+    with pytest.raises(FunctionError, match="has not returned after"):
+        reward_of(blocking, timeout=0.1)(rollouts)
+    assert reward_of(good)(rollouts).tolist() == [[1, 1], [1, 1]]
 
 
 def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(rollouts, free_alarm, monkeypatch, capsys):
@@ -246,21 +236,6 @@ def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(rollou
     assert reward_of(slow, timeout=0.2)(rollouts).tolist() == [[1, 1], [1, 1]]
     said = [f"tests:f has not returned after {late} (--reward_timeout)" for late in ("0.05 s; it has 0.2", "0.2 s")]
     assert capsys.readouterr().err.splitlines() == said
-
-
-@pytest.mark.parametrize(("leave", "status"), [(lambda: None, 1), (sys.exit, 0), (lambda: sys.exit(3), 3)])
-def test_a_forked_process_does_not_go_on_with_the_run(rollouts, capfd, leave, status):
-    children = []
-
-    def score(prompts, responses):
-        children.append(os.fork())
-        if not children[-1]:
-            leave()
-        return [1.0] * 4
-
-    assert reward_of(score)(rollouts).tolist() == [[1, 1], [1, 1]]
-    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == status
-    assert ("tests:f has forked a process that left the function" in capfd.readouterr().err) == bool(status)
 
 
 def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, rollouts):
