@@ -15,7 +15,6 @@ from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from itertools import chain, count
 from typing import Generic, TypeVar
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -80,7 +79,7 @@ class Endpoint:
         longest_body: int = LONGEST_BODY,
         abandons: bool = False,
     ):
-        self.url, self.proxy = check_url(url), environment_proxy(url)
+        self.url, self.proxied = check_url(url), url.startswith("https:")
         self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
         self.longest_body, self.abandons = longest_body, abandons
         self.key = os.environ.get(key_variable, "").strip()
@@ -89,7 +88,10 @@ class Endpoint:
             raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
-        background(os.getpid(), self.proxy)  # made here once, rather than in all threads that ask first
+        try:
+            background(os.getpid(), self.proxied)  # made here once, rather than in all threads that ask first
+        except (httpx.InvalidURL, ValueError, ImportError) as error:  # a SOCKS proxy needs another package
+            raise UserError(f"the environment's proxy for https cannot be used: {error}") from error
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         """Posts a body as JSON, or sends a GET without one, and returns `read_answer` of the answer's bytes. On a wrong
@@ -115,7 +117,7 @@ class Endpoint:
 
     def attempt(self, content: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         try:
-            loop, client = background(os.getpid(), self.proxy)
+            loop, client = background(os.getpid(), self.proxied)
             answered = asyncio.run_coroutine_threadsafe(self.request(client, content), loop)
             while self.abandons and not wait([answered], timeout=0.2).done:
                 if stopped.is_set():
@@ -165,16 +167,15 @@ class Endpoint:
 
 
 @cache
-def background(process: int, proxy: str | None) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient]:
+def background(process: int, proxied: bool) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient]:
     """The client whose connections all requests of a process share, which keeps no cookies; and its event loop, in a
-    thread of its own, since a caller's thread may run one.
+    thread of its own, since a caller's thread may run one. proxied: through the environment's proxy, if there is one.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop, httpx.AsyncClient(
         verify=ssl.create_default_context(),
-        proxy=proxy,
-        trust_env=False,
+        trust_env=proxied,
         timeout=None,
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
@@ -217,34 +218,18 @@ class Answers(Generic[Question, Answer]):
 
 
 def check_url(url: str) -> str:
-    """Returns the URL. Raises ValueError if it cannot be an endpoint's."""
-    if not names_server(url) or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
-        shown = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password, or a key in a query
-        raise UserError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
-    return url
-
-
-def environment_proxy(url: str) -> str | None:
-    """The environment's proxy for https. Raises ValueError if it cannot be one."""
-    parts, proxy = httpx.URL(url), getproxies().get("https")
-    if parts.scheme == "http" or not proxy or proxy_bypass(parts.host):
-        return None
-    proxy_url = proxy if "://" in proxy else f"http://{proxy}"
-    if not names_server(proxy_url):
-        shown = proxy.rpartition("@")[2]  # without a password
-        raise UserError(f"the environment's proxy for https must be a URL such as http://proxy:3128, got {shown!r}")
-    return proxy_url
-
-
-def names_server(url: str) -> bool:
-    """Whether a URL is of http or https, with a host and a port that a socket can take."""
+    """Returns the URL. Raises ValueError if it cannot be an endpoint's, of http or https."""
     try:
         parts = httpx.URL(url)
         parts.host.encode("idna")  # refuses empty and overlong labels
+        host_fits = parts.host and "%" not in parts.host  # httpx quotes what no host can hold
+        names_server = parts.scheme in ("http", "https") and host_fits and (parts.port or 80) < 2**16
     except (httpx.InvalidURL, UnicodeError):
-        return False
-    host_fits = parts.host and "%" not in parts.host  # httpx quotes what no host can hold
-    return bool(parts.scheme in ("http", "https") and host_fits and (parts.port is None or 0 < parts.port < 2**16))
+        names_server = False
+    if not names_server or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
+        shown = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password, or a key in a query
+        raise UserError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
+    return url
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -24,6 +24,7 @@ from fastp3o.errors import UserError, text_of, visible
 GRACE = 2.0  # seconds
 LONG = 60.0  # seconds, after which a line says that a call takes long
 
+
 class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 

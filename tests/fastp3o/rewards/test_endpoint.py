@@ -11,7 +11,7 @@ from email.utils import formatdate
 
 import pytest
 
-from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, retry_after_seconds
+from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, background, retry_after_seconds
 from tests.fastp3o.local_server import Reply, Server, always, time_limit
 
 VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
@@ -138,12 +138,17 @@ def test_a_url_that_cannot_be_one_is_refused_without_its_secrets(url):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("https_proxy", "http://me:secret@proxy:port", "proxy for https must be a URL .*, got 'proxy:port'"),
-        ("https_proxy", "proxy:0", "proxy for https must be a URL .*, got 'proxy:0'"),
+        (
+            "https_proxy",
+            "http://me:secret@proxy:port",
+            "the environment's proxy for https cannot be used: Invalid port",
+        ),
+        ("https_proxy", "gopher://me:secret@proxy", "proxy for https cannot be used: Unknown scheme"),
         (VARIABLE, "sk-secret\nInjected: yes", VARIABLE),
     ],
 )
 def test_a_proxy_or_a_key_that_cannot_be_one_is_refused_unseen(monkeypatch, variable, value, said):
+    background.cache_clear()
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=said) as refused:
         Endpoint("https://host/score", VARIABLE)
