@@ -19,7 +19,6 @@ from typing import (
     Literal,
     Self,
     TypedDict,
-    TypeVar,
     Unpack,
     dataclass_transform,
     get_args,
@@ -30,8 +29,6 @@ from typing import (
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.trl_names import hint
-
-Kind = TypeVar("Kind", bound=type)
 
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
 ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
@@ -131,41 +128,38 @@ def literals(hint: Any) -> tuple[str, ...]:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def options(kind: Kind) -> Kind:
-    """Makes a class a frozen dataclass. Its own options come before those of the groups that it is made of. A plain
-    value is another default of a group's option, whose help and rules stay. A class without a docstring has its
-    group's. `summary` is the docstring as it is written; `__doc__` has the options, too.
-    """
-    own: Any = kind.__dict__.get("__doc__")
-    summary = cleandoc(own) if own else getattr(kind, "summary", "")
-    kind.__doc__ = summary
-    inherited = ChainMap(*(getattr(group, "__dataclass_fields__", {}) for group in kind.__mro__[1:]))
-    for name, default in [*vars(kind).items()]:
-        if name in inherited and name in get_annotations(kind) and not isinstance(default, Field):
-            setattr(kind, name, field(default=default, metadata=inherited[name].metadata))
-    made: Any = dataclass(frozen=True, kw_only=True)(kind)
-    names = (name for group in made.__mro__ for name in get_annotations(group))
-    flags = made.__dataclass_fields__
-    made.__dataclass_fields__ = {name: flags[name] for name in names if name in flags}
-    for name, kind_of_value in get_annotations(kind).items():
-        if name in flags and (choices := literals(kind_of_value)):
-            flags[name].metadata = MappingProxyType({**flags[name].metadata, "choices": choices})
-    helps = (f"    {flag.name} (default {flag.default!r}): {flag.metadata.get('help', '')}" for flag in fields(made))
-    made.summary, made.__doc__ = summary, "\n\n".join([summary, "Options:", *helps])
-    return made
-
-
-@options
+@dataclass(frozen=True, kw_only=True)
 class Flags:
     """Values that are checked when they are set. Errors name the flag. Numpy's numbers and paths become Python's own
     numbers and texts, which a YAML file can hold.
+
+    Subclasses are frozen dataclasses without a decorator. Their own options come before those of the groups that they
+    are made of. A plain value is another default of a group's option, whose help and rules stay. A class without a
+    docstring has its group's. `summary` is the docstring as it is written; `__doc__` has the options, too.
 
     A flag's own rules stand in its field. Classes add rules between several flags in `__post_init__`, after their
     parents' checks, and further needs of flags that they inherit in `further_needs`.
     """
 
-    summary: ClassVar[str]
+    summary: ClassVar[str] = ""
     further_needs: ClassVar[Mapping[str, Needs]] = {}
+
+    def __init_subclass__(cls) -> None:
+        own: Any = cls.__dict__.get("__doc__")
+        cls.summary = cls.__doc__ = cleandoc(own) if own else cls.summary
+        inherited = ChainMap(*(getattr(group, "__dataclass_fields__", {}) for group in cls.__mro__[1:]))
+        for name, default in [*vars(cls).items()]:
+            if name in inherited and name in get_annotations(cls) and not isinstance(default, Field):
+                setattr(cls, name, field(default=default, metadata=inherited[name].metadata))
+        dataclass(frozen=True, kw_only=True)(cls)
+        names = (name for group in cls.__mro__ for name in get_annotations(group))
+        flags = cls.__dataclass_fields__
+        cls.__dataclass_fields__ = {name: flags[name] for name in names if name in flags}
+        for name, kind_of_value in get_annotations(cls).items():
+            if name in flags and (choices := literals(kind_of_value)):
+                flags[name].metadata = MappingProxyType({**flags[name].metadata, "choices": choices})
+        helps = (f"    {flag.name} (default {flag.default!r}): {flag.metadata.get('help', '')}" for flag in fields(cls))
+        cls.__doc__ = "\n\n".join([cls.summary, "Options:", *helps])
 
     def __new__(cls, **values: Any) -> Self:
         names = {flag.name for flag in fields(cls)}
@@ -275,7 +269,6 @@ def bounds(rules: Mapping[str, Any]) -> str:
     return " and ".join(f"{name} {'2**32' if bound == LARGEST_INT else bound}" for name, bound in words.items())
 
 
-@options
 class SamplerConfig(Flags):
     """Options of sampling responses."""
 
@@ -349,7 +342,6 @@ class SamplerConfig(Flags):
         return [url.strip().rstrip("/") for url in (self.vllm_url or "").split(",") if url.strip()]
 
 
-@options
 class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
@@ -369,7 +361,6 @@ class OptimizerConfig(Flags):
     max_grad_norm: float = option(1.0, "Gradients of a larger norm are scaled down to this.", above=0, changeable=True)
 
 
-@options
 class DataConfig(Flags):
     """The data that are read, and what of them."""
 
@@ -419,7 +410,6 @@ class DataConfig(Flags):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
-@options
 class TrainableConfig(Flags):
     """Options that choose the parameters of a policy that train."""
 
@@ -451,7 +441,6 @@ class TrainableConfig(Flags):
             raise UserError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
 
-@options
 class LoadingConfig(Flags):
     """How models are loaded."""
 
@@ -468,7 +457,6 @@ class LoadingConfig(Flags):
         return {"trust_remote_code": self.trust_remote_code, "chat_template": self.chat_template}
 
 
-@options
 class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
@@ -522,12 +510,10 @@ class ModelConfig(LoadingConfig):
         return Packing(self.tokens_per_row, self.share_prompts)
 
 
-@options
 class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
     """A policy that is loaded and sampled."""
 
 
-@options
 class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
@@ -549,7 +535,6 @@ class EnvironmentConfig(PolicyConfig):
     )
 
 
-@options
 class EvaluationConfig(Flags):
     """Evaluations during a run, and what they decide."""
 
@@ -574,7 +559,6 @@ class EvaluationConfig(Flags):
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
 
 
-@options
 class RunConfig(Flags):
     """A run that writes a folder and can be resumed."""
 
@@ -597,7 +581,6 @@ class RunConfig(Flags):
         return {flag.name for flag in fields(cls) if flag.metadata.get("changeable")}
 
 
-@options
 class TrainingRunConfig(RunConfig):
     """What a run that trains keeps, reports and uploads."""
 
@@ -620,7 +603,6 @@ class TrainingRunConfig(RunConfig):
     hub_private: bool = option(False, "Make the repository private if it is new.", needs="push_to_hub", changeable=True)
 
 
-@options
 class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, EvaluationConfig, TrainingRunConfig):
     """Options of all stages that train."""
 
@@ -636,7 +618,6 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
             raise UserError("--quantize and --sampler vllm exclude each other: servers would sample from other weights")
 
 
-@options
 class SupervisedConfig(StageConfig):
     """Options of stages that pass over a fixed data set."""
 

@@ -8,11 +8,10 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from fastp3o.cli import parse
-from fastp3o.config import Flags, option, options, required
+from fastp3o.config import Flags, option, required
 from fastp3o.script import run_script
 
 
-@options
 class BeforeAfterConfig(Flags):
     """Samples two models with the same seed, rewards what they say and shows it."""
 

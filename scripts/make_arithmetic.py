@@ -9,12 +9,11 @@ import random
 from pathlib import Path
 
 from fastp3o.cli import parse
-from fastp3o.config import Flags, option, options, required
+from fastp3o.config import Flags, option, required
 from fastp3o.files import write_file
 from fastp3o.script import run_script
 
 
-@options
 class ArithmeticConfig(Flags):
     """Sums of two numbers, each with demonstrations of two forms and its answer."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fastp3o.cli import parse
-from fastp3o.config import Flags, option, options, required
+from fastp3o.config import Flags, option, required
 from fastp3o.files import write_file
 from fastp3o.script import run_script
 
@@ -47,7 +47,6 @@ class Guess:
         return answer, {"bits": log2(before / (self.high - self.low + 1)) / self.bits}, False
 
 
-@options
 class GameConfig(Flags):
     """Demonstrations of random play, and digits to find."""
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from fastp3o.cli import parse
-from fastp3o.config import Flags, option, options, required
+from fastp3o.config import Flags, option, required
 from fastp3o.files import write_file
 from fastp3o.script import run_script
 
@@ -31,7 +31,6 @@ HELD_OUT = 30  # of the 150 prompts
 END, PAD = "<end>", "<pad>"
 
 
-@options
 class StoriesConfig(Flags):
     """Demonstrations, comparisons, prompts and an untrained model."""
 

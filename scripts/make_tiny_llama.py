@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fastp3o.cli import parse
-from fastp3o.config import Flags, option, options, required
+from fastp3o.config import Flags, option, required
 from fastp3o.errors import UserError
 from fastp3o.script import run_script
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # functions import what takes seconds, which --help does with
 END, PAD = "<|end|>", "<|pad|>"
 
 
-@options
 class TinyLlamaConfig(Flags):
     """Sizes of the model; the defaults give 1.5 M parameters."""
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from fastp3o.cli import parse
-from fastp3o.config import TrainableConfig, option, options, required
+from fastp3o.config import TrainableConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 
@@ -27,7 +27,6 @@ optimizer in memory; with --rollout_memory, or less free memory, they cache less
 0.96 GB in the head: a GPU of more than 19 GB takes up to a twentieth of it, and 4 GB, where it is free."""
 
 
-@options
 class MemoryConfig(TrainableConfig):
     """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
 

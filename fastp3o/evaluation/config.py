@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, EnvironmentConfig, Flags, option, options, required
+from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, EnvironmentConfig, Flags, option, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.rewards.config import RemoteConfig, reward_names
@@ -10,7 +10,6 @@ from fastp3o.rewards.config import RemoteConfig, reward_names
 JUDGED = "keep=judged"
 
 
-@options
 class SamplingConfig(RemoteConfig, EnvironmentConfig):
     """The prompts that are responded to, and how their responses are rewarded."""
 
@@ -30,7 +29,6 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
         return Packing(TOKENS_PER_ROW)
 
 
-@options
 class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
@@ -54,7 +52,6 @@ class JudgeConfig(Flags):
             raise UserError("--judge_url and --judge_model go together")
 
 
-@options
 class WinRateConfig(JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 
@@ -94,7 +91,6 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
         return [self.reward] if self.reward else []
 
 
-@options
 class EvaluateConfig(SamplingConfig):
     """Rewards of a model's samples, without training."""
 

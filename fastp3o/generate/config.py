@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fastp3o.config import Flags, PrecisionName, RunConfig, option, options, required
+from fastp3o.config import Flags, PrecisionName, RunConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
 from fastp3o.rewards.config import CONTRAST
@@ -14,7 +14,6 @@ NOTHING = "none"
 REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 
 
-@options
 class SelectionConfig(Flags):
     """Choice of the sampled responses to keep."""
 
@@ -52,7 +51,6 @@ class SelectionConfig(Flags):
             raise UserError(f"--accept must be at least 2 for pairs, got {self.accept}")
 
 
-@options
 class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection sampling, preferences."""
 

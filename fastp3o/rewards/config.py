@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from math import isfinite
 
-from fastp3o.config import Condition, Flags, Named, option, options, required
+from fastp3o.config import Condition, Flags, Named, option, required
 from fastp3o.errors import UserError
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
@@ -23,7 +23,6 @@ URL_OR_FUNCTION = Condition(
 )
 
 
-@options
 class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
@@ -74,7 +73,6 @@ class RemoteConfig(Flags):
         return [name.strip() for name in self.reward_columns.split(",")] if self.reward_columns else []
 
 
-@options
 class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
@@ -124,7 +122,6 @@ class RewardConfig(RemoteConfig):
         )
 
 
-@options
 class PenaltyConfig(Flags):
     """Penalties on responses, in the reward's unit; 0 for none."""
 

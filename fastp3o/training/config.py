@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-from fastp3o.config import SupervisedConfig, option, options
+from fastp3o.config import SupervisedConfig, option
 
 
-@options
 class SFTConfig(SupervisedConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
@@ -19,7 +18,6 @@ class SFTConfig(SupervisedConfig):
     )
 
 
-@options
 class RewardModelConfig(SupervisedConfig):
     """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
 

@@ -9,7 +9,7 @@ from transformers import SchedulerType
 
 from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
-from fastp3o.config import Flags, conditions, objective_name, option, options
+from fastp3o.config import Flags, conditions, objective_name, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig
@@ -94,7 +94,6 @@ def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what
     assert "Options:" not in P3OConfig.summary + RewardModelConfig.summary
 
 
-@options
 class Red(Flags):
     """Trains red."""
 
@@ -102,7 +101,6 @@ class Red(Flags):
     depth: int = option(1, "Of red.")
 
 
-@options
 class Blue(Flags):
     """Trains blue."""
 

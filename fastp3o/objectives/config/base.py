@@ -4,7 +4,7 @@ from importlib import import_module
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from fastp3o.config import EnvironmentConfig, StageConfig, option, options, required
+from fastp3o.config import EnvironmentConfig, StageConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from fastp3o.objectives.base import Objective
 
 
-@options
 class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
@@ -172,7 +171,6 @@ class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
         return getattr(import_module(f"fastp3o.objectives.{module}"), name)(self)
 
 
-@options
 class KLConfig(OnlineConfig):
     """A penalty on the KL."""
 
@@ -191,7 +189,6 @@ class KLConfig(OnlineConfig):
             raise UserError("--target_kl adapts --kl_coef, which must be above 0 to begin with")
 
 
-@options
 class RewardScalingConfig(OnlineConfig):
     """Scaling of rewards for objectives that see only their differences."""
 
@@ -203,7 +200,6 @@ class RewardScalingConfig(OnlineConfig):
     )
 
 
-@options
 class MixtureConfig(OnlineConfig):
     """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from fastp3o.config import Condition, Needs, objective_name, option, options
+from fastp3o.config import Condition, Needs, objective_name, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import OnlineConfig
 
@@ -12,7 +12,6 @@ OTHERS = Condition("objective", "another objective: distillation reads neither r
 REFUSED = "missing_eos_penalty length_penalty ngram_penalty overlong_margin dynamic_sampling sampler_ratio_cap"
 
 
-@options
 class DistillationConfig(OnlineConfig):
     """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a context makes it say."""
 

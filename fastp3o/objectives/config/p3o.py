@@ -2,12 +2,11 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import objective_name, option, options
+from fastp3o.config import objective_name, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
 
 
-@options
 class P3OConfig(RewardScalingConfig, KLConfig):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
@@ -26,7 +25,6 @@ class P3OConfig(RewardScalingConfig, KLConfig):
     objective: str = objective_name("p3o")
 
 
-@options
 class PPGConfig(P3OConfig):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import objective_name, option, options
+from fastp3o.config import objective_name, option
 from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -10,7 +10,6 @@ KLEstimator = Literal["k1", "k2", "k3"]
 LossMean = Literal["sequence", "token", "constant"]
 
 
-@options
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
 
@@ -28,7 +27,6 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     )
 
 
-@options
 class RLOOConfig(PolicyGradientConfig):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
@@ -39,7 +37,6 @@ class RLOOConfig(PolicyGradientConfig):
     inner_epochs: int = 1
 
 
-@options
 class REINFORCEConfig(RLOOConfig):
     """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
@@ -50,7 +47,6 @@ class REINFORCEConfig(RLOOConfig):
     )
 
 
-@options
 class ClippedConfig(PolicyGradientConfig):
     """Clipped ratios, and advantages within a prompt's responses. A round makes the steps of each paper: one for GRPO
     (arXiv 2402.03300) and Dr. GRPO (2503.20783), 16 for DAPO (2503.14476), 4 for GSPO (2507.18071).
@@ -66,7 +62,6 @@ class ClippedConfig(PolicyGradientConfig):
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 
-@options
 class GRPOConfig(ClippedConfig):
     """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
 
@@ -79,7 +74,6 @@ class GRPOConfig(ClippedConfig):
     )
 
 
-@options
 class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
@@ -89,7 +83,6 @@ class DrGRPOConfig(GRPOConfig):
     scale_advantages: bool = False
 
 
-@options
 class DAPOConfig(GRPOConfig):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
@@ -101,7 +94,6 @@ class DAPOConfig(GRPOConfig):
     dynamic_sampling: int = 3
 
 
-@options
 class GRPOPlusConfig(DAPOConfig):
     """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
 
@@ -109,7 +101,6 @@ class GRPOPlusConfig(DAPOConfig):
     mask_truncated: bool = True
 
 
-@options
 class GSPOConfig(ClippedConfig):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
@@ -122,7 +113,6 @@ class GSPOConfig(ClippedConfig):
     kl_estimator: KLEstimator = "k3"
 
 
-@options
 class REBELConfig(PolicyGradientConfig):
     """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import objective_name, option, options
+from fastp3o.config import objective_name, option
 from fastp3o.objectives.config.base import KLConfig
 
 PENALTY = ("step_bound=penalty", "step_bound=both")
@@ -10,7 +10,6 @@ PENALTY = ("step_bound=penalty", "step_bound=both")
 CLIP = ("step_bound=clip", "step_bound=both")
 
 
-@options
 class CriticConfig(KLConfig):
     """A critic, and the advantages of tokens that come of it."""
 
@@ -35,7 +34,6 @@ class CriticConfig(KLConfig):
     reward_clip: float = option(10.0, "Scaled rewards' bound (first author: 10); 0 none.", at_least=0, changeable=True)
 
 
-@options
 class PPOConfig(CriticConfig):
     """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 

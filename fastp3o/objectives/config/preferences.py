@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fastp3o.config import Condition, Flags, Needs, PolicyConfig, SupervisedConfig, objective_name, option, options
+from fastp3o.config import Condition, Flags, Needs, PolicyConfig, SupervisedConfig, objective_name, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
 
 
-@options
 class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     """Learning from fixed preferences; objectives add settings. offload: what only evaluations need is on the CPU."""
 
@@ -44,7 +43,6 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
         return bool(self.anchor)
 
 
-@options
 class PairLoss(Flags):
     """A loss of pairs, with its settings: the same one for fixed pairs and for fresh ones that rewards label.
 
@@ -56,12 +54,10 @@ class PairLoss(Flags):
     per_token: ClassVar[bool] = False
 
 
-@options
 class PairConfig(PairLoss, PreferenceConfig):
     """Learning from fixed pairs, whose chosen response has a reward of 1 and whose rejected one has 0."""
 
 
-@options
 class PairWithSFTConfig(PairConfig):
     """Learning from fixed pairs by a loss that has no likelihood of its own."""
 
@@ -70,7 +66,6 @@ class PairWithSFTConfig(PairConfig):
     )
 
 
-@options
 class FreshPairConfig(PairLoss, OnlineConfig):
     """Learning from fresh pairs that rewards label."""
 
@@ -79,14 +74,12 @@ class FreshPairConfig(PairLoss, OnlineConfig):
     assumes_own_samples: ClassVar[bool] = False
 
 
-@options
 class LogisticLoss(PairLoss):
     label_smoothing: float = option(
         0.0, "How likely a label is wrong (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
     )
 
 
-@options
 class DPOConfig(LogisticLoss, PairWithSFTConfig):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
@@ -96,7 +89,6 @@ class DPOConfig(LogisticLoss, PairWithSFTConfig):
     )
 
 
-@options
 class IPO(PairLoss):
     per_token: ClassVar[bool] = True
     tau: float = option(
@@ -104,7 +96,6 @@ class IPO(PairLoss):
     )
 
 
-@options
 class IPOConfig(IPO, PairWithSFTConfig):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
@@ -114,7 +105,6 @@ class IPOConfig(IPO, PairWithSFTConfig):
     objective: str = objective_name("ipo")
 
 
-@options
 class SimPO(LogisticLoss):
     """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
 
@@ -124,17 +114,14 @@ class SimPO(LogisticLoss):
     gamma: float = option(1.0, "Gamma: target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True)
 
 
-@options
 class SimPOConfig(SimPO, PairWithSFTConfig):
     objective: str = objective_name("simpo")
 
 
-@options
 class OnlineSimPOConfig(SimPO, FreshPairConfig):
     objective: str = objective_name("online_simpo")
 
 
-@options
 class ORPO(PairLoss):
     """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
 
@@ -145,17 +132,14 @@ class ORPO(PairLoss):
     )
 
 
-@options
 class ORPOConfig(ORPO, PairConfig):
     objective: str = objective_name("orpo")
 
 
-@options
 class OnlineORPOConfig(ORPO, FreshPairConfig):
     objective: str = objective_name("online_orpo")
 
 
-@options
 class CPO(LogisticLoss):
     """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
 
@@ -164,17 +148,14 @@ class CPO(LogisticLoss):
     nll_weight: float = option(1.0, "Weight of the chosen response's NLL (paper: 1).", at_least=0, changeable=True)
 
 
-@options
 class CPOConfig(CPO, PairConfig):
     objective: str = objective_name("cpo")
 
 
-@options
 class OnlineCPOConfig(CPO, FreshPairConfig):
     objective: str = objective_name("online_cpo")
 
 
-@options
 class SLiC(PairLoss):
     """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
 
@@ -183,49 +164,40 @@ class SLiC(PairLoss):
     nll_weight: float = option(1.0, "Lambda, the weight of the chosen response's NLL.", at_least=0, changeable=True)
 
 
-@options
 class SLiCConfig(SLiC, PairConfig):
     objective: str = objective_name("slic")
 
 
-@options
 class OnlineSLiCConfig(SLiC, FreshPairConfig):
     objective: str = objective_name("online_slic")
 
 
-@options
 class APOZero(PairLoss):
     """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
 
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
 
-@options
 class APOZeroConfig(APOZero, PairWithSFTConfig):
     objective: str = objective_name("apo_zero")
 
 
-@options
 class OnlineAPOZeroConfig(APOZero, FreshPairConfig):
     objective: str = objective_name("online_apo_zero")
 
 
-@options
 class APODown(APOZero):
     """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
 
 
-@options
 class APODownConfig(APODown, PairWithSFTConfig):
     objective: str = objective_name("apo_down")
 
 
-@options
 class OnlineAPODownConfig(APODown, FreshPairConfig):
     objective: str = objective_name("online_apo_down")
 
 
-@options
 class DiscoPOP(PairLoss):
     """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
 
@@ -240,17 +212,14 @@ class DiscoPOP(PairLoss):
     )
 
 
-@options
 class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig):
     objective: str = objective_name("discopop")
 
 
-@options
 class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig):
     objective: str = objective_name("online_discopop")
 
 
-@options
 class KTOConfig(PreferenceConfig):
     """Kahneman-Tversky optimization (arXiv 2402.01306): single responses, each desirable or not.
 
@@ -267,7 +236,6 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
 
 
-@options
 class OnlineDPOConfig(FreshPairConfig):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
@@ -275,7 +243,6 @@ class OnlineDPOConfig(FreshPairConfig):
     kl_coef: float = option(0.1, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
 
 
-@options
 class BPOConfig(OnlineDPOConfig):
     """BPO (arXiv 2406.12168): online DPO against the policy that sampled; evaluations keep the reference."""
 
@@ -285,7 +252,6 @@ class BPOConfig(OnlineDPOConfig):
     kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
 
 
-@options
 class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
@@ -296,7 +262,6 @@ class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
         return self.responses_per_prompt if self.mixture else 0
 
 
-@options
 class NashMDConfig(MixtureConfig):
     """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
 

@@ -2,12 +2,11 @@
 
 from typing import ClassVar
 
-from fastp3o.config import PrecisionName, objective_name, option, options
+from fastp3o.config import PrecisionName, objective_name, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.ppo import CriticConfig
 
 
-@options
 class TRPOConfig(CriticConfig):
     """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it, with PPO's critic.
 
