@@ -1,15 +1,14 @@
 """Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
 
 import json
-import multiprocessing
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from tqdm import auto, tqdm
-from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
 from fastp3o.errors import visible
 from fastp3o.run import log
@@ -32,19 +30,8 @@ LINES, SECONDS_BETWEEN_LINES = 20, 60.0
 IN_NOTEBOOK = "ipykernel" in sys.modules
 
 
-class ThreadsLock(TqdmDefaultWriteLock):
-    """tqdm's lock without the part that forks share: one that is killed while it prints would stop the run for ever."""
-
-    def __init__(self) -> None:
-        self.locks = [self.th_lock]
-
-    @property
-    def mp_lock(self) -> Any:
-        """For tqdm's process_map, which gives it to its processes."""
-        return multiprocessing.RLock()
-
-
-tqdm.set_lock(ThreadsLock())
+# tqdm's own lock is shared by forks: one that is killed while it prints would stop the run for ever.
+tqdm.set_lock(threading.RLock())
 
 
 class Reporter:

@@ -91,22 +91,4 @@ class Stops:
 # The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
 # is one for all of them.
 noting: set[Stops] = set()
-forking = threading.local()
-
-
-def before_fork() -> None:
-    """A signal that the fork gets before it has the handlers from before the run would be lost: it waits."""
-    forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if noting else ())
-
-
-def after_fork() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
-
-
-def after_fork_in_child() -> None:
-    for stops in list(noting):
-        stops.__exit__()
-    after_fork()
-
-
-os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)
+os.register_at_fork(after_in_child=lambda: [stops.__exit__() for stops in list(noting)])
