@@ -5,7 +5,7 @@ fastp3o memory --model MODEL --prompt_tokens 350 --response_tokens 40 --precisio
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -14,9 +14,6 @@ from fastp3o.cli import parse
 from fastp3o.config import TrainableConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
-
-if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
-    from fastp3o.commands.predicted_memory import Model
 
 CONTEXT = 1.5  # GB of CUDA's context, workspaces of cuBLAS and NCCL, and fragments; estimated, not measured
 NOTE = """\
@@ -58,11 +55,23 @@ class MemoryConfig(TrainableConfig):
 
 def main() -> None:
     config = parse(MemoryConfig)
-    from fastp3o.commands.predicted_memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
+    # These take seconds, which --help does without.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fastp3o.commands.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
+    from fastp3o.models.loading import errors_naming
+    from fastp3o.models.packed_model import PackedModel
+    from fastp3o.models.trainable import choose_trainable
     from fastp3o.precision import choose_precision
     from fastp3o.rollouts.cache import fitting_room
 
-    model = sizes(config)
+    with errors_naming(config.model):
+        architecture = AutoConfig.from_pretrained(config.model)
+    with torch.device("meta"):
+        policy = PackedModel(AutoModelForCausalLM.from_config(architecture))
+        choose_trainable(policy, config)
+    model = Model(policy, config.trainable_layers)
     lengths = Lengths.full_row(
         Packing(config.tokens_per_row, config.share_prompts),
         prompt=config.prompt_tokens,
@@ -94,27 +103,3 @@ def main() -> None:
     table.add_row("and about, for CUDA", *3 * [f"{CONTEXT:.2f}"])
     Console().print(table)
     print(NOTE)
-
-
-def sizes(config: MemoryConfig) -> "Model":
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from fastp3o.commands.predicted_memory import Model
-    from fastp3o.models.loading import errors_naming
-    from fastp3o.models.packed_model import PackedModel
-    from fastp3o.models.trainable import choose_trainable
-
-    with errors_naming(config.model):
-        architecture = AutoConfig.from_pretrained(config.model)
-    with torch.device("meta"):
-        model = PackedModel(AutoModelForCausalLM.from_config(architecture))
-        choose_trainable(model, config)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Model(
-        model.model.config,
-        model.model.num_parameters(),
-        trained,
-        trained_layers=config.trainable_layers,
-        head_trains=model.head().weight.requires_grad,
-    )

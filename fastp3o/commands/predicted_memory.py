@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig
 
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.cache import Room
@@ -36,18 +36,17 @@ class Lengths(NamedTuple):
 
 
 class Model:
-    """Sizes of a llama-like model, from its configuration.
+    """Sizes of a llama-like model, which may be on the meta device.
 
     trained: parameters that train. trained_layers: those from the lowest that trains upwards, 0 for all; only they keep
     activations. LoRA trains in all. queries, keys: heads times head size. embeddings: parameters outside the layers.
     layer: parameters of one layer.
     """
 
-    def __init__(
-        self, config: PretrainedConfig, parameters: int, trained: int, trained_layers: int = 0, head_trains: bool = True
-    ):
-        config = config.get_text_config()
-        self.parameters, self.trained, self.head_trains = parameters, trained, head_trains
+    def __init__(self, model: PackedModel, trained_layers: int = 0):
+        config = model.model.config.get_text_config()
+        self.parameters, self.head_trains = model.model.num_parameters(), model.head().weight.requires_grad
+        self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.layers, self.hidden, self.vocabulary = config.num_hidden_layers, config.hidden_size, config.vocab_size
         self.trained_layers = trained_layers or self.layers
         self.intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
@@ -57,7 +56,7 @@ class Model:
         self.keys = head * (getattr(config, "num_key_value_heads", None) or heads)
         self.tied = config.tie_word_embeddings
         self.embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        self.layer = (parameters - self.embeddings) // self.layers
+        self.layer = (self.parameters - self.embeddings) // self.layers
 
     def head_gradient(self, item: int) -> int:
         """Bytes of the gradient of the head's weight."""

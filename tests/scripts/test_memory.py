@@ -84,22 +84,19 @@ def test_a_peak_is_predicted_within_a_tenth(precision, sizes, share_prompts, tra
         loss.backward()
 
     update()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with PeakMemory() as measured:
         update()
-    parameters, trains = model.model.num_parameters(), sum(parameter.numel() for parameter in trained)
-    parts = {"trained_layers": trained_layers, "head_trains": not trained_layers}
-    sizes = Model(model.model.config, parameters, trains, **parts)
+    sizes = Model(model, trained_layers)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing, one_by_one=True)
-    kept = parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
+    kept = sizes.parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
     assert predicted.peak - kept == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth(as_kernels):
     (shape, (P, prompt, response)), precision = LARGE_HEAD, choose_precision("fp32", "fp32")
     model, row = random_model(*shape, precision), random_row(P, prompt, response, True)
-    sizes = Model(model.model.config, model.model.num_parameters(), 0)
+    sizes = Model(model)
     with torch.no_grad(), PeakMemory() as measured:
         labelled_logprobs(model, row)
     predicted = frozen_memory(sizes, Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)), precision)
@@ -121,11 +118,10 @@ def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
     for size, shape in (("8 B", (4096, 14336, 32, 32)), ("70 B", (8192, 28672, 80, 64))):
         config = llama(*shape, 8, 128256, False)
         with torch.device("meta"):
-            parameters = LlamaForCausalLM(config).num_parameters()
-        sizes = Model(config, parameters, parameters)
+            sizes = Model(PackedModel(LlamaForCausalLM(config)))
         alone = update_memory(sizes, lengths, precision, checkpointing=True)
         for gpus in (8, 64):
-            update, frozen = sharded(alone, sizes, precision, gpus), 2 * parameters // gpus
-            whole = 2 * parameters + update.masters + update.optimizer
+            update, frozen = sharded(alone, sizes, precision, gpus), 2 * sizes.parameters // gpus
+            whole = 2 * sizes.parameters + update.masters + update.optimizer
             cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, whole + frozen)]
             assert f"| {size} | {gpus} | {' | '.join(cells)} |" in page.read_text()
