@@ -98,7 +98,7 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
 
 def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
     """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file. classes:
-    keys are the objectives; each class has its own in a field `objective` (`objective_name`). `--help` explains the
+    keys are the objectives; each class has its own (`ObjectiveConfig`). `--help` explains the
     options of the objective, or lists the objectives if none is named.
     """
     summaries = [f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()]

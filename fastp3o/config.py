@@ -112,11 +112,6 @@ def required(help: str, **rules: Unpack[Rules]) -> Any:
     return field(default="", metadata={"help": help, "required": True, **rules})
 
 
-def objective_name(name: str) -> Any:
-    """The field `objective` of a configuration that `parse_chosen` can choose: its own name is its only value."""
-    return option(name, "What trains.")
-
-
 def field_type(hint: Any) -> Any:
     """The type of a field that may be None, too; of one with choices it is text."""
     return str if literals(hint) else next((part for part in get_args(hint) if part is not NoneType), hint)
@@ -215,6 +210,20 @@ class Flags:
         """Values by name, such as YAML and JSON hold. What stands for an object is its name."""
         values = ((flag.name, getattr(self, flag.name)) for flag in fields(self))
         return {name: str(value) if isinstance(value, str) else value for name, value in values}
+
+
+class ObjectiveConfig(Flags):
+    """Options of an objective, of which `parse_chosen` chooses one: `class DPOConfig(..., objective="dpo")` says the
+    only value that its option `objective` has.
+    """
+
+    objective: str = option("", "What trains.")
+
+    def __init_subclass__(cls, objective: str = "") -> None:
+        if objective:
+            cls.__annotations__["objective"] = str
+            cls.objective = objective
+        super().__init_subclass__()
 
 
 def conditions(needs: Needs) -> list[Condition]:

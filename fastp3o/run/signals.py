@@ -91,4 +91,11 @@ class Stops:
 # The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
 # is one for all of them.
 noting: set[Stops] = set()
-os.register_at_fork(after_in_child=lambda: [stops.__exit__() for stops in list(noting)])
+
+
+def give_back_in_child() -> None:
+    for stops in list(noting):
+        stops.__exit__()
+
+
+os.register_at_fork(after_in_child=give_back_in_child)

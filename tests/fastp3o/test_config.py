@@ -9,7 +9,7 @@ from transformers import SchedulerType
 
 from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
-from fastp3o.config import Flags, conditions, objective_name, option
+from fastp3o.config import ObjectiveConfig, conditions, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig
@@ -94,17 +94,15 @@ def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what
     assert "Options:" not in P3OConfig.summary + RewardModelConfig.summary
 
 
-class Red(Flags):
+class Red(ObjectiveConfig, objective="red"):
     """Trains red."""
 
-    objective: str = objective_name("red")
     depth: int = option(1, "Of red.")
 
 
-class Blue(Flags):
+class Blue(ObjectiveConfig, objective="blue"):
     """Trains blue."""
 
-    objective: str = objective_name("blue")
     tone: str = option("sky", "Of blue.")
 
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from fastp3o.config import EnvironmentConfig, StageConfig, option, required
+from fastp3o.config import EnvironmentConfig, ObjectiveConfig, StageConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastp3o.objectives.base import Objective
 
 
-class OnlineConfig(EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
+class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     objective_class: what trains, `module:class`. compares_with_old: whether the loss compares the policy's log-probs

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from fastp3o.config import Condition, Needs, objective_name, option
+from fastp3o.config import Condition, Needs, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import OnlineConfig
 
@@ -12,7 +12,7 @@ OTHERS = Condition("objective", "another objective: distillation reads neither r
 REFUSED = "missing_eos_penalty length_penalty ngram_penalty overlong_margin dynamic_sampling sampler_ratio_cap"
 
 
-class DistillationConfig(OnlineConfig):
+class DistillationConfig(OnlineConfig, objective="distillation"):
     """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a context makes it say."""
 
     objective_class: ClassVar[str] = "distillation:Distillation"
@@ -20,7 +20,6 @@ class DistillationConfig(OnlineConfig):
     assumes_own_samples: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = False
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(REFUSED.split(), OTHERS)
-    objective: str = objective_name("distillation")
     kl: Literal["exact", "sampled"] = option(
         "exact",
         "KL(policy || teacher) of a token. exact: over the vocabulary (GKD). sampled: log pi - log pi_teacher of the "

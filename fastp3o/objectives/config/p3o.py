@@ -2,12 +2,12 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import objective_name, option
+from fastp3o.config import option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
 
 
-class P3OConfig(RewardScalingConfig, KLConfig):
+class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
     objective_class: ClassVar[str] = "p3o:P3O"
@@ -22,13 +22,11 @@ class P3OConfig(RewardScalingConfig, KLConfig):
     kl_reward: Literal["current", "rollout"] = option(
         "current", "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box)."
     )
-    objective: str = objective_name("p3o")
 
 
-class PPGConfig(P3OConfig):
+class PPGConfig(P3OConfig, objective="ppg"):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
-    objective: str = objective_name("ppg")
     clipping: Literal["none"] = option("none", "The gradient has nothing to clip.")
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import objective_name, option
+from fastp3o.config import option
 from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -27,21 +27,19 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     )
 
 
-class RLOOConfig(PolicyGradientConfig):
+class RLOOConfig(PolicyGradientConfig, objective="rloo"):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
     objective_class: ClassVar[str] = "policy_gradient:RLOO"
     compares_with_old: ClassVar[bool] = False
-    objective: str = objective_name("rloo")
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
 
 
-class REINFORCEConfig(RLOOConfig):
+class REINFORCEConfig(RLOOConfig, objective="reinforce"):
     """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
     objective_class: ClassVar[str] = "policy_gradient:REINFORCE"
-    objective: str = objective_name("reinforce")
     reward_scaling: Literal["absolute", "none"] = option(
         "none", "absolute: divide rewards by their running standard deviation; none."
     )
@@ -62,11 +60,10 @@ class ClippedConfig(PolicyGradientConfig):
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 
-class GRPOConfig(ClippedConfig):
+class GRPOConfig(ClippedConfig, objective="grpo"):
     """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
-    objective: str = objective_name("grpo")
     kl_coef: float = 0.04
     kl_estimator: KLEstimator = "k3"
     loss_mean: LossMean = option(
@@ -74,51 +71,46 @@ class GRPOConfig(ClippedConfig):
     )
 
 
-class DrGRPOConfig(GRPOConfig):
+class DrGRPOConfig(GRPOConfig, objective="dr_grpo"):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
-    objective: str = objective_name("dr_grpo")
     kl_coef: float = 0.0
     loss_mean: LossMean = "constant"
     scale_advantages: bool = False
 
 
-class DAPOConfig(GRPOConfig):
+class DAPOConfig(GRPOConfig, objective="dapo"):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
     paper_minibatches: ClassVar[int] = 16
-    objective: str = objective_name("dapo")
     clip_high: float = 0.28
     kl_coef: float = 0.0
     loss_mean: LossMean = "token"
     dynamic_sampling: int = 3
 
 
-class GRPOPlusConfig(DAPOConfig):
+class GRPOPlusConfig(DAPOConfig, objective="grpo_plus"):
     """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
 
-    objective: str = objective_name("grpo_plus")
     mask_truncated: bool = True
 
 
-class GSPOConfig(ClippedConfig):
+class GSPOConfig(ClippedConfig, objective="gspo"):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
     objective_class: ClassVar[str] = "policy_gradient:GSPO"
     paper_minibatches: ClassVar[int] = 4
-    objective: str = objective_name("gspo")
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
 
 
-class REBELConfig(PolicyGradientConfig):
+class REBELConfig(PolicyGradientConfig, objective="rebel"):
     """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 
     objective_class: ClassVar[str] = "policy_gradient:REBEL"
     assumes_own_samples: ClassVar[bool] = False
-    objective: str = objective_name("rebel")
     eta: float = option(
         1.0, "Step size: pairs' log-ratios are drawn to eta times the difference of rewards.", above=0, changeable=True
     )

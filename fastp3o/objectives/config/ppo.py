@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import objective_name, option
+from fastp3o.config import option
 from fastp3o.objectives.config.base import KLConfig
 
 PENALTY = ("step_bound=penalty", "step_bound=both")
@@ -34,11 +34,10 @@ class CriticConfig(KLConfig):
     reward_clip: float = option(10.0, "Scaled rewards' bound (first author: 10); 0 none.", at_least=0, changeable=True)
 
 
-class PPOConfig(CriticConfig):
+class PPOConfig(CriticConfig, objective="ppo"):
     """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 
     objective_class: ClassVar[str] = "ppo:PPO"
-    objective: str = objective_name("ppo")
     clip_range: float = option(
         0.2, "Epsilon of the clip of a token's ratio (Schulman et al. 2017: 0.2).", above=0, needs=CLIP, changeable=True
     )

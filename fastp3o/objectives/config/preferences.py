@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fastp3o.config import Condition, Flags, Needs, PolicyConfig, SupervisedConfig, objective_name, option
+from fastp3o.config import Condition, Flags, Needs, ObjectiveConfig, PolicyConfig, SupervisedConfig, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
 
 
-class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
+class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedConfig):
     """Learning from fixed preferences; objectives add settings. offload: what only evaluations need is on the CPU."""
 
     anchor: ClassVar[str] = "ref"
@@ -24,7 +24,6 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
         ),
     }
 
-    objective: str
     reference: str | None = option(
         None, "The reference policy; by default the starting model, as in each stage of sDPO (arXiv 2403.19270)."
     )
@@ -80,10 +79,9 @@ class LogisticLoss(PairLoss):
     )
 
 
-class DPOConfig(LogisticLoss, PairWithSFTConfig):
+class DPOConfig(LogisticLoss, PairWithSFTConfig, objective="dpo"):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
-    objective: str = objective_name("dpo")
     beta: float = option(
         0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
@@ -96,13 +94,11 @@ class IPO(PairLoss):
     )
 
 
-class IPOConfig(IPO, PairWithSFTConfig):
+class IPOConfig(IPO, PairWithSFTConfig, objective="ipo"):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
     Log-ratios are means over a response's tokens, as the authors advise.
     """
-
-    objective: str = objective_name("ipo")
 
 
 class SimPO(LogisticLoss):
@@ -114,12 +110,10 @@ class SimPO(LogisticLoss):
     gamma: float = option(1.0, "Gamma: target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True)
 
 
-class SimPOConfig(SimPO, PairWithSFTConfig):
-    objective: str = objective_name("simpo")
+class SimPOConfig(SimPO, PairWithSFTConfig, objective="simpo"): ...
 
 
-class OnlineSimPOConfig(SimPO, FreshPairConfig):
-    objective: str = objective_name("online_simpo")
+class OnlineSimPOConfig(SimPO, FreshPairConfig, objective="online_simpo"): ...
 
 
 class ORPO(PairLoss):
@@ -132,12 +126,10 @@ class ORPO(PairLoss):
     )
 
 
-class ORPOConfig(ORPO, PairConfig):
-    objective: str = objective_name("orpo")
+class ORPOConfig(ORPO, PairConfig, objective="orpo"): ...
 
 
-class OnlineORPOConfig(ORPO, FreshPairConfig):
-    objective: str = objective_name("online_orpo")
+class OnlineORPOConfig(ORPO, FreshPairConfig, objective="online_orpo"): ...
 
 
 class CPO(LogisticLoss):
@@ -148,12 +140,10 @@ class CPO(LogisticLoss):
     nll_weight: float = option(1.0, "Weight of the chosen response's NLL (paper: 1).", at_least=0, changeable=True)
 
 
-class CPOConfig(CPO, PairConfig):
-    objective: str = objective_name("cpo")
+class CPOConfig(CPO, PairConfig, objective="cpo"): ...
 
 
-class OnlineCPOConfig(CPO, FreshPairConfig):
-    objective: str = objective_name("online_cpo")
+class OnlineCPOConfig(CPO, FreshPairConfig, objective="online_cpo"): ...
 
 
 class SLiC(PairLoss):
@@ -164,12 +154,10 @@ class SLiC(PairLoss):
     nll_weight: float = option(1.0, "Lambda, the weight of the chosen response's NLL.", at_least=0, changeable=True)
 
 
-class SLiCConfig(SLiC, PairConfig):
-    objective: str = objective_name("slic")
+class SLiCConfig(SLiC, PairConfig, objective="slic"): ...
 
 
-class OnlineSLiCConfig(SLiC, FreshPairConfig):
-    objective: str = objective_name("online_slic")
+class OnlineSLiCConfig(SLiC, FreshPairConfig, objective="online_slic"): ...
 
 
 class APOZero(PairLoss):
@@ -178,24 +166,20 @@ class APOZero(PairLoss):
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
 
-class APOZeroConfig(APOZero, PairWithSFTConfig):
-    objective: str = objective_name("apo_zero")
+class APOZeroConfig(APOZero, PairWithSFTConfig, objective="apo_zero"): ...
 
 
-class OnlineAPOZeroConfig(APOZero, FreshPairConfig):
-    objective: str = objective_name("online_apo_zero")
+class OnlineAPOZeroConfig(APOZero, FreshPairConfig, objective="online_apo_zero"): ...
 
 
 class APODown(APOZero):
     """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
 
 
-class APODownConfig(APODown, PairWithSFTConfig):
-    objective: str = objective_name("apo_down")
+class APODownConfig(APODown, PairWithSFTConfig, objective="apo_down"): ...
 
 
-class OnlineAPODownConfig(APODown, FreshPairConfig):
-    objective: str = objective_name("online_apo_down")
+class OnlineAPODownConfig(APODown, FreshPairConfig, objective="online_apo_down"): ...
 
 
 class DiscoPOP(PairLoss):
@@ -212,21 +196,18 @@ class DiscoPOP(PairLoss):
     )
 
 
-class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig):
-    objective: str = objective_name("discopop")
+class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig, objective="discopop"): ...
 
 
-class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig):
-    objective: str = objective_name("online_discopop")
+class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig, objective="online_discopop"): ...
 
 
-class KTOConfig(PreferenceConfig):
+class KTOConfig(PreferenceConfig, objective="kto"):
     """Kahneman-Tversky optimization (arXiv 2402.01306): single responses, each desirable or not.
 
     z0, the reference point, is the mean of log π/π_ref over a batch's prompts, each with the response to another.
     """
 
-    objective: str = objective_name("kto")
     beta: float = option(
         0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
     )
@@ -236,38 +217,33 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
 
 
-class OnlineDPOConfig(FreshPairConfig):
+class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
-    objective: str = objective_name("online_dpo")
     kl_coef: float = option(0.1, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
 
 
-class BPOConfig(OnlineDPOConfig):
+class BPOConfig(OnlineDPOConfig, objective="bpo"):
     """BPO (arXiv 2406.12168): online DPO against the policy that sampled; evaluations keep the reference."""
 
     anchor: ClassVar[str] = "old"
     compares_with_old: ClassVar[bool] = True
-    objective: str = objective_name("bpo")
     kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
 
 
-class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
+class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig, objective="online_ipo"):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
-
-    objective: str = objective_name("online_ipo")
 
     @property
     def from_mixture(self) -> int:
         return self.responses_per_prompt if self.mixture else 0
 
 
-class NashMDConfig(MixtureConfig):
+class NashMDConfig(MixtureConfig, objective="nash_md"):
     """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
 
     objective_class: ClassVar[str] = "preferences:NashMD"
     compares_with_old: ClassVar[bool] = False
-    objective: str = objective_name("nash_md")
     mixture: float = option(0.125, "Beta: the reference's share in pi^(1 - beta) pi_ref^beta.", above=0, at_most=1)
     tau: float = option(0.1, "Weight of the KL to the reference.", at_least=0, changeable=True)
     inner_epochs: int = 1  # the loss is on-policy only in the first step

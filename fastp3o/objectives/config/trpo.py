@@ -2,19 +2,18 @@
 
 from typing import ClassVar
 
-from fastp3o.config import PrecisionName, objective_name, option
+from fastp3o.config import PrecisionName, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.ppo import CriticConfig
 
 
-class TRPOConfig(CriticConfig):
+class TRPOConfig(CriticConfig, objective="trpo"):
     """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it, with PPO's critic.
 
     The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and minibatches are the critic's.
     """
 
     objective_class: ClassVar[str] = "trpo:TRPO"
-    objective: str = objective_name("trpo")
     precision: PrecisionName = "fp32"
     max_kl: float = option(0.01, "Bound on an update's KL, in nats per token (TRPO: 0.01).", above=0, changeable=True)
     cg_steps: int = option(10, "Steps of conjugate gradients (Spinning Up: 10).", at_least=1, changeable=True)
