@@ -1,6 +1,6 @@
 """Win rates of checkpoints against each other. `fastp3o win_rate --help` explains every option.
 
-fastp3o win_rate --first runs/p3o/model --second runs/ppo/model --prompts data.jsonl --reward runs/rm/model
+fastp3o win_rate --models runs/p3o/model,runs/ppo/model --prompts data.jsonl --reward runs/rm/model
 fastp3o win_rate --models runs/p3o/model,runs/ppo/model,runs/dpo/model --prompts data.jsonl --judge judge:best
 """
 
@@ -84,15 +84,11 @@ def write(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -
     from fastp3o.files import write_file
 
     names, tokens = config.checkpoints, [side.mean_tokens for side in responses]
-    result: dict = {"config": asdict(config)}
-    if config.models:
-        result["pairs"] = []
-        for pair in sorted({pair for by_pair in rates.values() for pair in by_pair}):
-            known = {by: asdict(by_pair[pair]) for by, by_pair in rates.items() if pair in by_pair}
-            result["pairs"].append({"first": names[pair[0]], "second": names[pair[1]], "win_rates": known})
-        result["tokens_per_response"] = dict(zip(names, tokens, strict=True))
-    else:
-        result["win_rates"] = {by: asdict(by_pair[0, 1]) for by, by_pair in rates.items()}
-        result["tokens_per_response"] = dict(zip(("first", "second"), tokens, strict=True))
+    pairs = []
+    for pair in sorted({pair for by_pair in rates.values() for pair in by_pair}):
+        known = {by: asdict(by_pair[pair]) for by, by_pair in rates.items() if pair in by_pair}
+        pairs.append({"first": names[pair[0]], "second": names[pair[1]], "win_rates": known})
+    tokens_per_response = dict(zip(names, tokens, strict=True))
+    result = {"config": asdict(config), "pairs": pairs, "tokens_per_response": tokens_per_response}
     write_file(Path(config.output or ""), json.dumps(result, indent=2) + "\n")
     print(f"result: {config.output}")

@@ -55,12 +55,9 @@ class JudgeConfig(Flags):
 class WinRateConfig(JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 
-    first: str | None = option(
-        None, "The checkpoint whose win rate is computed: a Hugging Face causal LM, as a hub name or a folder."
-    )
-    second: str | None = option(None, "The checkpoint that it is compared with.")
-    models: str | None = option(
-        None, "Instead of --first and --second: checkpoints, separated by commas, all of which are compared in pairs."
+    models: str = required(
+        "Checkpoints (Hugging Face causal LMs, hub names or folders), separated by commas: all are compared in pairs.",
+        python=list,
     )
     reward: str | None = option(
         None, "Higher reward wins: a reward model (folder or hub name), module:function, a URL, or environment."
@@ -73,18 +70,13 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
         super().__post_init__()
         if not (self.reward or self.judge or self.judge_url):
             raise UserError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
-        if self.models and (self.first or self.second):
-            raise UserError("--models takes the place of --first and --second")
-        if not self.models and not (self.first and self.second):
-            raise UserError("two checkpoints or more are compared: give --first and --second, or --models")
         different = {name for name in self.checkpoints if name}
         if self.models and not 2 <= len(self.checkpoints) == len(different):
             raise UserError(f"--models must be two or more different checkpoints and commas, got {self.models!r}")
 
     @property
     def checkpoints(self) -> list[str]:
-        named = self.models.split(",") if self.models else [self.first or "", self.second or ""]
-        return [name.strip() for name in named]
+        return [name.strip() for name in self.models.split(",")]
 
     @property
     def scorers(self) -> list[str]:

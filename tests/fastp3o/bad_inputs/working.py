@@ -32,7 +32,7 @@ WORKING = {
     "sft": f"{TRAINING} --train_data sft.jsonl",
     "reward_model": f"{TRAINING} --train_data preferences.jsonl",
     "preference": f"{TRAINING} --objective dpo --train_data preferences.jsonl",
-    "win_rate": f"--first models/whole --second models/whole {SAMPLING} {LENGTHS} --output o/win_rate.json",
+    "win_rate": f"--models models/whole,./models/whole {SAMPLING} {LENGTHS} --output o/win_rate.json",
     "generate": f"--model models/whole {SAMPLING} {LENGTHS} --output_dir o",
     "memory": "--model models/whole",
     "make_arithmetic": "--output o/sums.jsonl",

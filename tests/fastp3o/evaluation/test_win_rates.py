@@ -71,15 +71,14 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
     save(tiny_model, "other", noise=0.2)
     save(tiny_model, "third")
     judged = {"judge": "judges_by_length:longer", "responses_per_prompt": 2}
-    alone = play(first=tiny_model, second="other", **judged)
-    assert alone["config"]["first"] == tiny_model
-    assert alone["tokens_per_response"].keys() == {"first", "second"}
+    alone = play(models=[tiny_model, "other"], **judged)
+    assert alone["config"]["models"] == f"{tiny_model},other"
     asked, respond = [], win_rates.respond
     monkeypatch.setattr(win_rates, "respond", lambda name, *given: asked.append(name) or respond(name, *given))
     result = play(models=f"{tiny_model},other,third", **judged)
     assert asked == list(result["tokens_per_response"]) == [tiny_model, "other", "third"]
     rates = {(pair["first"], pair["second"]): pair["win_rates"] for pair in result["pairs"]}
-    assert rates[tiny_model, "other"] == alone["win_rates"]
+    assert rates[tiny_model, "other"] == alone["pairs"][0]["win_rates"]
     even = {"win_rate": 0.5, "low": 0.5, "high": 0.5, "wins": 0, "ties": 16, "losses": 0, "missing": 0, "prompts": 8}
     assert rates[tiny_model, "third"] == {"reward": even, "judge": even}
     forth, back = (WinRate(**rates[pair]["reward"]) for pair in ((tiny_model, "other"), ("other", "third")))
@@ -91,16 +90,15 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
 
 def test_different_texts_of_a_prompt_are_refused(workplace, tiny_model):
     Path("messages.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Say tree:"}]}) + "\n")
-    for name, end in (("plain", ""), ("loud", "!")):
+    for name, end in (("plain", ""), ("same", ""), ("loud", "!")):
         save(tiny_model, name, template="{{ messages[0]['content'] }}" + end)
-    assert play(first="plain", second="plain", prompts="messages.jsonl")["win_rates"]["reward"]["ties"] == 1
+    (pair,) = play(models="plain,same", prompts="messages.jsonl")["pairs"]
+    assert pair["win_rates"]["reward"]["ties"] == 1
     with pytest.raises(ValueError, match=r"plain and loud make different texts of messages\.jsonl"):
-        play(first="plain", second="loud", prompts="messages.jsonl")
+        play(models="plain,loud", prompts="messages.jsonl")
 
 
 def test_checkpoints_that_are_no_pair_or_have_no_judge_are_refused():
-    both = {"first": "a", "second": "b"}
-    several = [{"models": names} for names in ("a", "a,b,a")]
-    for given in (both | {"reward": None}, both | {"models": "a,b"}, {"first": "a"}, *several):
+    for given in ({"models": "a,b", "reward": None}, {"models": "a"}, {"models": "a,b,a"}):
         with pytest.raises(UserError):
             WinRateConfig(**{"prompts": "p", "reward": "r"} | given)

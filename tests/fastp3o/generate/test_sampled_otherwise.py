@@ -75,14 +75,14 @@ def test_environments_reward_evaluations_and_win_rates(games, tiny_model, tokeni
     assert total.max() > total.min()
     assert one.mean_tokens == lengths(one.groups).mean() < max(len(response.ids) for response in flat(one.groups))
     save(tiny_model, "other", noise=0.2)
-    pair = responses_of_all(WinRateConfig(first=tiny_model, second="other", **PLAYED))
+    pair = responses_of_all(WinRateConfig(models=f"{tiny_model},other", **PLAYED))
     assert len(set(by_reward(*pair))) > 1
     turn = one.groups[0].responses[0].turns[0]
     same = [Response([1], "a", True, None, (turn._replace(rewards={"turns": value}),)) for value in (0.0, 1.0)]
     groups = [[Group(Prompt("p", [1]), [response])] for response in same]
     hidden = [type(one)(group, {"environment": torch.tensor([[n]])}) for n, group in enumerate(groups)]
     assert by_reward(*hidden) == ["second"]
-    kinds = (EvaluateConfig, {"model": "m"}), (WinRateConfig, {"first": "a", "second": "b"})
+    kinds = (EvaluateConfig, {"model": "m"}), (WinRateConfig, {"models": "a,b"})
     for kind, more in (*kinds, (P3OConfig, {"model": "m", "output_dir": "o"})):
         with pytest.raises(UserError, match="--reward environment needs an --environment"):
             kind(prompts="p", reward="environment", **more)
