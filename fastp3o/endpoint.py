@@ -9,8 +9,6 @@ import ssl
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from itertools import chain, count
@@ -25,7 +23,6 @@ Answer = TypeVar("Answer")
 
 STARS = "***"
 SHORTEST_SECRET = 8  # characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers
-LONGEST_BODY = 2**24  # bytes; no answer comes near it
 EXCERPT = 300  # characters
 KEEPALIVE = 2.0  # seconds; servers close what is idle for 5 or more, and one of the two must be sure to be first
 
@@ -61,8 +58,8 @@ class Endpoint:
     if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be read), too slow or unreachable. Any other
     status except 200 stops at once. backoff: seconds before the first retry, doubled for each further one, and up to
     half as much again at random. longest_wait: seconds; an endpoint whose Retry-After asks for more counts as
-    unavailable. longest_body: bytes of an answer; a longer one is not read. abandons: whether a request under way is
-    given up once its answer is no longer wanted, rather than waited for.
+    unavailable. abandons: whether a request under way is given up once its answer is no longer wanted, rather than
+    waited for.
 
     Raises ValueError on a URL, a key or a proxy that cannot be used.
     """
@@ -76,18 +73,17 @@ class Endpoint:
         retries: int = 6,
         backoff: float = 1.0,
         longest_wait: float = 120.0,
-        longest_body: int = LONGEST_BODY,
         abandons: bool = False,
     ):
         self.url, self.proxied = check_url(url), url.startswith("https:")
         self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
-        self.longest_body, self.abandons = longest_body, abandons
+        self.abandons = abandons
         self.key = os.environ.get(key_variable, "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             # httpx would complain too, but quote the key.
             raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
+        self.headers = {"Content-Type": "application/json", **authorization}
         try:
             background(os.getpid(), self.proxied)  # made here once, rather than in all threads that ask first
         except (httpx.InvalidURL, ValueError, ImportError) as error:  # a SOCKS proxy needs another package
@@ -122,7 +118,7 @@ class Endpoint:
             while self.abandons and not wait([answered], timeout=0.2).done:
                 if stopped.is_set():
                     answered.cancel()
-            status, retry_after, answer = answered.result()
+            response = answered.result()
         except TimeoutError as error:
             late = f"timed out, no end of the answer within {self.timeout:g} s"
             raise AttemptError(f"does not answer: TimeoutError: {late}") from error
@@ -130,9 +126,11 @@ class Endpoint:
             cause = first_cause(error)
             # An answer that is no HTTP is quoted.
             raise AttemptError(f"does not answer: {type(cause).__name__}: {self.without_key(str(cause))}") from error
+        status, answer = response.status_code, response.content
         what = f"answered with status {status}: {self.excerpt(answer)}"
         if status in (408, 429) or status >= 500:
-            raise AttemptError(what, retry_after_seconds(retry_after))
+            asked = response.headers.get("Retry-After", "").strip()  # a date is waited for as nothing is
+            raise AttemptError(what, float(asked) if asked.isdecimal() else 0.0)
         if status != 200:
             raise EndpointError(f"{self.url} {what}")
         try:
@@ -142,18 +140,10 @@ class Endpoint:
         except (ValueError, RecursionError) as error:  # of JSON that is nested too deeply
             raise AttemptError(f"{what} — {error}") from error
 
-    async def request(self, client: httpx.AsyncClient, content: bytes) -> tuple[int, str | None, bytes]:
-        """Status, Retry-After header and body of the answer. Raises TimeoutError; httpx's limits restart each byte."""
-        async with (
-            asyncio.timeout(self.timeout),
-            client.stream("POST" if content else "GET", self.url, content=content, headers=self.headers) as response,
-        ):
-            answer = bytearray()
-            async for part in response.aiter_raw():
-                answer += part
-                if len(answer) > self.longest_body:
-                    raise AttemptError(f"sends an answer that is longer than {self.longest_body} bytes")
-            return response.status_code, response.headers.get("Retry-After"), bytes(answer)
+    async def request(self, client: httpx.AsyncClient, content: bytes) -> httpx.Response:
+        """The whole answer. Raises TimeoutError; httpx's own limits begin anew with each byte."""
+        async with asyncio.timeout(self.timeout):
+            return await client.request("POST" if content else "GET", self.url, content=content, headers=self.headers)
 
     def without_key(self, text: str) -> str:
         """The text with stars in the place of the key, if it is long enough to be a secret."""
@@ -237,16 +227,3 @@ def first_cause(error: BaseException) -> BaseException:
     group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     cause = group[0] if group else error.__cause__ or error.__context__
     return error if cause is None else first_cause(cause)
-
-
-def retry_after_seconds(header: str | None) -> float:
-    """Seconds to wait by a Retry-After header of seconds or a date (RFC 9110, 10.2.3); 0 if it cannot be read."""
-    if header is None:
-        return 0.0
-    if header.strip().isdecimal():
-        return float(header)
-    try:
-        date = parsedate_to_datetime(header)
-    except (ValueError, OverflowError):
-        return 0.0
-    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

@@ -22,8 +22,6 @@ logger = get_logger(__name__)
 
 KEY = "VLLM_API_KEY"
 OLDEST = (0, 30)
-# Bytes of a token in an answer: its id, its text and its log-prob, with room to spare.
-TOKEN_BYTES = 256
 LARGEST = 1e5  # nats; vLLM clamps a log-prob of 0 to -9999
 # A server that has been started anew has other weights. It takes longer to start than this leaves it.
 RETRIES = 1
@@ -128,10 +126,7 @@ class Servers:
         tokens that end a response.
         """
         self.under_way = [one for one in self.under_way if not one.stopped.is_set()]
-        longest = TOKEN_BYTES * settings["n"] * (settings["max_tokens"] + 1) + 2**16
-        endpoints = {
-            url: self.endpoint(url, "/v1/completions", longest_body=longest, abandons=True) for url in self.urls
-        }
+        endpoints = {url: self.endpoint(url, "/v1/completions", abandons=True) for url in self.urls}
 
         def ask(question: Question, stopped: threading.Event) -> tuple[Any, list[Completion]]:
             own = {**settings, **question.settings}

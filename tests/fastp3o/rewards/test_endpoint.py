@@ -4,14 +4,12 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from email.utils import formatdate
 
 import pytest
 
-from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, background, retry_after_seconds
+from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, background
 from tests.fastp3o.local_server import Reply, Server, always, time_limit
 
 VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
@@ -48,9 +46,8 @@ def ask(url: str, **patience) -> int:
         (Reply(body=b"3" * 30, drop=0.02), "no end of the answer within 0.4 s"),
         (Reply(body=b"3", head_drop=0.05), "no end of the answer within 0.4 s"),
         (Reply(body=b"3", lacks=10), "does not answer: RemoteProtocolError"),
-        (Reply(body=b"x" * (2**24 + 1)), "sends an answer that is longer than 16777216 bytes"),
     ],
-    ids=["broken", "slow", "busy", "other page", "nested", "late", "drops", "dropped head", "cut", "endless"],
+    ids=["broken", "slow", "busy", "other page", "nested", "late", "drops", "dropped head", "cut"],
 )
 def test_trouble_is_sat_out_if_it_passes_and_named_after_all_attempts_if_it_stays(server, trouble, said):
     server.reply = lambda number: trouble if number == 1 else FINE
@@ -79,19 +76,12 @@ def test_a_refusal_stops_at_once_goes_nowhere_else_and_never_shows_the_key(serve
 
 
 def test_retry_after_is_respected_up_to_the_longest_wait(server):
-    server.reply = lambda number: Reply(429, headers={"Retry-After": "1"}) if number == 1 else FINE
+    server.reply = lambda number: Reply(429, headers={"Retry-After": ["1", "soon"][number - 1]}) if number < 3 else FINE
     assert ask(server.url) == 3
-    assert server.times[1] - server.times[0] >= 1
+    assert server.times[1] - server.times[0] >= 1 > server.times[2] - server.times[1]
     server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
     with pytest.raises(EndpointError, match=r"429: quota \(attempts: 1, and asks to wait 3600 s\)"):
         ask(server.url)
-
-
-def test_retry_after_is_seconds_a_date_or_nonsense():
-    assert retry_after_seconds(" 7 ") == 7
-    assert retry_after_seconds(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=2)
-    of_no_date = "Mon, 01 Jan 2020 00:00:00 +99999999999999999999"
-    assert [retry_after_seconds(header) for header in (None, "soon", "-1", formatdate(0), "", of_no_date)] == [0] * 6
 
 
 def test_a_running_event_loop_as_in_a_notebook_is_no_obstacle(server):
