@@ -25,12 +25,6 @@ ALWAYS = {
     *("learning_rate", "batch_size", "epochs", "updates", "prompts_per_update", "responses_per_prompt"),
     *("inner_epochs", "kl_coef", "beta", "max_response_tokens", "seed"),
 }
-# Beginnings of options that change how a run is done, and not what it learns, or that stand elsewhere on the card.
-LEFT_OUT = (
-    *("resume", "offload", "gradient_checkpointing", "compile_", "shard_size", "trust_remote_code", "skip_bad"),
-    *("save_", "eval_", "samples_", "vllm_", "rollout_", "reward_re", "reward_t", "reward_b", "lora_save", "hub_"),
-    *("log_", "objective", "precision"),
-)
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ def options(config: StageConfig) -> dict[str, Any]:
         value = getattr(config, flag.name)
         plain = isinstance(value, int | float) or (isinstance(value, str) and "choices" in flag.metadata)
         matters = flag.name in ALWAYS or (flag.default is not MISSING and value != flag.default)
-        if plain and matters and not flag.name.startswith(LEFT_OUT):
+        if plain and matters and flag.name not in ("resume", "precision"):  # the precision stands above
             chosen[flag.name] = value
     return chosen
 
