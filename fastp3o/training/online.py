@@ -80,7 +80,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         mix = partial(MixtureSampler, weight=config.mixture, **options)
         mixed = sampled.gathered(lambda model: teacher.gathered(lambda other: mix(policy=model, other=other)))
         sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
-    buffer = RolloutBuffer(context, config, policy, sampler, prompts)
+    buffer = RolloutBuffer(context, config, sampler, prompts)
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
     reference = in_context(context, config, reference)
     objective.reference_values = reference.map_rows

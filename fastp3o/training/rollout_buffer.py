@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
-from fastp3o.models.packed_model import PackedModel
 from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
 from fastp3o.rewards.scaling import tied
-from fastp3o.rollouts.groups import Ends, Group, Prompt, Response, Sampler, Turn, lengths, make_prompts
+from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn, lengths, make_prompts
 from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
@@ -59,11 +58,8 @@ class RolloutBuffer:
     while t trains; a sampler of this process samples them first. examples: the prompts of all updates.
     """
 
-    def __init__(
-        self, context: Context, config: OnlineConfig, policy: PackedModel, sampler: Sampler, examples: Dataset
-    ):
+    def __init__(self, context: Context, config: OnlineConfig, sampler: Sampler, examples: Dataset):
         self.context, self.config, self.sampler, self.examples = context, config, sampler, examples
-        self.ends = Ends(policy.model, context.tokenizer, config.stops)
         self.buffered: dict[int, BufferedRollouts] = {}
 
     def __call__(self, update: int) -> list[Group]:
@@ -183,13 +179,8 @@ class RolloutBuffer:
             groups = []
             for prompt in self.prompts(int(number)):
                 ids, logprobs, finished, turns = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
-                computed = logprobs if all(logprobs) else None
-                if any(turns):
-                    texts = self.context.tokenizer.batch_decode(ids, skip_special_tokens=True)
-                    logged = [None] * len(ids) if computed is None else [array("f", values) for values in computed]
-                    all_turns = [tuple(Turn(*turn) for turn in one) for one in turns]
-                    responses = list(map(Response, ids, texts, finished, logged, all_turns))
-                else:
-                    responses = list(self.ends.responses(ids, computed))
-                groups.append(Group(prompt, responses))
+                texts = self.context.tokenizer.batch_decode(ids, skip_special_tokens=True)
+                computed = [array("f", values) if all(logprobs) else None for values in logprobs]
+                all_turns = [tuple(Turn(*turn) for turn in one) for one in turns]
+                groups.append(Group(prompt, list(map(Response, ids, texts, finished, computed, all_turns))))
             self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))
