@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 import fastp3o_kernels
-from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
+from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel, top_p_kernel
 from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CHOICES, P3OSettings
@@ -52,6 +52,7 @@ KERNELS = {
     "partial_attention_kernel": attention_kernel,
     "merge_kernel": attention_kernel,
     "race_kernel": sampling_kernel,
+    "top_p_kernel": top_p_kernel,
 }
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -69,10 +70,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALARS = {
-    "row_stride": "i64",
-    "dlogits_row_stride": "i64",
-    "ignore_index": "i32",
-    **dict.fromkeys(("S", "P", "size", "terms_stride", "mean_over"), "i32"),
+    "top_p": "fp64",
+    **dict.fromkeys(("row_stride", "dlogits_row_stride"), "i64"),
+    **dict.fromkeys(("ignore_index", "S", "P", "size", "terms_stride", "mean_over"), "i32"),
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
@@ -100,6 +100,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         yield from logits_configurations(V)
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
+        yield configuration("top_p_kernel", f"V {V}", {}, {"V": V})
     for clipping, kl_reward, K, valid in product(CHOICES["clipping"], CHOICES["kl_reward"], RESPONSES, (False, True)):
         yield pair_configuration(clipping, kl_reward, K, valid=valid)
     # Importance weights add the same few instructions to each, and the flags of valid responses take the most beside.
@@ -280,9 +281,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        chosen = list(configurations(tuple(arguments.vocabularies)))
-        if arguments.sample:
-            chosen = sample(chosen)
+        every = list(configurations(tuple(arguments.vocabularies)))
+        chosen = sample(every) if arguments.sample else every
         work = [(c, a) for a in arguments.architectures for c in chosen]
         with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
             table = list(pool.map(compiled, *zip(*work, strict=True), chunksize=1 if arguments.sample else 8))

@@ -15,6 +15,7 @@ from fastp3o_kernels.operation import HAS_TRITON, use_triton
 
 if HAS_TRITON:
     from fastp3o_kernels.decoding.sampling_kernel import launch_race
+    from fastp3o_kernels.decoding.top_p_kernel import launch_top_p
 
 GAMMA, FIRST, SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -52,7 +53,7 @@ def sample_tokens(
         min_p: only tokens at least this probable relative to the most likely one (arXiv 2407.01082).
         numbers: [R, n] fp64, `race_numbers` of these keys and steps, if PyTorch samples and they are known.
         impl: None: Triton if it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force
-            one, but settings other than the defaults always run in PyTorch.
+            one, but with settings other than the defaults Triton only finds what top_p keeps, where top_k is 0.
 
     Returns:
         Tokens and log-probabilities [R]: of the distribution that is drawn from, at the temperature and without the
@@ -64,27 +65,29 @@ def sample_tokens(
     probs = (logits if temperature == 1 else logits / temperature).softmax(1)
     truncates = bool(top_k or top_p < 1 or min_p)
     if truncates:
-        least = least_probability(probs, top_k, top_p, min_p)
+        least = least_probability(probs, top_k, top_p, min_p, impl)
         probs.masked_fill_(probs < least[:, None], 0.0)
     tokens = race(probs, race_numbers(keys, steps, probs.shape[1]) if numbers is None else numbers)
     logprobs = probs.gather(1, tokens).log()
     return Samples(tokens[:, 0], (logprobs - probs.sum(1, keepdim=True).log() if truncates else logprobs)[:, 0])
 
 
-def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float, impl: str | None) -> Tensor:
     """[R]: the least probability of a token that may be sampled."""
     V = probs.shape[1]
     least = probs.amax(1) * min_p
     if not top_k and top_p == 1:
         return least
+    if not top_k and use_triton(impl, probs) and len(probs):
+        return least.maximum(launch_top_p(probs, top_p))
     most = probs.topk(min(top_k or V, V)).values
     if top_k:
         least = least.maximum(most[:, -1])
     if top_p < 1:
-        before = most.cumsum(1, dtype=torch.float64) - most
-        # Tokens before which the share was not yet reached; the first always counts.
-        count = (before < top_p * most.sum(1, keepdim=True)).sum(1, keepdim=True)
-        least = least.maximum(most.gather(1, count - 1)[:, 0])
+        sums = most.cumsum(1, dtype=torch.float64)
+        # The first always counts, and each at which those before it have not reached the share.
+        last = (sums[:, :-1] < top_p * sums[:, -1:]).sum(1, keepdim=True)
+        least = least.maximum(most.gather(1, last)[:, 0])
     return least
 
 
