@@ -70,7 +70,6 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALARS = {
-    "top_p": "fp64",
     **dict.fromkeys(("row_stride", "dlogits_row_stride"), "i64"),
     **dict.fromkeys(("ignore_index", "S", "P", "size", "terms_stride", "mean_over"), "i32"),
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
@@ -213,7 +212,7 @@ def compiler_source(config: Configuration) -> ASTSource:
         elif name.endswith("_ptr"):
             signature[name] = "*" + (integers | pointers).get(name, "fp32")
         else:
-            signature[name] = SCALARS[name]
+            signature[name] = kernel.params[position].annotation_type or SCALARS[name]
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
         at_any_address = name in kernel.do_not_specialize or kernel.params[position].do_not_specialize_on_alignment
         at_any_address |= name.endswith("row_stride") and not config.aligned

@@ -1,10 +1,14 @@
+from fractions import Fraction
+from itertools import accumulate
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastp3o_kernels.decoding import response_keys, sample_tokens
-from fastp3o_kernels.decoding.sampling import exponentials, random_bits
+from fastp3o_kernels.decoding.sampling import exponentials, least_probability, random_bits
+from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
 
 
 def draws(logits: Tensor, n: int, **settings) -> Tensor:
@@ -32,19 +36,34 @@ def test_a_token_depends_only_on_logits_key_and_step_of_its_slot():
     assert torch.equal(sample_tokens(logits[order], keys[order], steps[order]).tokens, tokens[order])
 
 
-def allowed(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Tokens that may be sampled, by the definitions, for logits [V] that all differ."""
-    probs = (logits.double() / temperature).softmax(0)
-    order = sorted(range(len(logits)), key=lambda token: -logits[token].item())
-    kept = order[: top_k or len(order)]
-    total = sum(probs[token].item() for token in kept)
-    nucleus, reached = [], 0.0
-    for token in kept:
-        if reached >= top_p * total and top_p < 1:
-            break
-        nucleus.append(token)
-        reached += probs[token].item()
-    return {token for token in nucleus if probs[token] >= min_p * probs.max()}
+def least_allowed(probs: list[float], top_k: int, top_p: float, min_p: float) -> float:
+    """The least probability that may be sampled, by the definitions, in exact arithmetic."""
+    most = sorted(map(Fraction, probs), reverse=True)[: top_k or None]
+    share = Fraction(top_p) * sum(most)
+    last = next(prob for prob, reached in zip(most, accumulate(most), strict=True) if reached >= share)
+    return float(max(last, Fraction(min_p) * most[0]))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    V=vocabularies(1, 80) | st.sampled_from([8192, 17_000]),
+    scale=st.sampled_from([0.0, 0.1, 2.0, 30.0]),
+    top_k=st.sampled_from([0, 0, 3]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.5, 0.75, 0.9, 1 - 1e-6]),
+    min_p=st.sampled_from([0.0, 0.0, 0.5]),
+    seed=st.integers(0, 10**6),
+)
+def test_the_least_probability_is_found_with_and_without_sorting(V, scale, top_k, top_p, min_p, seed):
+    torch.manual_seed(seed)
+    logits, one_hot = scale * torch.randn(3, V), torch.eye(1, V)
+    logits[0] = logits[0].round()  # ties
+    logits[1, (torch.rand(V) < 0.7) & (torch.arange(V) != seed % V)] = -torch.inf
+    at_the_share = (one_hot * top_p + one_hot.roll(1) * (1 - torch.tensor(top_p))) / (2 if V == 1 else 1)
+    neighbours = (torch.full((1, V), 1 / V).view(torch.int32) + torch.arange(V, dtype=torch.int32)).view(torch.float32)
+    probs = torch.cat([logits.softmax(1), one_hot, at_the_share, neighbours])
+    expected = [least_allowed(row, top_k, top_p, min_p) for row in probs.tolist()]
+    for impl in ("eager", "triton"):
+        assert least_probability(probs.to(DEVICE), top_k, top_p, min_p, impl).tolist() == expected
 
 
 @settings(max_examples=50, deadline=None)
@@ -60,7 +79,8 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, temperature, top_k, 
     torch.manual_seed(seed)
     logits, numbers = torch.randn(V), torch.arange(9)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    kept = allowed(logits, **options)
+    probs = (logits.double() / temperature).softmax(0)
+    kept = set((probs >= least_allowed(probs.tolist(), top_k, top_p, min_p)).nonzero().flatten().tolist())
     left = logits.where(torch.isin(torch.arange(V), torch.tensor(sorted(kept))), -torch.inf) / temperature
     tokens = draws(logits, 3000, **options)
     assert set(tokens.tolist()) <= kept

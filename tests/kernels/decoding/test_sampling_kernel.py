@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels.decoding import response_keys, sample_tokens
+from fastp3o_kernels.decoding.sampling import least_probability
 from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.interpreted import counted_launches, counted_traffic
 from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
@@ -56,10 +57,16 @@ def test_vocabularies_around_a_tile_layouts_and_maxima_far_apart():
 
 
 @pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
-def test_one_launch_reads_the_logits_once(monkeypatch):
-    R, V = 3, 128_256
+def test_one_launch_reads_logits_once_and_probabilities_from_memory_once(monkeypatch):
+    """A sort writes 20 bytes a token to memory: values, indices and sums. The bisection rereads 4 in the L2 cache."""
+    R, V = 2, 50_257
     logits, numbers = torch.randn(R, V), torch.arange(R)
-    with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
-        sample_tokens(logits, numbers, numbers, impl="triton")
-    assert launches == {"race_kernel": 1}
-    assert traffic.loaded == pytest.approx(4 * R * V, rel=0.01)
+    for kernel, run, reads in (
+        ("race_kernel", lambda: sample_tokens(logits, numbers, numbers, impl="triton"), 1),
+        ("top_p_kernel", lambda: least_probability((3 * logits).softmax(1), 0, 0.95, 0.0, "triton"), 20),
+    ):
+        with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
+            run()
+        assert launches == {kernel: 1}
+        assert traffic.memory == pytest.approx(4 * R * V, rel=0.02)
+        assert traffic.loaded <= 1.01 * reads * 4 * R * V
