@@ -1,13 +1,15 @@
 """The engine on the pretended device: where the host waits, what a step launches, and graphs."""
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
+from fastp3o.rollouts.groups import SamplingSettings
 from fastp3o.rollouts.turns.kept import KeptEngine
-from fastp3o_kernels.decoding import response_keys
+from fastp3o_kernels.decoding import response_keys, sample_tokens
 from tests.simulated_cuda.host import recorded
 
 PROMPTS, K, RESPONSE_TOKENS = [[3, 4, 5], [6, 7]], 2, 12
@@ -27,19 +29,21 @@ def make_policy(*, layers: int = 1, rope: dict | None = None) -> PackedModel:
 
 
 @torch.no_grad()
-def make_engine(policy: PackedModel, *, graph: bool) -> Engine:
+def make_engine(policy: PackedModel, *, graph: bool, top_p: float = 1.0) -> Engine:
     # Fewer slots than responses: they take others.
-    return Engine(policy, layer_shapes(policy, 3), Room(2, 4, K, 3, RESPONSE_TOKENS), {0}, graph=graph)
+    room, settings = Room(2, 4, K, 3, RESPONSE_TOKENS), SamplingSettings(top_p=top_p)
+    return Engine(policy, layer_shapes(policy, 3), room, {0}, settings, graph=graph)
 
 
-def test_the_host_looks_every_few_steps_and_reads_the_results_once():
+@pytest.mark.parametrize(("top_p", "kernel"), [(1.0, "race_kernel"), (0.9, "top_p_kernel")])
+def test_the_host_looks_every_few_steps_and_reads_the_results_once(top_p, kernel):
     policy = make_policy().to("cuda")
-    engine = make_engine(policy, graph=False)
+    engine = make_engine(policy, graph=False, top_p=top_p)
     with recorded() as plain:
         ids, _ = engine.run(PROMPTS, KEYS)
-    steps = plain.launches["triton race_kernel"]
+    steps = plain.launches[f"triton {kernel}"]
     assert plain.places() == {LOOK: steps // STEPS_PER_LOOK, RESULTS: 1}
-    captured = make_engine(policy, graph=True)
+    captured = make_engine(policy, graph=True, top_p=top_p)
     assert captured.run(PROMPTS, KEYS)[0] == ids
     with recorded() as replayed:
         assert captured.run(PROMPTS, KEYS)[0] == ids
@@ -80,6 +84,20 @@ def test_launches_of_a_step():
     layer = counts[1] - counts[0]
     assert layer <= LAYER
     assert counts[0] - layer <= STEP
+
+
+def test_top_p_takes_a_copy_of_the_logits_and_sorts_nothing():
+    """Sorting them takes five more: values, indices and sums in fp64."""
+    logits, slots = torch.randn(4, 8192).to("cuda"), torch.arange(4).to("cuda")
+    before, peaks, launches = torch.cuda.memory_allocated(), [], []
+    for impl in (None, "eager"):
+        torch.cuda.reset_peak_memory_stats()
+        with recorded() as record:
+            sample_tokens(logits, slots, slots, top_p=0.9, impl=impl)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / logits.nbytes)
+        launches.append(record.launches.total())
+    assert peaks == pytest.approx([1.25, 6.25], rel=0.01)
+    assert launches[0] <= launches[1] - 5
 
 
 def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
