@@ -105,11 +105,8 @@ def test_nothing_unwritten_is_read():
 def test_layouts():
     step = random_step()
     expected = step.to(torch.float32).run("triton")
-    for view in (
-        lambda x: x.contiguous(),
-        lambda x: torch.stack([x, x], 3)[..., 0],
-        lambda x: torch.stack([x, x], 2)[:, :, 0],
-    ):
+    apart = (lambda x: torch.stack([x, x], 3)[..., 0], lambda x: torch.stack([x, x], 2)[:, :, 0])
+    for view in (torch.Tensor.contiguous, *apart):
         views = {name: view(getattr(step, name)) for name in ("query", "key", "value")}
         assert torch.equal(replace(step, **views).to(torch.float32).run("triton"), expected)
     step.cache.own_keys = step.cache.own_keys.transpose(1, 2).contiguous().transpose(1, 2)

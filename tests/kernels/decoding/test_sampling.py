@@ -1,5 +1,6 @@
 from fractions import Fraction
 from itertools import accumulate
+from math import ceil
 
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from fastp3o_kernels.decoding import response_keys, sample_tokens
 from fastp3o_kernels.decoding.sampling import exponentials, least_probability, random_bits
-from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
+from tests.kernels.problems import DEVICE, vocabularies
 
 
 def draws(logits: Tensor, n: int, **settings) -> Tensor:
@@ -28,74 +29,49 @@ def chi_squared(tokens: Tensor, probs: Tensor) -> float:
     return (((counts - expected) ** 2 / expected).sum().item() - degrees) / (2 * degrees) ** 0.5
 
 
-def test_a_token_depends_only_on_logits_key_and_step_of_its_slot():
-    torch.manual_seed(0)
-    logits, keys, steps = torch.randn(9, 300), response_keys(5, torch.arange(9), 1)[:, 0], torch.arange(9)
-    tokens = sample_tokens(logits, keys, steps).tokens
-    order = torch.tensor([4, 1, 7])
-    assert torch.equal(sample_tokens(logits[order], keys[order], steps[order]).tokens, tokens[order])
-
-
 def least_allowed(probs: list[float], top_k: int, top_p: float, min_p: float) -> float:
     """The least probability that may be sampled, by the definitions, in exact arithmetic."""
-    most = sorted(map(Fraction, probs), reverse=True)[: top_k or None]
-    share = Fraction(top_p) * sum(most)
+    most = sorted((int(prob * 2.0**149) for prob in probs), reverse=True)[: top_k or None]
+    share = ceil(Fraction(top_p) * sum(most))
     last = next(prob for prob, reached in zip(most, accumulate(most), strict=True) if reached >= share)
-    return float(max(last, Fraction(min_p) * most[0]))
+    return float(max(last, Fraction(min_p) * most[0]) / 2**149)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
-    V=vocabularies(1, 80) | st.sampled_from([8192, 17_000]),
-    scale=st.sampled_from([0.0, 0.1, 2.0, 30.0]),
-    top_k=st.sampled_from([0, 0, 3]),
-    top_p=st.sampled_from([1e-9, 0.3, 0.5, 0.75, 0.9, 1 - 1e-9]),
-    min_p=st.sampled_from([0.0, 0.0, 0.5]),
+    V=vocabularies(1, 40),
+    scale=st.sampled_from([0.0, 1.0, 1.0, 30.0]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.just(0) | st.integers(0, 50),
+    top_p=st.sampled_from([1e-9, 0.3, 0.75, 0.95, 1 - 1e-9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4, 1.0]),
     seed=st.integers(0, 10**6),
 )
-def test_the_least_probability_is_found_with_and_without_sorting(V, scale, top_k, top_p, min_p, seed):
+def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, seed, **truncation):
     torch.manual_seed(seed)
     logits, one_hot = scale * torch.randn(3, V), torch.eye(1, V)
-    logits[0] = logits[0].round()  # ties
-    logits[1, (torch.rand(V) < 0.7) & (torch.arange(V) != seed % V)] = -torch.inf
-    at_the_share = (one_hot * top_p + one_hot.roll(1) * (1 - torch.tensor(top_p))) / (2 if V == 1 else 1)
+    logits[1] = logits[1].mul(4).round() / 4  # ties
+    logits[2, (torch.rand(V) < 0.5) & (torch.arange(V) != seed % V)] = -torch.inf
+    top_p = torch.tensor(truncation["top_p"])
+    at_the_share = (one_hot * top_p + one_hot.roll(1) * (1 - top_p)) / (2 if V == 1 else 1)
     neighbours = (torch.full((1, V), 1 / V).view(torch.int32) + torch.arange(V, dtype=torch.int32)).view(torch.float32)
-    probs = torch.cat([logits.softmax(1), one_hot, at_the_share, neighbours])
-    expected = [least_allowed(row, top_k, top_p, min_p) for row in probs.tolist()]
+    probs = torch.cat([(logits / temperature).softmax(1), one_hot, at_the_share, neighbours])
+    least = [least_allowed(row, **truncation) for row in probs.tolist()]
+    allowed = probs >= torch.tensor(least, dtype=torch.float64)[:, None]
     for impl in ("eager", "triton"):
-        assert least_probability(probs.to(DEVICE), top_k, top_p, min_p, impl).tolist() == expected
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    V=st.integers(1, 40),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    top_k=st.integers(0, 50),
-    top_p=st.sampled_from([0.01, 0.3, 0.8, 0.95, 1.0]),
-    min_p=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
-    seed=st.integers(0, 10**6),
-)
-def test_only_allowed_tokens_are_sampled_and_all_of_them(V, temperature, top_k, top_p, min_p, seed):
-    torch.manual_seed(seed)
-    logits, numbers = torch.randn(V), torch.arange(9)
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    probs = (logits.double() / temperature).softmax(0)
-    kept = set((probs >= least_allowed(probs.tolist(), top_k, top_p, min_p)).nonzero().flatten().tolist())
-    left = logits.where(torch.isin(torch.arange(V), torch.tensor(sorted(kept))), -torch.inf) / temperature
+        found = least_probability(probs.to(DEVICE), **truncation, impl=impl).cpu()
+        assert torch.equal((probs >= found[:, None]) & (probs > 0), allowed)
+    if scale > 1:
+        return
+    logits, kept, options = logits[seed % 3], allowed[seed % 3], {"temperature": temperature, **truncation}
+    left = logits.where(kept, -torch.inf) / temperature
     tokens = draws(logits, 3000, **options)
-    assert set(tokens.tolist()) <= kept
-    assert len(kept) == 1 or abs(chi_squared(tokens, left.softmax(0))) < 6
-    same = logits.expand(9, -1).clone()
+    assert kept[tokens].all()
+    assert kept.sum() == 1 or abs(chi_squared(tokens, left.softmax(0))) < 6
+    same, numbers = logits.expand(9, -1).clone(), torch.arange(9)
     tokens, logprobs = sample_tokens(same, numbers, numbers, **options)
     torch.testing.assert_close(logprobs, left.log_softmax(0)[tokens], atol=2e-6, rtol=1e-6)
     assert torch.equal(same, logits.expand(9, -1))  # they are not overwritten
-
-
-def test_ties_are_kept_and_impossible_tokens_are_not_sampled():
-    assert set(draws(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0]), 500, top_k=2).tolist()) == {1, 2, 3, 4}
-    logits = torch.full((200,), -float("inf"))
-    logits[[3, 199]] = torch.tensor([0.0, 1.0])
-    assert set(draws(logits, 200).tolist()) == {3, 199}
 
 
 def test_random_bits_are_splitmix64s():
@@ -121,9 +97,6 @@ def test_exponentials_are_exponential_and_independent():
     uniform = (1 - (-numbers).exp()).flatten().sort().values
     assert (uniform - torch.arange(n) / n).abs().max() < 1.95 / n**0.5
     # No correlation between neighbours, nor between the same lanes of different keys and steps.
-    for a, b in (
-        (numbers[:, 1:], numbers[:, :-1]),
-        (numbers[1:], numbers[:-1]),
-        (numbers, exponentials(keys, steps + 1, 512)),
-    ):
+    others = exponentials(keys, steps + 1, 512)
+    for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1]), (numbers, others)):
         assert abs(((a - 1) * (b - 1)).mean()) < 4 / n**0.5

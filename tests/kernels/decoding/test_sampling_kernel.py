@@ -21,6 +21,10 @@ def check(logits) -> None:
     steps = torch.arange(R, device=DEVICE) % 13
     expected = sample_tokens(logits, keys, steps, impl="eager")
     got = sample_tokens(logits, keys, steps, impl="triton")
+    # A token depends only on logits, key and step of its slot.
+    some = torch.arange(R, device=DEVICE).flip(0)[::2]
+    for impl, result in (("eager", expected), ("triton", got)):
+        assert torch.equal(sample_tokens(logits[some], keys[some], steps[some], impl=impl).tokens, result.tokens[some])
     # Tokens may differ only where two were equal to the last digits.
     assert (got.tokens != expected.tokens).sum() <= R // 100
     exact = logits.double().log_softmax(1).gather(1, got.tokens[:, None])[:, 0]
@@ -50,6 +54,8 @@ def test_vocabularies_around_a_tile_layouts_and_maxima_far_apart():
     logits = torch.randn(4, 20_000, device=DEVICE)
     for view in (logits[:, :8192], logits[::2, 3:8196], logits.T[:50], logits[:1].expand(5, -1)):
         check(view)
+    for probs in (logits[:, :8192].softmax(1), logits.softmax(1)):
+        assert torch.equal(*(least_probability(probs, 0, 0.95, 0.0, impl) for impl in ("eager", "triton")))
     logits[0, :9000] -= 1e4
     logits[1, 9000:] = -float("inf")
     logits[2, 19_999] = 1e4
