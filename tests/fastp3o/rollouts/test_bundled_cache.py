@@ -19,10 +19,8 @@ from tests.kernels.decoding.steps import oracle, random_step
 def test_bundles_attend_as_the_oracle_also_when_they_change_places(seed, monkeypatch):
     pick = random.Random(seed)
     copies, Hkv, G, P, Lp, Lr, D = *(pick.randint(1, 3) for _ in range(3)), *(pick.randint(1, 7) for _ in range(3)), 16
-    K, settings = (
-        copies * pick.randint(1, 3),
-        {"window": pick.choice([None, 1, 4]), "softcap": pick.choice([None, 1.5])},
-    )
+    K = copies * pick.randint(1, 3)
+    settings = {"window": pick.choice([None, 1, 4]), "softcap": pick.choice([None, 1.5])}
     shape = {"P": P, "K": K, "Hkv": Hkv, "G": G, "D": D, "Lp": Lp, "Lr": Lr, "idle": 0, "dtype": torch.float64}
     step = random_step(**shape, left_out=pick.randrange(P * K), seed=seed, **settings)
     kv, slots, lengths = step.cache, step.slots, step.slots.cached_lengths.tolist()

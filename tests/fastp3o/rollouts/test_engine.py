@@ -59,12 +59,8 @@ def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(
     for response in responses:
         assert not END_IDS & set(response[:-1])
         assert len(response) == RESPONSE_TOKENS or response[-1] in END_IDS
-    for options in (
-        {"slots": 5},
-        {"slots": 1},
-        {"static": True},
-        {"static": True, "slots": 4, "tokens_per_row": 16, "room_beyond": 2},
-    ):
+    beyond = {"static": True, "slots": 4, "tokens_per_row": 16, "room_beyond": 2}
+    for options in ({"slots": 5}, {"slots": 1}, {"static": True}, beyond):
         again, logprobs = sample(policy, **options)
         assert again == ids, options
         assert largest_difference(policy, ids, logprobs) < 2e-5

@@ -58,11 +58,8 @@ def policy_of(family: str) -> PackedModel:
 def sampler(
     policy, *, kept: type[KeptTurns] | None = KeptTurns, make=Ragged, batch=6, memory=None, longest=LONGEST
 ) -> TrajectorySampler:
-    first, further = (
-        EngineSampler(policy, Numbers(), max_response_tokens=TURN, batch_size=n, memory=memory)
-        for n in (batch, batch * K)
-    )
-    options = {"max_turns": 5, "longest": longest}
+    options, limits = {"max_turns": 5, "longest": longest}, {"max_response_tokens": TURN, "memory": memory}
+    first, further = (EngineSampler(policy, Numbers(), batch_size=n, **limits) for n in (batch, batch * K))
     if kept is not None:
         turns = kept(first, further, longest)
         first, further, options["end"] = turns, turns.go_on, turns.end

@@ -62,9 +62,8 @@ def test_two_responses_to_each_prompt_are_cut_after_their_end_and_repeat_themsel
 def test_the_checkpoints_own_sampling_settings_do_not_apply(name, tiny_model, tokenizer):
     policy = load_policy(tiny_model).train()
     expected = draw(name, policy, tokenizer)
-    policy.model.generation_config = own = GenerationConfig(
-        top_k=1, repetition_penalty=5.0, no_repeat_ngram_size=1, eos_token_id=tokenizer.eos_token_id
-    )
+    own = GenerationConfig(top_k=1, repetition_penalty=5.0, no_repeat_ngram_size=1, eos_token_id=tokenizer.eos_token_id)
+    policy.model.generation_config = own
     assert draw(name, policy, tokenizer) == expected
     assert policy.model.generation_config is own
     assert policy.training

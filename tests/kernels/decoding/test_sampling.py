@@ -74,13 +74,10 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, 
     assert torch.equal(same, logits.expand(9, -1))  # they are not overwritten
 
 
-def test_random_bits_are_splitmix64s():
+def test_keys_are_splitmix64s_bits_for_seed_prompt_and_response():
     """The expected numbers are those of the reference implementation (prng.di.unimi.it/splitmix64.c) from 1234567."""
     bits = random_bits(torch.tensor(1234567), torch.arange(3)).tolist()
     assert [number % 2**64 for number in bits] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-def test_a_key_belongs_to_seed_prompt_and_response():
     keys = response_keys(3, torch.arange(1000), 4)
     assert len(keys.unique()) == 4000
     assert torch.equal(response_keys(3, torch.tensor([7, 500]), 2), keys[[7, 500], :2])
@@ -89,10 +86,9 @@ def test_a_key_belongs_to_seed_prompt_and_response():
 
 def test_exponentials_are_exponential_and_independent():
     keys, steps = response_keys(0, torch.arange(200), 1)[:, 0], torch.arange(200) % 7
-    numbers = exponentials(keys, steps, 512)
+    numbers, n = exponentials(keys, steps, 512), 200 * 512
     assert numbers.dtype == torch.float64
     assert (numbers > 0).all()
-    n = numbers.numel()
     # Kolmogorov-Smirnov, 0.1% level.
     uniform = (1 - (-numbers).exp()).flatten().sort().values
     assert (uniform - torch.arange(n) / n).abs().max() < 1.95 / n**0.5

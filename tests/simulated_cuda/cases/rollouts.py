@@ -53,12 +53,9 @@ def test_the_host_looks_every_few_steps_and_reads_the_results_once(top_p, kernel
 
 def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():
     policy = make_policy().to("cuda")
-    plain, captured = (
-        KeptEngine(6, policy, layer_shapes(policy, 3), Room(2, 4, K, 2 * K, 40), {0}, graph=graph)
-        for graph in (False, True)
-    )
-    found = []
-    for engine in (plain, captured):
+    found, room = [], Room(2, 4, K, 2 * K, 40)
+    for graph in (False, True):
+        engine = KeptEngine(6, policy, layer_shapes(policy, 3), room, {0}, graph=graph)
         ids, _ = engine.run(PROMPTS, KEYS)
         lengths = {n: len(PROMPTS[n // K]) - 1 + len(ids[n // K][n % K]) for n in (0, 2, 3)}
         given = {n: (length, [ids[n // K][n % K][-1], *[9] * n]) for n, length in lengths.items()}
@@ -87,8 +84,7 @@ def test_launches_of_a_step():
 
 
 def test_top_p_takes_one_copy_of_the_logits_and_not_six_as_if_it_sorted_them():
-    logits, slots = torch.randn(4, 8192).to("cuda"), torch.arange(4).to("cuda")
-    before = torch.cuda.memory_allocated()
+    logits, slots, before = torch.randn(4, 8192).to("cuda"), torch.arange(4).to("cuda"), torch.cuda.memory_allocated()
     for impl, copies, launches in ((None, 1.25, 51), ("eager", 6.25, 56)):
         torch.cuda.reset_peak_memory_stats()
         with recorded() as record:
