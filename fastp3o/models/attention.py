@@ -122,7 +122,15 @@ def segment_attention(
         return attend(query, key, value, segments, scale, sliding_window, softcap).unsqueeze(0), None
 
 
-AttentionInterface.register(NAME, segment_attention)
+uncompiled = torch.compiler.disable(segment_attention)
+
+
+def compilable_attention(*args, **options):
+    """`segment_attention`, which a compiler leaves out where a cache changes with it."""
+    return (segment_attention if options.get("cache") is None else uncompiled)(*args, **options)
+
+
+AttentionInterface.register(NAME, compilable_attention)
 
 
 def choose_attention(name: AttentionName, device: torch.device) -> None:

@@ -96,7 +96,7 @@ def run_trial(model: PackedModel) -> Trial:
         try:
             packed = run(model, row)
         finally:
-            AttentionInterface.register(attention.NAME, attention.segment_attention)
+            AttentionInterface.register(attention.NAME, attention.compilable_attention)
         prompts, responses = trial_texts(inner)
         with model.with_own_attention():
             single = [run_single(inner, prompts[g], response) for g in row.groups for response in responses[g]]

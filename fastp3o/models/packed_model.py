@@ -110,8 +110,8 @@ class PackedModel(nn.Module):
         getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
     def compile_layers(self) -> None:
-        """Lets torch compile the layers for packed rows, at the first one: norms, rotary positions, gates and
-        residuals, which cost a pass over memory each, become few kernels. Rollouts and `generate` run them as they are.
+        """Lets torch compile the layers for packed rows and steps, at the first one: norms, rotary positions, gates and
+        residuals, which cost a pass over memory each, become few kernels. `generate` runs them as they are.
         """
         logger.warning_once("compiling layers: a minute or so, and seconds once torch has them on disk")
         # Each kind of layer and of row takes a version.
@@ -160,7 +160,7 @@ def compiled() -> Callable[..., Any]:
 
 def compiled_forward(layer, *args, **kwargs):
     """A layer's forward. All layers of a kind share what is compiled; a copy of a layer runs its own."""
-    packed = kwargs.get("segments") is not None and "cache" not in kwargs
+    packed = kwargs.keys() & {"segments", "cache"}
     return (compiled() if packed else eager_forward)(layer, *args, **kwargs)
 
 

@@ -4,7 +4,6 @@ torch gives them to MKL, which computes without AVX-512 on an AMD processor. one
 computes with it: benchmarks/README.md has the head's time beside torch's products.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ LEAST = 2_000_000
 PART = 2**17
 
 
-@cache
+@torch.compiler.assume_constant_result  # a compiler asks, and does not look into it
 def is_faster() -> bool:
     """Whether this is such a processor."""
     features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -33,9 +32,22 @@ def takes(a: Tensor, columns: int) -> bool:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a @ b (+ bias), of fp32: [..., n, k], [k, m], [m] -> [..., n, m]. Not differentiable."""
+    if torch.compiler.is_compiling():
+        return opaque_product(a, b, bias)
     if not (b.is_contiguous() or b.T.is_contiguous()):
         b = b.contiguous()  # oneDNN's only way with others is thousands of times slower
     return torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
+
+
+@torch.library.custom_op("fastp3o::onednn_product", mutates_args=())
+def opaque_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """`product` in what is compiled: inductor's own form of it takes only weights that never change."""
+    return product(a, b, bias)
+
+
+@opaque_product.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[1])
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:

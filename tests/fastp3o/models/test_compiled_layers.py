@@ -1,6 +1,7 @@
 """Layers that torch compiles. The suite traces them as for the compiler; `-m compiled` compiles them."""
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
@@ -8,9 +9,8 @@ from torch._dynamo.utils import counters
 
 from fastp3o.models import packed_model
 from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
-from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.models import model_families as families
-from tests.fastp3o.rollouts.test_engine import PROMPTS, K, make_engine
+from tests.fastp3o.rollouts.test_engine import sample
 
 # Rows of other lengths, with segments of one token and prompts that are shared once, three times or never. Lengths are
 # equal by chance to one another, to sizes of the model and to numbers of segments.
@@ -82,16 +82,29 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
     fits_rows_of_any_length(model)
 
 
-def test_rollouts_run_uncompiled(monkeypatch):
-    trace_only(monkeypatch)
-    policy = PackedModel(families.random_model("llama"))
-    keys = response_keys(3, torch.arange(len(PROMPTS)), K)
-    expected = make_engine(policy).run(PROMPTS, keys)
+@pytest.mark.parametrize(
+    ("family", "static", "compiles"),
+    [
+        ("llama", True, False),
+        *(pytest.param(family, False, False, marks=pytest.mark.nightly) for family in ("LoRA", "gemma2", "gpt2")),
+        *(pytest.param("LoRA", static, True, marks=pytest.mark.compiled) for static in (True, False)),
+    ],
+)
+def test_rollouts_take_no_further_graphs_for_other_shapes(family, static, compiles, monkeypatch):
+    if not compiles:
+        trace_only(monkeypatch)
+    policy = families.adapted("llama") if family == "LoRA" else PackedModel(families.random_model(family))
+    expected, exact = sample(policy)
     policy.compile_layers()
-    assert make_engine(policy).run(PROMPTS, keys) == expected
+    graphs = []
+    for slots, beyond in ((18, 0), (18 - 11 * static, 2)):
+        ids, logprobs = sample(policy, static=static, slots=slots, room_beyond=beyond)
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert ids == expected
+        assert torch.allclose(*(torch.tensor([*chain(*chain(*numbers))]) for numbers in (logprobs, exact)), atol=2e-5)
     with policy.with_own_attention() as inner:
         inner.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
-    assert counters["stats"]["unique_graphs"] == 0
+    assert graphs[0] == graphs[1] == counters["stats"]["unique_graphs"] > 0
 
 
 def test_names_stay_and_a_copy_runs_its_own_layers(monkeypatch):
