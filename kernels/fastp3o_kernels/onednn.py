@@ -4,6 +4,7 @@ torch gives them to MKL, which computes without AVX-512 on an AMD processor. one
 computes with it: benchmarks/README.md has the head's time beside torch's products.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ PART = 2**17
 
 
 @torch.compiler.assume_constant_result  # a compiler asks, and does not look into it
+@cache
 def is_faster() -> bool:
     """Whether this is such a processor."""
     features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
