@@ -222,7 +222,7 @@ def test_a_function_that_blocks_leaves_the_next_one_another_loop(rollouts, monke
     monkeypatch.setattr(named_function, "GRACE", 0.1)
     with pytest.raises(FunctionError, match="has not returned after"):
         reward_of(blocking, timeout=0.1)(rollouts)
-    assert reward_of(good)(rollouts).tolist() == [[1, 1], [1, 1]]
+    assert reward_of(good, timeout=5.0)(rollouts).tolist() == [[1, 1], [1, 1]]
 
 
 def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(rollouts, free_alarm, monkeypatch, capsys):
