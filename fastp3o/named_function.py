@@ -240,21 +240,3 @@ def restored() -> Iterator[None]:
         if torch.get_default_device() != device:
             # A default that somebody has set costs each call into torch a little; the CPU is the one without.
             torch.set_default_device(None if device.type == "cpu" else device)
-
-
-@contextmanager
-def ends_forks(name: str) -> Iterator[None]:
-    """Ends a process that a function has forked and that leaves it: it would go on with the run beside its parent."""
-    process = os.getpid()
-    status = 1
-    try:
-        yield
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        raise
-    finally:
-        if os.getpid() != process:
-            if status:
-                with suppress(OSError):
-                    os.write(2, f"{name} has forked a process that left the function; it is ended\n".encode())
-            os._exit(status)

@@ -18,7 +18,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.named_function import FunctionError, FunctionInterruptedError, ends_forks, restored
+from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import (
     NotFiniteError,
@@ -340,12 +340,12 @@ class Run:
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """The run ends after `step` if the callback returns True. Saves the state if it raises anything at all, such as
         sys.exit's, or returns neither True, False nor None, so that the run can go on. Torch's defaults and the working
-        directory are as before it. A process that it forks ends where it leaves it.
+        directory are as before it.
         """
 
         def asked() -> tuple[bool, BaseException | None]:
             try:
-                with restored(), ends_forks("the callback"):
+                with restored():
                     answer = callback(metrics)
                 if not isinstance(answer, bool | np.bool_ | None):
                     raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")

@@ -162,8 +162,6 @@ def test_what_the_caller_has_set_and_a_callback_changes_alters_nothing_of_the_ru
         os.chdir("/")
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
-        if child := os.fork():
-            os.waitpid(child, 0)
 
     given = {**GIVEN, "eval_prompts": PROMPTS}
     train(without_data(tiny_model, "plain"), **given)
