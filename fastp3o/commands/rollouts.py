@@ -3,7 +3,7 @@
 fastp3o rollouts runs/p3o
 fastp3o rollouts runs/p3o --update 10 --compare 40
 
-Reads rollouts.jsonl, or rollouts.jsonl.gz, of a run, also while it trains.
+Reads rollouts.jsonl of a run, also while it trains.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from fastp3o.run.fingerprints import MODELS, names_in
 from fastp3o.run.manifest import MANIFEST
 
 OURS = re.compile(
-    rf"{names.CONFIG}|(?:{'|'.join(names.LOGS)})(?:\.gz)?|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"
+    rf"{names.CONFIG}|{'|'.join(names.LOGS)}|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"
     rf"{names.PROGRESS}|{names.FINISHED_MODEL}|{names.ADAPTER}|{names.BEST_MODEL}|"
     r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
@@ -58,15 +58,13 @@ def require_usable(config: RunConfig) -> None:
     if held and not is_a_run:
         other = f"is no run of this version of fastp3o, and not empty ({held[0]})"
         raise FileExistsError(f"--output_dir {folder} {other}: name a new or empty folder")
-    for path in (folder / name for name in held if name.removesuffix(".gz") in FILES):
+    for path in (folder / name for name in held if name in FILES):
         if path.is_symlink() or not path.is_file():
             raise FileExistsError(f"{path} is a link, a pipe or a folder, and a run writes a file there: remove it")
     if config.overwrite:
         if others := [name for name in held if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
             raise FileExistsError(f"--overwrite: no run has written {others[0]} in {folder}: move it away")
-    elif not config.resume and any(
-        name.removesuffix(".gz") in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held
-    ):
+    elif not config.resume and any(name in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held):
         remedies = "continue it with --resume, remove it with --overwrite, or name another --output_dir"
         raise FileExistsError(f"{folder} holds a run already: {remedies}")
 

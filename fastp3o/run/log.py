@@ -1,14 +1,10 @@
 """Logs of a run: lines of JSON that are appended in the order of their numbers, and never changed.
 
-A process that is killed loses at most the end of the last line. A log that is complete may be compressed: NAME.gz in
-place of NAME, which is read as NAME is.
+A process that is killed loses at most the end of the last line.
 """
 
-import gzip
 import json
 import math
-import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import compress, groupby
@@ -39,14 +35,10 @@ def read(path: Path, key: str = "step") -> Iterator[dict[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log, with b"" for the rest of a compressed one that is damaged."""
-    if not path.exists() and not compressed(path).exists():
-        return
-    with path.open("rb") if path.exists() else gzip.open(compressed(path)) as file:
-        try:
+    """The lines of a log, none if it is not there."""
+    if path.exists():
+        with path.open("rb") as file:
             yield from file
-        except (gzip.BadGzipFile, zlib.error, EOFError):
-            yield b""
 
 
 def record(line: bytes, key: str) -> dict[str, Any] | None:
@@ -61,29 +53,15 @@ def record(line: bytes, key: str) -> dict[str, Any] | None:
 
 def cut_after(path: Path, last: int, key: str = "step") -> list[str]:
     """Removes the lines after number `last`, which a resumed run writes again, and damaged ones, such as the end of a
-    file on a disk that was full. Returns a message for each that is damaged. A compressed log is plain again. All that
-    belongs to steps up to `last` was synced before the state of that step was.
+    file on a disk that was full. Returns a message for each that is damaged. All that belongs to steps up to `last` was
+    synced before the state of that step was.
     """
     numbers = [values[key] if values else None for values in (record(line, key) for line in lines(path))]
     kept = [number is not None and number <= last for number in numbers]
-    if compressed(path).exists() or not all(kept):
+    if not all(kept):
         with whole_file(path) as file:
             file.writelines(compress(lines(path), kept))
-        compressed(path).unlink(missing_ok=True)
     return [f"{path} line {place} is damaged and left out" for place, number in enumerate(numbers, 1) if number is None]
-
-
-def finish(path: Path) -> None:
-    """Compresses a log to which nothing more comes, if it is there."""
-    if not path.exists():
-        return
-    with (
-        path.open("rb") as plain,
-        whole_file(compressed(path)) as file,
-        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
-    ):
-        shutil.copyfileobj(plain, packed)
-    path.unlink()
 
 
 def sync_logs(folder: Path) -> None:
@@ -91,10 +69,6 @@ def sync_logs(folder: Path) -> None:
     for path in (*(folder / name for name in LOGS), folder):
         if path.exists():
             sync(path)
-
-
-def compressed(path: Path) -> Path:
-    return path.with_name(f"{path.name}.gz")
 
 
 @dataclass(frozen=True)

@@ -142,14 +142,6 @@ class Reporter:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
 
-    def compress_rollouts(self) -> None:
-        """Compresses the log of rollouts. A disk that is full is said and ends nothing."""
-        try:
-            if self.accelerator.is_main_process:
-                log.finish(self.folder / ROLLOUTS)
-        except OSError as error:
-            self.print(f"{self.folder / ROLLOUTS} is not compressed: {error}")
-
     def draw(self) -> None:
         """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""
         path = self.folder / PROGRESS

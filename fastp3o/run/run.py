@@ -188,7 +188,6 @@ class Run:
         """Ends the report, and says where the finished model is. address: on the hub."""
         if self.best is not None:
             self.reporter.print(f"best {self.best}: {self.folder / BEST_MODEL}")
-        self.reporter.compress_rollouts()
         self.reporter.close()
         if address is not None:
             self.accelerator.print(f"the model is at {address}")

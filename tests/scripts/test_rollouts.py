@@ -53,7 +53,6 @@ def test_the_best_and_worst_responses_are_shown_as_they_are_and_prompts_by_their
         ["two", "says 1", "1", "0.125", "3"],
     ]
     assert show(run, "--update", 2)[0] == ["three", "[red]x[/red] \\x1b[31m 5", "5", "0.125", "3"]
-    log.finish(run / "rollouts.jsonl")
     assert show(run, "--count", 2) == last
     # Of two updates, the prompts that have changed most.
     assert show(run, "--update", 1, "--compare", 3) == [

@@ -1,4 +1,3 @@
-import gzip
 import itertools
 import json
 import os
@@ -51,42 +50,8 @@ def test_what_is_no_line_is_left_out_and_said(path: Path, end: bytes):
     assert steps(path) == [1, 2, 3, 4]
 
 
-def test_a_finished_log_is_compressed_and_read_as_before(path: Path):
-    plain = path.read_bytes()
-    log.finish(path)
-    packed = path.with_name("metrics.jsonl.gz")
-    assert os.listdir(path.parent) == [packed.name]
-    assert gzip.decompress(packed.read_bytes()) == plain
-    assert steps(path) == [1, 2, 3, 4, 5]
-    log.finish(path)  # nothing has come since
-    assert steps(path) == [1, 2, 3, 4, 5]
-    content = packed.read_bytes()
-    assert log.cut_after(path, 5) == []
-    assert (os.listdir(path.parent), path.read_bytes()) == ([path.name], plain)
-    log.finish(path)
-    assert packed.read_bytes() == content
-    path.write_bytes(plain)  # as where the compression was broken off
-    assert steps(path) == [1, 2, 3, 4, 5]
-    assert log.cut_after(path, 4) == []
-    assert (os.listdir(path.parent), steps(path)) == ([path.name], [1, 2, 3, 4])
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:-20], lambda content: content + b"\0\1", lambda _: b"no"])
-def test_a_compressed_log_that_is_damaged_keeps_its_lines_before(path: Path, damage):
-    log.finish(path)
-    packed = path.with_name("metrics.jsonl.gz")
-    packed.write_bytes(damage(packed.read_bytes()))
-    before = steps(path)
-    assert before == list(range(1, len(before) + 1))
-    assert log.cut_after(path, 5)[-1] == f"{path} line {len(before) + 1} is damaged and left out"
-    assert (os.listdir(path.parent), steps(path)) == ([path.name], before)
-
-
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power-lost"])
-@pytest.mark.parametrize("work", [log.finish, lambda path: log.cut_after(path, 4)], ids=["finish", "cut"])
-def test_a_log_is_whole_wherever_a_process_ends(path: Path, work, power: bool):
-    if work is not log.finish:
-        log.finish(path)
+def test_a_log_is_whole_wherever_a_process_ends(path: Path, power: bool):
     content = {file: file.read_bytes() for file in path.parent.iterdir()}
     for number in itertools.count(1):
         for file in path.parent.iterdir():
@@ -94,7 +59,7 @@ def test_a_log_is_whole_wherever_a_process_ends(path: Path, work, power: bool):
         for file, whole in content.items():
             file.write_bytes(whole)
         calls = FileCalls(path.parent, kill_before=number, power=power)
-        status = in_child(lambda: work(path), Path(os.devnull), calls.install)
+        status = in_child(lambda: log.cut_after(path, 4), Path(os.devnull), calls.install)
         assert steps(path) in ([1, 2, 3, 4, 5], [1, 2, 3, 4])
         assert log.cut_after(path, 4) == []
         assert steps(path) == [1, 2, 3, 4]

@@ -1,6 +1,5 @@
 """Rollouts of runs: at a temperature, truncated, sampled some rounds before they train, and in the log."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace,
 
 
 def logged(folder: str) -> list[dict]:
-    return [json.loads(line) for line in gzip.open(Path(folder, "rollouts.jsonl.gz"))]
+    return [json.loads(line) for line in Path(folder, "rollouts.jsonl").open()]
 
 
 def mean(values: list[float]) -> float:
