@@ -4,7 +4,6 @@ torch gives them to MKL, which computes without AVX-512 on an AMD processor. one
 computes with it: benchmarks/README.md has the head's time beside torch's products.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,19 +16,20 @@ LEAST = 2_000_000
 PART = 2**17
 
 
-@torch.compiler.assume_constant_result  # a compiler asks, and does not look into it
-@cache
-def is_faster() -> bool:
-    """Whether this is such a processor."""
-    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    amd = str(features.get("cpu_name")).startswith("AMD") and features.get("avx512_f", False)
-    return amd and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+# Whether this is such a processor.
+IS_FASTER = (
+    str(features.get("cpu_name")).startswith("AMD")
+    and features.get("avx512_f", False)
+    and torch.backends.mkl.is_available()
+    and torch.backends.mkldnn.is_available()
+)
 
 
 def takes(a: Tensor, columns: int) -> bool:
     """Whether the product of a [..., k] with [k, columns] is for oneDNN."""
     fp32 = a.dtype == torch.float32 and a.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return fp32 and a.dim() > 1 and a.numel() * columns >= LEAST and is_faster()
+    return fp32 and a.dim() > 1 and a.numel() * columns >= LEAST and IS_FASTER
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
