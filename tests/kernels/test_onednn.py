@@ -18,15 +18,18 @@ def quick(monkeypatch):
         monkeypatch.setattr(onednn, name, value)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+COMPILED = pytest.param(False, True, marks=pytest.mark.compiled)
+
+
+@pytest.mark.parametrize(("bias", "compiles"), [(True, False), (False, False), COMPILED])
 @pytest.mark.parametrize("shape", [(1,), (37, 3), (130, 1)])
-def test_a_linear_layer_and_its_gradients(bias, shape):
+def test_a_linear_layer_and_its_gradients(bias, compiles, shape):
     layer = nn.Linear(19, 45, bias=bias)
     onednn.use_onednn(nn.ModuleList([layer]))
     given, incoming = torch.randn(19, *shape).movedim(0, -1).requires_grad_(), torch.randn(*shape, 45)
     inputs = [given, *layer.parameters()]
-    output = layer(given)
-    assert output.grad_fn.name() == "LinearProductBackward"
+    output = (torch.compile(layer, dynamic=True) if compiles else layer)(given)
+    assert output.grad_fn.name() == ("CompiledFunctionBackward" if compiles else "LinearProductBackward")
     exact = F.linear(*(tensor.double() for tensor in inputs))
     for got, expected in zip(
         (output, *torch.autograd.grad(output, inputs, incoming)),
