@@ -501,8 +501,8 @@ class ModelConfig(LoadingConfig):
     )
     compile_layers: bool = option(
         False,
-        "Compile the layers of what trains or samples and of the reference with torch, which fuses norms, rotary "
-        "positions, gates and residuals. Takes a minute or more at first; slower to sample on a CPU, not measured on a GPU.",
+        "Compile the layers of what trains or samples and of the reference, which fuses norms, rotary positions, gates "
+        "and residuals. Takes a minute or more at first; samples more slowly on a CPU; not measured on a GPU.",
         changeable=True,
     )
 
