@@ -602,6 +602,9 @@ class TrainingRunConfig(RunConfig):
     save_minutes: float = option(
         10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
     )
+    hang_minutes: float = option(
+        10.0, "End a run of processes when one does nothing for so many minutes; 0 never.", at_least=0, changeable=True
+    )
     report_to: str = option(
         "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True, python=list
     )

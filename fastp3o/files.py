@@ -1,7 +1,6 @@
 """Files and folders that are complete or absent at every instant, also after the power has failed.
 
-They are written under a temporary name next to their place, synced to the disk, and renamed; what they replace is
-removed last.
+They are written under a temporary name beside their place, synced and renamed; what they replace is removed last.
 """
 
 import errno
@@ -117,8 +116,7 @@ def sync(path: Path) -> None:
 
 def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
     """Removes unfinished writes of earlier processes. A file that was about to be replaced, and whose successor is not
-    there yet, gets its name back. folder: no other process writes to it. names: the files and folders that are written
-    here; others are not touched.
+    there yet, gets its name back. folder: no other process writes to it. names: of files and folders; others stay.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         leftover = LEFTOVER.fullmatch(path.name)

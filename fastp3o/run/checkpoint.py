@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.errors import UserError
-from fastp3o.files import clear_leftovers, remove, sync, temporary_sibling, write_file
+from fastp3o.files import remove, sync, temporary_sibling, write_file
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
 from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, read_manifest, require_files
@@ -61,8 +61,7 @@ CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run: its state without the tensors. evaluated: whether the evaluation that is due after `step`
-    was made. counters: states of the optimizer and other parts, by name. generators: states of this process's random
-    generators.
+    was made. counters: states of the optimizer and other parts, by name. generators: of this process's random numbers.
     """
 
     step: int
@@ -87,8 +86,7 @@ class Pending(Protocol):
 @dataclass(frozen=True)
 class RunState:
     """All that a run carries from step to step next to its optimizer. parts: with states of their own, by name, such as
-    the scaling of rewards. tensors: gives the tensors that change; they are filled in place. pending: work under way,
-    if there is any.
+    the scaling of rewards. tensors: gives the tensors that change; they are filled in place. pending: work under way.
     """
 
     parts: Mapping[str, Stateful] = field(default_factory=dict)
@@ -146,10 +144,6 @@ class States:
         if self.accelerator.is_main_process:
             contents |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
         return {name: write_file(folder / name, json.dumps(content)) for name, content in contents.items()}
-
-    def clear_leftovers(self) -> None:
-        """Removes unfinished saves of earlier processes."""
-        clear_leftovers(self.folder, NAME)
 
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""

@@ -1,7 +1,6 @@
 """Hashes of the data, models and reward functions that a configuration names, since contents change under a name.
 
-A fingerprint has the name of its option, followed by the model's name if the option has several; a reward function's
-ends in ` function`.
+A fingerprint has the name of its option, behind it the model's if there are several; a function's ends in ` function`.
 """
 
 import hashlib

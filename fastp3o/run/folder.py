@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from fastp3o.config import Named, RunConfig
 from fastp3o.errors import UserError
@@ -35,10 +36,22 @@ locks: dict[Path, int] = {}
 
 
 def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
-    """Checks the folder before anything is loaded, and writes nothing. Raises FileExistsError if it holds a run that
-    this one does not resume, or files that are not a run's; ValueError if a model that the run starts from lies in it.
+    """Checks the folder before anything is loaded, and leaves nothing. Raises FileExistsError if it holds a run that
+    this one does not resume, or files that are not a run's; UserError if a model that the run starts from lies in it,
+    or if it is not the same folder for all processes.
     """
     on_main_process(accelerator, lambda: require_usable(config))
+    if accelerator.num_processes == 1:
+        return
+    folder = Path(config.output_dir)
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    token = on_main_process(accelerator, lambda: temporary_sibling(place / names.CONFIG))
+    on_main_process(accelerator, token.touch)
+    seen = gather_object([(token.exists(), f"{folder.absolute()} on {socket.gethostname()}")])
+    on_main_process(accelerator, token.unlink)
+    if others := sorted({place for sees, place in seen if not sees}):
+        shared = "name a folder on a file system that all nodes share"
+        raise UserError(f"--output_dir: {', '.join(others)} is not {seen[0][1]}, where process 0 writes: {shared}")
 
 
 def require_usable(config: RunConfig) -> None:
@@ -53,7 +66,7 @@ def require_usable(config: RunConfig) -> None:
         return
     if not folder.is_dir():
         raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
-    held = sorted(path.name for path in folder.iterdir())
+    held = sorted(path.name for path in folder.iterdir() if not LEFTOVER.fullmatch(path.name))
     is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(held)  # a removed lock is made again
     if held and not is_a_run:
         other = f"is no run of this version of fastp3o, and not empty ({held[0]})"
@@ -62,7 +75,7 @@ def require_usable(config: RunConfig) -> None:
         if path.is_symlink() or not path.is_file():
             raise FileExistsError(f"{path} is a link, a pipe or a folder, and a run writes a file there: remove it")
     if config.overwrite:
-        if others := [name for name in held if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
+        if others := [name for name in held if not WRITTEN.fullmatch(name)]:
             raise FileExistsError(f"--overwrite: no run has written {others[0]} in {folder}: move it away")
     elif not config.resume and any(name in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held):
         remedies = "continue it with --resume, remove it with --overwrite, or name another --output_dir"

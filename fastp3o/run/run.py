@@ -18,6 +18,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
+from fastp3o.files import clear_leftovers
 from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import (
@@ -31,9 +32,10 @@ from fastp3o.processes import (
 )
 from fastp3o.run.best import Best
 from fastp3o.run.card import Training
-from fastp3o.run.checkpoint import Progress, RunState, States
+from fastp3o.run.checkpoint import NAME, Progress, RunState, States
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import claim, clear_away, keep_newest, release, require_claimed, write_config
+from fastp3o.run.hang import HangWatch
 from fastp3o.run.hub import upload
 from fastp3o.run.log import cut_after, sync_logs
 from fastp3o.run.manifest import ResumeError, require_same_run
@@ -43,6 +45,7 @@ from fastp3o.run.report import LateNumbers, Moment, Phases, Reporter, peak_memor
 from fastp3o.run.signals import StoppedError, Stops
 
 A_WEIGHT = "a weight"
+TOGETHER = ("logprobs", "update")  # phases in which no process works alone for long
 
 
 class Steps(NamedTuple):
@@ -112,6 +115,7 @@ class Run:
         )
         self.phases = Phases()
         self.stops = Stops(self.accelerator)
+        self.hang_watch = HangWatch(config.hang_minutes, context.mesh)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
         self.unread: Callable[[], None] | None = None  # settles the step whose outcome the host has not read
@@ -138,7 +142,7 @@ class Run:
     def begin(self) -> None:
         """Cleans the folder up, after all checks have passed."""
         clear_away(self.folder)
-        self.states.clear_leftovers()
+        clear_leftovers(self.states.folder, NAME)
         done, evaluated = self.progress.step, self.progress.evaluated
         for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
             for line in cut_after(self.folder / name, last):
@@ -146,7 +150,7 @@ class Run:
         write_config(self.folder, self.config)
 
     def __iter__(self) -> Iterator[int]:
-        with self.stops:
+        with self.stops, self.hang_watch:
             try:
                 self.evaluate_after(self.progress.step)
                 step = self.progress.step
@@ -156,7 +160,9 @@ class Run:
                     self.save_model(checkpoint)
                 while step < self.last:
                     step += 1
+                    self.hang_watch.step = f"{self.steps.name} {step}"
                     yield step
+                    self.hang_watch.at("after it")
                     if self.unread is None:
                         self.require_finite_weights(step)
                         self.note_progress(step, evaluated=False)
@@ -198,6 +204,7 @@ class Run:
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of a step. Stops or saves before it if that is due and the model has not moved in this step."""
         self.stop_or_save()
+        self.hang_watch.at(name, short=name in TOGETHER)
         with self.phases(name):
             yield
 
@@ -312,6 +319,7 @@ class Run:
         self.read_late_step()
         self.call_back(step)
         if not self.progress.evaluated:
+            self.hang_watch.at("evaluation")
             with self.saved_if_not_finite(step):
                 metrics = self.evaluate()
                 for name, value in metrics.items():
@@ -412,6 +420,7 @@ class Run:
 
     def save_state(self) -> None:
         """Writes the state of the noted progress, after syncing the logs."""
+        self.hang_watch.at("saving")
         assert not self.moved
         on_main_process(self.accelerator, lambda: require_claimed(self.folder))
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
@@ -426,6 +435,7 @@ class Run:
 
     def save_model(self, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """files: texts that go with it, by name."""
+        self.hang_watch.at("saving")
         precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
         step = self.progress.step
         training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)

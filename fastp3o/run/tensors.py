@@ -29,8 +29,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     """Writes plain tensors, which are equal on every process, and DTensors, of which each process writes its shards.
-    path: of this process's file, beside those of the others. Returns the file's SHA-256 by its name; nothing if this
-    process has no part.
+    path: of this process's file, beside the others'. Returns its SHA-256 by its name; nothing without a part of it.
     """
     writer = StreamingWriter(path)
     with plain_errors():

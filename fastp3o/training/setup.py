@@ -29,15 +29,14 @@ from fastp3o.run.hub import require_repository
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
 
-# One process loads, saves or asks a judge while the others wait, far longer than NCCL's ten minutes.
+# One process loads, saves or asks a judge while the others wait, far longer than NCCL's ten minutes; see `HangWatch`.
 LONGEST_WAIT = timedelta(hours=12)
 
 
 def make_context(config: StageConfig, automatic: str, caller: Caller | None, **divisible: int) -> Context:
     """Joins the processes, seeds all libraries, checks the run's folder and loads the tokenizer.
 
-    automatic: the precision that "auto" stands for on a GPU. divisible: flags that must be multiples of the number of
-    processes.
+    automatic: the precision that "auto" stands for on a GPU. divisible: multiples of the number of processes, by flag.
 
     Raises ValueError if one is not, if the configuration is not complete, and as `make_accelerator`,
     `check_output_dir` and `load_tokenizer` do.

@@ -143,6 +143,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         with run.saved_after_error(step):
             batch = own_part(context.accelerator, complete()["train_data"][chosen])
         run.stop_or_save()
+        run.hang_watch.at("update", short=True)
         begun = Moment(context.device)
         rows = task.prepared_rows(optimizer.model, batch)
         count = torch.full((), float(sum(map(task.count, rows))), device=context.device)

@@ -22,7 +22,7 @@ BOUNDS = {
     "at_most": (0, 1),
 }  # steps that are taken, refused
 BOUNDED = {
-    "0 or more": "centring cg_damping delta dynamic_sampling early_stopping entropy_coef eval_every gamma "
+    "0 or more": "centring cg_damping delta dynamic_sampling early_stopping entropy_coef eval_every gamma hang_minutes "
     "keep_checkpoints kl_coef length_penalty length_penalty_after log_rollouts log_rollouts_prompts lora_rank min_gap "
     "missing_eos_penalty ngram_penalty nll_weight odds_weight overlong_margin prompts_per_minibatch "
     "reference_every reward_clip reward_retries rounds_ahead sampler_ratio_cap samples_every "

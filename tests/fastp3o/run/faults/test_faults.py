@@ -10,13 +10,18 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.fastp3o.run.faults.injection import DAMAGES, KILLED, fork, wait_together
+from fastp3o.named_function import FunctionError
+from fastp3o.optimizer import Optimizer
+from fastp3o.rewards.function import FunctionReward
+from tests.fastp3o.run.faults.injection import DAMAGES, KILLED, LONGEST, fork, wait_together
 from tests.fastp3o.run.faults.scenes import COUNTS, SCENES, Scene
 from tests.fastp3o.torchrun import torchrun
 
@@ -188,6 +193,46 @@ def test_a_second_process_is_refused(scene: MakeScene):
     COUNTS["two processes in one folder"]["the second refused, the first identical"] += 1
 
 
+def test_a_folder_that_a_process_does_not_see_is_refused(scene: MakeScene, tmp_path_factory):
+    run, other = scene(processes=2), tmp_path_factory.mktemp("other")
+    assert run.do(run.train, lambda number: os.chdir(other) if number else None) == [1, 1]
+    for log in run.logs:
+        assert f"--output_dir: {other}/run on {socket.gethostname()} is not {run.run} on" in log.read_text()
+    assert not [*other.iterdir(), *run.folder.glob("*.unfinished-*")]
+
+
+HANGS = [
+    ("P3O", "stopped", 0, "in process 0 or torchrun there, which has the store;"),
+    ("P3O", "stopped in a reward", 1, "(the start, evaluation);"),
+    ("P3O", "asleep", 1, "(update 1, update);"),
+    pytest.param("SFT", "asleep", 0, "(step 1, update);", marks=at_night),
+    ("P3O", "asleep in a reward", 1, "it has slept long enough"),
+]
+
+
+@pytest.mark.parametrize(("name", "hangs", "process", "says"), HANGS)
+def test_a_process_that_hangs_is_named_and_one_that_works_alone_is_not(scene, name, hangs, process, says):
+    def hang(*_: object) -> None:
+        if "stopped" in hangs:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(LONGEST if hangs == "asleep" else 6.0)
+        raise FunctionError("it has slept long enough")
+
+    place = (FunctionReward, "__call__") if "reward" in hangs else (Optimizer, "step")
+    run = scene(name, 2)
+    work = partial(run.train, hang_minutes=0.03)
+    pids = run.start(work, lambda number: setattr(*place, hang) if number == process else None)
+    try:
+        assert wait_together([pids[1 - process]]) == [1]
+    finally:
+        os.kill(pids[process], signal.SIGKILL)
+        wait_together([pids[process]])
+    said = run.logs[1 - process].read_text()
+    assert says in said
+    assert ("nothing happens for 0.03 minutes" in said) == (hangs != "asleep in a reward")
+    assert f" process {1 - process} " not in said
+
+
 def test_killed_within_the_write_of_a_model(scene: MakeScene):
     """safetensors writes in Rust, where no call of Python can be seen."""
 
@@ -217,16 +262,16 @@ def test_one_process_goes_on_with_what_two_left(scene: MakeScene):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("fault", ["kill_before", "full_from"])
-def test_torchrun_starts_again(scene: MakeScene, fault: str, process: int):
+@pytest.mark.parametrize(("fault", "nodes"), [("kill_before", 1), ("kill_before", 2), ("full_from", 1)])
+def test_torchrun_starts_again(scene: MakeScene, fault: str, nodes: int, process: int):
     run = scene(processes=2)
     number = int(0.6 * run.calls[process])
     _, _, settings = SCENES["SFT"]
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     flags += ["--model", run.model, "--output_dir", "run", "--resume"]
     faulty = [str(process), fault, str(number), "sft.py", *flags]
-    done = torchrun(Path(__file__).with_name("faulty_process.py"), *faulty, options=("--max-restarts", "1"))
-    assert done.returncode == 0, done.stderr
-    assert "resuming after step" in done.stdout
+    status, said = torchrun(Path(__file__).with_name("faulty_process.py"), *faulty, nodes=nodes)
+    assert status == 0, said
+    assert "resuming after step" in said
     assert run.outcome() == run.expected
-    COUNTS["`torchrun --max-restarts`: killed, or disk full, in either process"]["identical"] += 1
+    COUNTS["`torchrun --max-restarts`: killed, or disk full, on one node or two"]["identical"] += 1
