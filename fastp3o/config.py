@@ -451,13 +451,19 @@ class TrainableConfig(Flags):
 
 
 class LoadingConfig(Flags):
-    """How models are loaded."""
+    """How models are loaded, and their attention."""
 
     trust_remote_code: bool = option(
         False, "Run model code that comes with a checkpoint. Only for sources you trust.", changeable=True
     )
     chat_template: str | None = option(
         None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
+    )
+    attention: AttentionName = option(
+        "auto",
+        "Kernels on a GPU; none was run yet. auto: flash-attn 2 if installed, else torch's. fa3, fa4: torch's, by an "
+        "installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its cache (needs kernels).",
+        changeable=True,
     )
 
     @property
@@ -476,12 +482,6 @@ class ModelConfig(LoadingConfig):
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. bf16-autocast: fp32 "
         "weights, and on a GPU a bf16 copy that is sampled. bf16, fp16: half-precision weights, with fp32 masters of "
         "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32.",
-        changeable=True,
-    )
-    attention: AttentionName = option(
-        "auto",
-        "Kernels on a GPU; none was run yet. auto: flash-attn 2 if installed, else torch's. fa3, fa4: torch's, by an "
-        "installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its cache (needs kernels).",
         changeable=True,
     )
     deterministic: bool = option(

@@ -15,6 +15,7 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateConfig
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
+from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.reward import asked_of_records, rewarded
@@ -66,6 +67,7 @@ def respond(
     """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
     precision = choose_precision("auto", automatic="fp16")
     context = Context(Accelerator(), precision, tokenizer, None)
+    choose_attention(config.attention, context.device)
     rewards = {name: load_named_reward(context, config, name, prompts) for name in config.scorers}
     policy, prefix = load_frozen_policy(context, config, checkpoint), Prefix(tokenizer, config.prefix)
     policy.check_reach(config.longest_sequence + len(prefix.ids))

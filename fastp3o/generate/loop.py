@@ -19,6 +19,7 @@ from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.report import Generated, summary, write_kept
 from fastp3o.generate.revision import revising
 from fastp3o.generate.samples import SamplesFile, make_samples
+from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
@@ -59,6 +60,7 @@ def generate(config: GenerateConfig) -> Generated:
     config.check_complete()
     precision = choose_precision(config.precision, automatic="fp16")
     accelerator = make_accelerator(config.seed, precision)
+    choose_attention(config.attention, accelerator.device)
     check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
