@@ -28,6 +28,7 @@ FLAGS = [
     ("p3o", "--output_dir ' '", "--output_dir must not be empty, or hold what no name can, got ' '"),
     ("p3o", "--chat_template_kwargs [1]", "--chat_template_kwargs must be a JSON object, got '[1]'"),
     ("p3o", "--resume no more", "unexpected argument 'more'"),
+    *[(name, "--attention fa3", "--attention fa3 needs a GPU") for name in ("p3o", "generate", "win_rate")],
     # Rewards.
     ("p3o", "--reward_requests 3", "--reward_requests does nothing without a URL as a reward"),
     ("preference", "--eval_prompts p --reward_timeout 9", "--reward_timeout does nothing without a URL or a function"),

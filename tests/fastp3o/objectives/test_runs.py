@@ -145,4 +145,4 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
     assert [evaluation["kl"] == 0 for evaluation in metrics("followed", "eval.jsonl")] == [True] + [False] * 5
     mean = train_and_resume(tiny_model, "mean", reference_decay=0.2, kl_coef=0.0, precision="bf16", **settings)
     train(config(tiny_model, "stays", kl_coef=0.0, precision="bf16", **settings))
-    assert 0 < mean[-1]["kl"] < metrics("stays")[-1]["kl"]
+    assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2  # of samples, so it may be below 0
