@@ -1,13 +1,11 @@
 """Ends a run on SIGTERM, SIGINT, SIGHUP, or SIGUSR1, which Slurm sends before its time limit."""
 
-import ctypes
 import os
 import signal
 import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +14,6 @@ from fastp3o.packing.packed_row import to_device
 from fastp3o.run.report import LateNumbers
 
 ONE_REQUEST = 3.0  # seconds
-LIBC, ACTION_BYTES = ctypes.CDLL(None), 256  # its struct sigaction has 152, or fewer
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -43,7 +40,6 @@ class Stops:
         self.accelerator = accelerator
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
-        self.actions: dict[signal.Signals, Any] = {}  # the system's, such as faulthandler's, which Python has not set
         self.exchange: LateNumbers | None = None  # of all processes, at the last call of `agreed`
 
     def __enter__(self) -> "Stops":
@@ -51,8 +47,6 @@ class Stops:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self.actions[number] = ctypes.create_string_buffer(ACTION_BYTES)
-                    LIBC.sigaction(number, None, self.actions[number])
                     self.before[number] = signal.signal(number, self.note)
             noting.add(self)
         return self
@@ -61,7 +55,6 @@ class Stops:
         noting.discard(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-            LIBC.sigaction(number, self.actions[number], None)
         self.before = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:

@@ -1,11 +1,7 @@
 """Programs that call `train`: their streams, handlers, forks and models."""
 
-import faulthandler
 import io
-import os
-import signal
 import sys
-import threading
 
 import pytest
 import torch
@@ -47,18 +43,6 @@ def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
         assert b"samples at step 2" in stream.buffer.getvalue()
     if isinstance(stream, Lines):
         assert "samples at step 2" in "".join(stream)
-
-
-def test_faulthandlers_signal_is_given_back(tiny_model, workplace):
-    with open("dump", "w") as dump:
-        faulthandler.register(signal.SIGUSR1, file=dump)
-        try:
-            run(tiny_model, "run", vowels, updates=1)
-            os.kill(os.getpid(), signal.SIGUSR1)  # would end the process
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
-    assert os.path.getsize("dump")
-    assert threading.current_thread() is threading.main_thread()
 
 
 def test_a_model_of_which_a_copy_would_lack_code_or_compute_or_train_otherwise_is_refused(tiny_model, workplace):
