@@ -5,20 +5,12 @@ B = P K rows, K responses to each of P prompts; T positions; N response tokens, 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o_kernels import (
-    Head,
-    P3OSettings,
-    ResponseTokens,
-    linear_logprobs,
-    linear_p3o_loss,
-    response_tokens,
-    sequence_logprobs,
-)
+from fastp3o_kernels import Head, P3OSettings, ResponseTokens, linear_p3o_loss, response_tokens
 
 METRICS = ("ratio_mean", "clip_fraction", "advantage_mean_abs", "zero_gradient_fraction", "kl")
 
@@ -76,10 +68,13 @@ def padded_p3o_loss(
         # The KL to the policy itself is 0, and without a KL every reference has the same gradient.
         ref, settings = torch.zeros_like(rewards), replace(settings, kl_coef=0.0)
 
-    def head_loss(hidden: Tensor, head: Head, tokens: ResponseTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        constants = old_logprobs, ref, rewards
+    tokens = batch.tokens()
+
+    def head_loss(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
+        predicting, constants = hidden.flatten(0, 1)[tokens.predicted_at], (old_logprobs, ref, rewards)
+        head = replace(head, temperature=head.temperature * temperature)
         loss, metrics, _ = linear_p3o_loss(
-            hidden, head, tokens.labels, tokens.cu_seqlens, *constants, settings, divisor=divisor
+            predicting, head, tokens.labels, tokens.cu_seqlens, *constants, settings, divisor=divisor
         )
         if is_reference:
             # Against itself the policy prefers no response.
@@ -88,29 +83,5 @@ def padded_p3o_loss(
         counted = (tokens.cu_seqlens.diff() > 0).view(-1, K).sum(dim=1)
         pairs = (counted * (counted - 1) / (K * (K - 1))).mean()
         return loss, {name: metrics[name] for name in METRICS} | {"pairs": pairs.to(loss.device)}
-
-    return at_response_tokens(model, batch, temperature, head_loss)
-
-
-@torch.no_grad()
-def padded_logprobs(model: Callable[..., Tensor], batch: PaddedBatch, *, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of whole responses, [P, K] fp32, in the batch's order; 0 for an empty one."""
-
-    def logprobs(hidden: Tensor, head: Head, tokens: ResponseTokens) -> Tensor:
-        sums = sequence_logprobs(linear_logprobs(hidden, head, tokens.labels), tokens.cu_seqlens)
-        return sums.view(-1, batch.responses_per_prompt)
-
-    return at_response_tokens(model, batch, temperature, logprobs)
-
-
-def at_response_tokens(
-    model: Callable[..., Any], batch: PaddedBatch, temperature: float, function: Callable[..., Any]
-) -> Any:
-    """Calls function(hidden, head, tokens) in the model's forward; hidden: states [N, D] that predict the tokens."""
-    tokens = batch.tokens()
-
-    def head_loss(hidden: Tensor, head: Head) -> Any:
-        head = replace(head, temperature=head.temperature * temperature)
-        return function(hidden.flatten(0, 1)[tokens.predicted_at], head, tokens)
 
     return model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, head_loss=head_loss)
