@@ -2,8 +2,7 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -47,25 +46,18 @@ class SecondModel(Reference):
 
 
 class WithoutAdapters(Reference):
-    """The base of a LoRA policy; takes no memory of its own."""
+    """The model that a LoRA policy started from; takes no memory of its own."""
 
     def __init__(self, policy: PackedModel):
         self.model = policy
 
     @torch.no_grad()
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
-        with adapters_off(self.model):
+        self.model.model.disable_adapters()
+        try:
             return map_rows_in_lockstep(rows, partial(compute, self.model))
-
-
-@contextmanager
-def adapters_off(model: PackedModel) -> Iterator[None]:
-    """The policy without its LoRA adapters: the model that it started from."""
-    model.model.disable_adapters()
-    try:
-        yield
-    finally:
-        model.model.enable_adapters()
+        finally:
+            self.model.model.enable_adapters()
 
 
 class LoadedForEachUse(Reference):

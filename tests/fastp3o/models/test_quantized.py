@@ -8,7 +8,7 @@ from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
-from fastp3o.models.reference import adapters_off
+from fastp3o.models.reference import WithoutAdapters
 from fastp3o.models.trainable import choose_trainable, whole_model
 from tests.fastp3o.models.model_families import PAIRS
 from tests.fastp3o.models.test_adapters import trained
@@ -66,9 +66,7 @@ def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, b
     policy = trained(base).model
     with torch.no_grad():
         expected = labelled_logprobs(policy, ROW)
-        with adapters_off(policy):
-            off = labelled_logprobs(policy, ROW)
-    torch.testing.assert_close(off, before, atol=1e-6, rtol=0)
+    torch.testing.assert_close(WithoutAdapters(policy)([ROW]), [before], atol=1e-6, rtol=0)
     whole, tensors = whole_model(policy.model)
     whole.save_pretrained(tmp_path / "merged", state_dict=tensors)
     merged = load_policy(str(tmp_path / "merged"))

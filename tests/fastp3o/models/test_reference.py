@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters, adapters_off
+from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.packed_row import PackedRow
 from tests.fastp3o.models.model_families import FOURS, PAIRS, adapted, random_model
@@ -28,8 +28,8 @@ def test_a_second_model_and_a_policy_without_adapters_agree_and_it_trains_on(fam
     assert all(torch.equal(*both) for both in zip(second, without, strict=True))
     assert not any(logprobs.requires_grad for logprobs in second + without)
     assert (before[0] - without[0]).abs().max() > 0.1
-    with pytest.raises(RuntimeError, match="inside"), adapters_off(policy):
-        raise RuntimeError("inside")
+    with pytest.raises(AttributeError, match="missing"):
+        WithoutAdapters(policy).map_rows(rows, lambda model, row: model.missing)
     after = [labelled_logprobs(policy, row) for row in rows]
     assert all(torch.equal(*both) for both in zip(before, after, strict=True))
     assert policy.training
