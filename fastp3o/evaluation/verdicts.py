@@ -127,16 +127,3 @@ def percentile_interval(numerators: np.ndarray, denominators: np.ndarray, *, see
         ratios[resample] = numerators[drawn].sum() / denominators[drawn].sum()
     low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
-
-
-def reward_verdicts(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:
-    """The higher reward wins; equal rewards are a tie. Raises ValueError if a reward is not finite."""
-    for name, rewards in (("first", firsts), ("second", seconds)):
-        broken = np.flatnonzero(~np.isfinite(rewards))
-        if len(broken):
-            what = f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint"
-            raise UserError(f"{what} are not finite, the first that of response {broken[0]}")
-    return [
-        Verdict.FIRST if first > second else Verdict.SECOND if second > first else Verdict.TIE
-        for first, second in zip(firsts, seconds, strict=True)
-    ]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 
 from accelerate import Accelerator
 from datasets import Dataset
@@ -14,7 +15,7 @@ from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateConfig
 from fastp3o.evaluation.judge import Judge
-from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
+from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import choose_precision
@@ -90,10 +91,18 @@ def win_rates(
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:
-    """The higher reward wins. Equal responses are a tie: packed differently, their rewards may differ by rounding."""
-    responses = ([response for group in side.groups for response in group.responses] for side in (first, second))
-    pairs = zip(*responses, strict=True)
-    same = [(one.text, one.finished, one.turns) == (other.text, other.finished, other.turns) for one, other in pairs]
-    rewards = [next(iter(side.rewards.values())).flatten().tolist() for side in (first, second)]
-    verdicts = reward_verdicts(*rewards)
-    return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
+    """The higher reward wins; equal rewards are a tie. So are equal responses: packed differently, their rewards may
+    differ by rounding. Raises UserError if a reward is not finite.
+    """
+    sides = []
+    for name, side in (("first", first), ("second", second)):
+        rewards = next(iter(side.rewards.values())).flatten().tolist()
+        if broken := sum(not isfinite(reward) for reward in rewards):
+            raise UserError(f"{broken} of {len(rewards)} rewards of the {name} checkpoint are not finite")
+        responses = [(one.text, one.finished, one.turns) for group in side.groups for one in group.responses]
+        sides.append(zip(responses, rewards, strict=True))
+    verdicts = []
+    for (one, reward), (other, others_reward) in zip(*sides, strict=True):
+        better = Verdict.FIRST if reward > others_reward else Verdict.SECOND
+        verdicts.append(Verdict.TIE if one == other or reward == others_reward else better)
+    return verdicts

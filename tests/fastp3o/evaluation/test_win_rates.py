@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastp3o.commands import win_rate as win_rate_command
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
-from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
+from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
 from fastp3o.rollouts.groups import Group, Prompt, Response
 from tests.fastp3o.evaluation.test_judge import JUDGES
@@ -32,11 +32,9 @@ def test_responses_to_one_prompt_stay_together_and_what_cannot_be_counted_is_an_
     for verdicts, said in (([NONE] * 4, "none of 4 comparisons has a verdict"), ([TIE] * 3, "3 verdicts are not 2")):
         with pytest.raises(ValueError, match=said):
             win_rate(verdicts, responses_per_prompt=2)
-    with pytest.raises(ValueError, match=r"2 of 3 rewards of the second .* not finite, the first that of response 1"):
-        reward_verdicts([0.0, 0.0, 0.0], [0.0, float("nan"), float("inf")])
 
 
-def test_rounding_does_not_part_equal_responses():
+def test_rounding_does_not_part_equal_responses_and_rewards_must_be_finite():
     def responses(finished: list[bool], rewards: list[float]) -> Responses:
         responses = [Response([2], text, ends) for text, ends in zip("abc", finished, strict=True)]
         return Responses([Group(Prompt("p", [1]), responses)], {"reward": torch.tensor([rewards])})
@@ -44,6 +42,8 @@ def test_rounding_does_not_part_equal_responses():
     first = responses([True, True, True], [1.0, 1.0, 1.0])
     second = responses([True, False, True], [1.0, 0.5, 1.0000001])
     assert by_reward(first, second) == [TIE, FIRST, TIE]
+    with pytest.raises(ValueError, match="2 of 3 rewards of the second checkpoint are not finite"):
+        by_reward(first, responses([True] * 3, [0.0, float("nan"), float("inf")]))
 
 
 def save(tiny_model: str, folder: str, noise: float = 0.0, template: str | None = None) -> None:
