@@ -62,7 +62,7 @@ class LoadedModel(NamedTuple):
 
 
 def own_code(model: PreTrainedModel, plain: PreTrainedModel) -> str:
-    """What a model computes with and its plain copy lacks, in words: a class, method or hook. "" if nothing."""
+    """What a model computes with and its plain copy lacks, in words: a class, method, number or hook. "" if nothing."""
     if type(model).__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
         return f"a class of its own, {type(model).__name__}"
     copies = dict(plain.named_modules())
@@ -77,4 +77,8 @@ def own_code(model: PreTrainedModel, plain: PreTrainedModel) -> str:
         copied = copies.get(name, module) if name else module  # a reward model begins with another model's body
         if type(copied) is not type(module):
             return f"a {type(module).__name__} of its own in {place}"
-    return ""
+        for key, value in vars(copied).items():
+            if value and isinstance(value, float) and vars(module).get(key) != value:  # 0: noise that a run takes off
+                return f"another {key} in {place} than its configuration gives"
+    hooked = (name for name, w in model.named_parameters() if w._backward_hooks or w._post_accumulate_grad_hooks)
+    return next((f"a hook in {name}" for name in hooked), "")

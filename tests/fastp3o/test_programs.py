@@ -58,6 +58,8 @@ def test_a_model_of_which_a_copy_would_lack_code_or_compute_or_train_otherwise_i
         r"a forward method of its own in model\.layers\.0": lambda model: setattr(layer(model), "forward", print),
         "a hook in lm_head": lambda model: model.lm_head.register_forward_hook(print),
         r"a Tanh of its own in model\.layers\.0": lambda model: setattr(layer(model).mlp, "act_fn", torch.nn.Tanh()),
+        r"another scaling in model\.layers\.0": lambda model: setattr(layer(model).self_attn, "scaling", 0.1),
+        r"a hook in model\..*norm\.weight": lambda model: layer(model).input_layernorm.weight.register_hook(torch.abs),
         "frozen weights beside others": lambda model: layer(model).requires_grad_(False),
     }
     for what, change in changes.items():

@@ -94,6 +94,8 @@ class Publisher:
         self.published = None
         found = on_main_process(self.accelerator, lambda: self.servers.found_again(self.servers.lost))
         self.servers.lost -= found
+        if not self.servers.present:
+            raise EndpointError(f"no server answers any more: {', '.join(self.servers.urls)}")
         self.bring()
         on_main_process(self.accelerator, self.servers.reset_prefix_cache)
         if self.reloads < 2 or self.probes_always or found:
