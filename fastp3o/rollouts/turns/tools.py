@@ -1,4 +1,4 @@
-"""Environments of Python functions as tools, and of the package `verifiers`."""
+"""Environments of Python functions as tools, of gymnasium's text environments, and of the package `verifiers`."""
 
 import asyncio
 import inspect
@@ -55,6 +55,25 @@ async def answer(tools: dict[str, Callable], call: str) -> str:
         return str(await result if inspect.isawaitable(result) else result)
     except Exception as error:  # of arguments that a policy wrote, or from a tool
         return f"error: {type(error).__name__}: {error}"
+
+
+def gymnasium_environment(make: Callable[[], Any]) -> type:
+    """An environment of a gymnasium one with observations and actions of text. A record's `reset_seed` is its seed."""
+
+    class Gymnasium:
+        def reset(self, reset_seed: int | None = None) -> str:
+            self.inner = make()
+            observation, _ = self.inner.reset(seed=reset_seed)
+            return str(observation)
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            observation, reward, terminated, truncated, _ = self.inner.step(text.strip())
+            return str(observation), float(reward), bool(terminated or truncated)
+
+        def close(self) -> None:
+            self.inner.close()
+
+    return Gymnasium
 
 
 def verifiers_records(env: Any, rows: Iterable[dict]) -> list[dict]:
