@@ -37,7 +37,7 @@ class Stops:
     """
 
     def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
+        self.accelerator, self.process = accelerator, os.getpid()
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
         self.exchange: LateNumbers | None = None  # of all processes, at the last call of `agreed`
@@ -48,16 +48,18 @@ class Stops:
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.before[number] = signal.signal(number, self.note)
-            noting.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        noting.discard(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self.before = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process:
+            signal.signal(number, self.before[signal.Signals(number)])  # type: ignore[arg-type]
+            os.kill(os.getpid(), number)
+            return
         if self.received:
             if time.monotonic() - self.received_at > ONE_REQUEST:
                 signal.signal(number, signal.SIG_DFL)
@@ -79,16 +81,3 @@ class Stops:
         before, self.exchange = self.exchange, LateNumbers(self.accelerator.gather(mine).amax(0))
         number, any_due = (0, False) if before is None else before.read()
         return int(number), bool(any_due)
-
-
-# The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
-# is one for all of them.
-noting: set[Stops] = set()
-
-
-def give_back_in_child() -> None:
-    for stops in list(noting):
-        stops.__exit__()
-
-
-os.register_at_fork(after_in_child=give_back_in_child)
