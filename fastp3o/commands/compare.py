@@ -24,11 +24,8 @@ def main() -> None:
     parser.add_argument("--kl", nargs="+", type=float, default=[1.0, 2.0, 4.0], help="KLs, in nats per response.")
     parser.add_argument("--metric", choices=["reward", "gold"], default="reward", help="Reward of the evaluations.")
     arguments = parser.parse_args()
-    try:
-        first, second = (read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second))
-        print_table(first, second, arguments.kl, arguments.metric)
-    except ValueError as error:
-        parser.error(str(error))
+    first, second = (read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second))
+    print_table(first, second, arguments.kl, arguments.metric)
 
 
 def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:

@@ -14,11 +14,8 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of P3O runs, with evaluations.")
     parser.add_argument("--output", type=Path, default=Path("frontier.png"), help="PNG to write.")
     arguments = parser.parse_args()
-    try:
-        names = [run.name for run in arguments.runs]
-        runs = {run.name if names.count(run.name) == 1 else str(run): read_run(run) for run in arguments.runs}
-    except ValueError as error:
-        parser.error(str(error))
+    names = [run.name for run in arguments.runs]
+    runs = {run.name if names.count(run.name) == 1 else str(run): read_run(run) for run in arguments.runs}
     print_table(runs)
     plot(runs, arguments.output)
     print(f"plot: {arguments.output}")
