@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -70,9 +69,7 @@ def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
     name = next((argument.split("=")[0] for argument in arguments if argument.startswith("--")), None)
     if name is None:
         return f"unexpected argument {arguments[0]!r}"
-    trl = hint(name.removeprefix("--"), [flag.removeprefix("--") for flag in flags])
-    near = get_close_matches(name, flags, n=1, cutoff=0.8)
-    return f"unknown option {name}" + (trl or (f"; the nearest one is {near[0]}" if near else ""))
+    return f"unknown option {name}" + hint(name.removeprefix("--"), [flag.removeprefix("--") for flag in flags])
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:

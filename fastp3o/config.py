@@ -6,7 +6,6 @@ import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
 from inspect import cleandoc, get_annotations
 from math import inf, isfinite
 from numbers import Integral, Real
@@ -159,9 +158,7 @@ class Flags:
     def __new__(cls, **values: Any) -> Self:
         names = {flag.name for flag in fields(cls)}
         for name in values.keys() - names:
-            near = get_close_matches(name, names, n=1, cutoff=0.8)
-            what = hint(name, names).replace("--", "") or (f"; the nearest one is {near[0]}" if near else "")
-            raise TypeError(f"{cls.__name__} has no option {name}{what}")
+            raise TypeError(f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
-"""What TRL's users call fastp3o's options: hints for a name that no option has. A page lists them all."""
+"""Hints for a name that no option has: what TRL's users call fastp3o's options, which a page lists, and the nearest."""
 
-from collections.abc import Container
+from collections.abc import Collection
+from difflib import get_close_matches
 
 # The options that stand for a name, of which a configuration has one; or, with a space, what to say instead.
 TRL_NAMES = {
@@ -81,13 +82,14 @@ TRL_NAMES = {
 }
 
 
-def hint(name: str, options: Container[str]) -> str:
-    """What to use in the place of TRL's name, as the end of a message; "" for another name. options: those of the
+def hint(name: str, options: Collection[str]) -> str:
+    """What to use in the place of a name, as the end of a message; "" if nothing is near. options: those of the
     configuration. Names of options are written as flags.
     """
     known = TRL_NAMES.get(name, ())
     chosen = next((choice for choice in known if " " in choice or choice in options), None)
     if chosen is None:
-        return ""
+        near = get_close_matches(name, options, n=1, cutoff=0.8)
+        return f"; the nearest one is --{near[0]}" if near else ""
     first = chosen.split()[0].rstrip(",")
     return f"; TRL's {name} is {'--' * (first in options)}{chosen} here"
