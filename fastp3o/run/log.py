@@ -6,7 +6,7 @@ A process that is killed loses at most the end of the last line.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 
 from fastp3o.files import naming, sync, whole_file
 from fastp3o.run.names import LOGS
+
+SHOWN = 120  # characters of a prompt
 
 
 def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -108,21 +110,16 @@ def read_updates(path: Path) -> Iterator[list[LoggedGroup]]:
 
 
 def logged_group(values: dict[str, Any]) -> LoggedGroup | None:
-    """The group of a line; None for a line of something else. Fields of a newer version are left out."""
-
-    def known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
-        return {one.name: content[one.name] for one in fields(kind) if one.name in content}
-
+    """The group of a line; None for a line of something else."""
     try:
-        responses = [LoggedResponse(**known(LoggedResponse, one)) for one in values["responses"]]
-        kinds = {(type(one.text), isinstance(one.reward, float | int)) for one in responses}
-        whole = kinds == {(str, True)}
-        return LoggedGroup(**known(LoggedGroup, values) | {"responses": responses}) if whole else None
+        responses = [LoggedResponse(**one) for one in values["responses"]]
+        whole = responses and all(isinstance(one.reward, float | int) for one in responses)
+        return LoggedGroup(**values | {"responses": responses}) if whole else None
     except (LookupError, TypeError):
         return None
 
 
-def prompt_end(prompt: str, characters: int = 120) -> str:
+def prompt_end(prompt: str) -> str:
     """The end of a prompt, on one line."""
     line = " ".join(prompt.split())
-    return line if len(line) <= characters else "…" + line[-characters:]
+    return line if len(line) <= SHOWN else "…" + line[-SHOWN:]

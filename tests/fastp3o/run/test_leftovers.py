@@ -94,8 +94,7 @@ def test_lines_of_rollouts_that_hold_no_group_are_left_out(tiny_model, workplace
     good = json.loads(lines[-1])
     unrewarded = good["responses"][0] | {"reward": None}
     odd = [{"responses": responses} for responses in (None, [{}], [], [unrewarded])]
-    newer = good | {"turns": 3, "responses": [one | {"turns": 1} for one in good["responses"]]}
-    written = [json.dumps(good | change) for change in odd] + [json.dumps(newer), '{"step": 2, "prompt"', "[" * 10**5]
+    written = [*(json.dumps(good | change) for change in odd), lines[-1], '{"step": 2, "prompt"', "[" * 10**5]
     path.write_text("\n".join([*written, ""]))
     ((group,),) = read_updates(path)
     assert group.responses[0].text == good["responses"][0]["text"]
