@@ -70,9 +70,8 @@ class SamplesFile:
     def whole_batches(self, batch_size: int, total: int) -> int:
         """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
         names, done = {field.name for field in fields(Samples)}, 0
-        for line in log.lines(self.path):
-            values = log.record(line, "number")
-            if done == total or values is None or values.keys() | {"turns"} != names or values["number"] != done:
+        for values in log.read(self.path, key="number"):
+            if done == total or values.keys() != names or values["number"] != done:
                 break
             done += 1
         return done if done == total else done // batch_size * batch_size
