@@ -45,10 +45,11 @@ def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[R
     match config.keep:
         case "all":
             return demonstrations(samples.prompt, candidates, range(len(rewards)))
-        case "best":
-            return demonstrations(samples.prompt, candidates, best(rewards))
-        case "rest":
-            return demonstrations(samples.prompt, candidates, above(rewards, config.threshold))
+        case "best":  # the first of the highest
+            return demonstrations(samples.prompt, candidates, [rewards.index(max(rewards))] if rewards else [])
+        case "rest":  # 1[r > τ] of ReST (arXiv 2308.08998, section 3)
+            above = [i for i, reward in enumerate(rewards) if reward > config.threshold]
+            return demonstrations(samples.prompt, candidates, above)
         case "rejection_sampling":
             chosen = accepted(candidates, config.beta, config.accept, random)
             return demonstrations(samples.prompt, candidates, chosen)
@@ -64,16 +65,6 @@ def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[R
 
 
 # --- by rewards -----------------------------------------------------------------------------------------------------
-
-
-def best(rewards: Sequence[float]) -> list[int]:
-    """The first response with the highest reward; none if there are no responses."""
-    return [max(range(len(rewards)), key=lambda i: rewards[i])] if rewards else []
-
-
-def above(rewards: Sequence[float], threshold: float) -> list[int]:
-    """Responses with a reward above the threshold: 1[r > τ] of ReST (arXiv 2308.08998, section 3)."""
-    return [i for i, reward in enumerate(rewards) if reward > threshold]
 
 
 def accepted(candidates: Candidates, beta: float, count: int, random: Generator) -> list[int]:
