@@ -45,11 +45,6 @@ def call_of_the_run(responses):
     CALLS += len(responses) > 1  # not the trial before the run
     return CALLS
 
-def fails_on_fifth_call(prompts, responses):
-    if call_of_the_run(responses) == 5:
-        raise KeyboardInterrupt
-    return vowels(prompts, responses)
-
 def nan_on_third_call(prompts, responses):
     third = call_of_the_run(responses) == 3
     return [float("nan") if third else r for r in vowels(prompts, responses)]
@@ -63,9 +58,6 @@ def stops_on_third_call(prompts, responses):
     if call_of_the_run(responses) == 3:
         os.kill(os.getpid(), signal.SIGTERM)
     return vowels(prompts, responses)
-
-def never_a_number(prompts, responses):
-    return [float("nan")] * len(responses)
 
 def huge(prompts, responses):
     return [3e38 if index % 2 else -3e38 for index in range(len(responses))]
