@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 
+from fastp3o import train
+from fastp3o.config import StageConfig
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.p3o import P3OConfig
 
@@ -41,6 +44,15 @@ def copy_at_save_before(folder: str, copy: str) -> None:
     (_, last) = sorted((Path(copy) / "state").iterdir())
     shutil.rmtree(last)
     shutil.rmtree(Path(copy) / "model")
+
+
+def assert_resumes(config: StageConfig) -> None:
+    """The finished run of a configuration ends with the same bits if it goes on from the state before its last."""
+    folder, resumed = config.output_dir, f"{config.output_dir}-resumed"
+    copy_at_save_before(folder, resumed)
+    train(replace(config, output_dir=resumed, resume=True))
+    assert metrics(folder) == metrics(resumed)
+    assert_equal(weights(folder), weights(resumed))
 
 
 def assert_equal(first: dict, second: dict) -> None:

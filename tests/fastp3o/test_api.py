@@ -25,7 +25,7 @@ from fastp3o.cli import parse
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.training import loop as online
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, records, vowels, weights
+from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, records, vowels, weights
 from tests.fastp3o.together import together
 
 PROMPTS = "prompts.jsonl"
@@ -360,9 +360,7 @@ def test_peft_config_trains_merges_and_resumes(tiny_model, workplace):
     lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["v_proj", "q_proj"], **named)
     settings = SFTConfig(model=tiny_model, **TUNING, epochs=2, save_every=3)
     train(settings, peft_config=lora)
-    copy_at_save_before("run", "resumed")
-    train(replace(settings, lora_rank=4, lora_targets="q_proj,v_proj", **named, output_dir="resumed", resume=True))
-    assert_equal(weights("run"), weights("resumed"))
+    assert_resumes(replace(settings, lora_rank=4, lora_targets="q_proj,v_proj", **named))
     adapter, name = load_file("run/adapter/adapter_model.safetensors"), "model.layers.0.self_attn.q_proj"
     down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()

@@ -9,7 +9,7 @@ from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.training.loop import train
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
+from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
 
 VARIED = {"reward": "rewards_for_tests:varied"}
 NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo", "trpo"})  # those have runs of their own
@@ -25,11 +25,8 @@ KINDS = {"bpo", "grpo", "nash_md", "reinforce"}
 
 def train_and_resume(tiny_model: str, folder: str, config_class: type = P3OConfig, **settings) -> list[dict]:
     """The metrics of a run, which ends with the same bits if it is interrupted."""
-    train(config(tiny_model, folder, config_class, **settings))
-    copy_at_save_before(folder, f"{folder}-resumed")
-    train(config(tiny_model, f"{folder}-resumed", config_class, resume=True, **settings))
-    assert metrics(folder) == metrics(f"{folder}-resumed")
-    assert_equal(weights(folder), weights(f"{folder}-resumed"))
+    train(run := config(tiny_model, folder, config_class, **settings))
+    assert_resumes(run)
     return metrics(folder)
 
 

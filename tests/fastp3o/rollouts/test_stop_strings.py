@@ -11,7 +11,7 @@ from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.training.loop import train
 from tests.fastp3o.groups import tokenised
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
+from tests.fastp3o.runs import assert_resumes, config, metrics
 
 
 def draw(name, tiny_model, tokenizer, stops):
@@ -41,11 +41,9 @@ def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(nam
 
 def test_a_run_learns_to_end_with_a_stop_string_and_resumes_with_rounds_ahead(tiny_model, workplace):
     stops = {"stop_strings": list("abcdefghijklmnop"), "rounds_ahead": 1, "save_minutes": 1e-9, "updates": 3}
-    train(config(tiny_model, "run", P3OConfig, **stops))
+    train(run := config(tiny_model, "run", P3OConfig, **stops))
     assert any(line["missing_eos"] < 1 for line in metrics("run"))
-    copy_at_save_before("run", "resumed")
-    train(config(tiny_model, "resumed", P3OConfig, resume=True, **stops))
-    assert_equal(weights("run"), weights("resumed"))
+    assert_resumes(run)
 
 
 @pytest.mark.parametrize("value", ["</answer>", '{"a": 1}', '[""]', "[1]", "["])

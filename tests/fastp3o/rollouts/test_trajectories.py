@@ -27,7 +27,7 @@ from fastp3o.run.log import read_updates
 from tests.fastp3o.groups import flat, tokenised
 from tests.fastp3o.models.model_families import random_model
 from tests.fastp3o.rollouts.environments import AsyncEcho, Echo, OneTurn, games
-from tests.fastp3o.runs import assert_equal, copy_at_save_before, metrics, weights
+from tests.fastp3o.runs import assert_resumes, metrics
 
 P, K = 6, 3
 
@@ -220,11 +220,8 @@ def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_
     settings = {"rounds_ahead": 1, "save_minutes": 1e-9, "dynamic_sampling": 1, "mask_truncated": True}
     settings |= {"environment": "tests.fastp3o.rollouts.environments:Echo", "reward_weights": "1,0.5"}
     settings["reward"] = "environment,rewards_for_tests:vowels"
-    train(games(tiny_model, "run", **settings))
-    copy_at_save_before("run", "resumed")
-    train(games(tiny_model, "resumed", resume=True, **settings))
-    assert_equal(weights("run"), weights("resumed"))
-    assert metrics("run") == metrics("resumed")
+    train(run := games(tiny_model, "run", **settings))
+    assert_resumes(run)
 
 
 def test_what_is_no_environment_is_refused(tiny_model, workplace):
