@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from fastp3o.errors import UserError
 from fastp3o.run import report as reporting
 from fastp3o.run.report import Reporter
+from tests.fastp3o.local_server import Server
 
 METRICS = Path(__file__).parents[2] / "fastp3o" / "training" / "metrics.md"
 REWARDS = '''
@@ -125,6 +127,13 @@ def every_metric_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def runs_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plot takes a second, longer than most runs of tests; tests of plots draw."""
     monkeypatch.setattr(reporting, "draw_progress", lambda metrics, evaluations, path: True)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Serves what the test's module says in SERVED."""
+    with Server(*request.module.SERVED) as server:
+        yield server
 
 
 @pytest.fixture

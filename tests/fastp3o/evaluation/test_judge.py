@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,10 +52,7 @@ def prefers_the_longer(question: Question) -> Reply:
     return Reply(body=says(f"One mentions [[C]], but length decides.\n{mark}"))
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server("/v1/chat/completions", prefers_the_longer, question) as server:
-        yield server
+SERVED = "/v1/chat/completions", prefers_the_longer, question
 
 
 def base(server: Server) -> str:

@@ -8,7 +8,7 @@ from fastp3o import UserError, train
 from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.rewards.cascade import Cascade
-from fastp3o.rewards.config import PenaltyConfig, cascaded, reward_names, short_names
+from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.remote import read_rewards
@@ -64,12 +64,6 @@ def test_an_environment_and_an_endpoint_pass_on_what_they_have_no_reward_for():
     assert number == 1
     with pytest.raises(ValueError, match="whose reward 0 is not a finite number"):
         read_rewards(b'{"rewards": [null, 1]}', 2)
-
-
-def test_names_of_a_cascade():
-    names = reward_names("rules:check else runs/rm/model,https://judge/score")
-    assert [cascaded(name) for name in names] == [["rules:check", "runs/rm/model"], ["https://judge/score"]]
-    assert short_names(names) == ["check else model", "score"]
 
 
 def own_ids(prompts, responses, completion_ids):

@@ -4,22 +4,19 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, background
-from tests.fastp3o.local_server import Reply, Server, always, time_limit
+from tests.fastp3o.local_server import Reply, always, time_limit
 
 VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
 FINE = Reply(body=b"3")
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server("/answer", lambda number: FINE, lambda body, number: number) as server:
-        yield server
+SERVED = "/answer", lambda number: FINE, lambda body, number: number
 
 
 def read(answer: bytes) -> int:

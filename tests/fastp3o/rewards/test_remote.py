@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from fastp3o.endpoint import AnswerError, EndpointError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward, read_rewards
 from tests.fastp3o.groups import groups_of_texts
-from tests.fastp3o.local_server import Reply, Server, always
+from tests.fastp3o.local_server import Reply, always
 
 
 def rewards(values: list) -> bytes:
@@ -22,10 +21,7 @@ def lengths(body: dict) -> Reply:
     return Reply(body=rewards(list(map(len, body["responses"]))))
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server("/score", lengths, lambda body, number: body) as server:
-        yield server
+SERVED = "/score", lengths, lambda body, number: body
 
 
 class EndpointConfig(RemoteConfig):

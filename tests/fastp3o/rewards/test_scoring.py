@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastp3o.rewards.config import PenaltyConfig, short_names
+from fastp3o.rewards.config import PenaltyConfig, cascaded, reward_names, short_names
 from fastp3o.rewards.reward import WeightedSum, penalised_rewards, penalties, repeated_share, rewarded
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
@@ -59,6 +59,9 @@ def test_each_penalty_by_hand():
 
 
 def test_a_name_is_shortened_to_its_last_part_unless_others_have_the_same():
+    names = reward_names("rules:check else runs/rm/model,https://judge/score")
+    assert [cascaded(name) for name in names] == [["rules:check", "runs/rm/model"], ["https://judge/score"]]
+    assert short_names(names) == ["check else model", "score"]
     assert short_names(["rewards:vowels", "runs/rm/model/", "owner/name"]) == ["vowels", "model", "name"]
     alike = ["runs/a/model", "runs/b/model"]
     assert short_names([*alike, "math:correct"]) == [*alike, "correct"]
