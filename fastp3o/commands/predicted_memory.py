@@ -85,13 +85,8 @@ class Memory:
         return kept + max(self.activations + max(self.head, self.layer), self.embeddings)
 
 
-def update_memory(
-    model: Model, lengths: Lengths, precision: Precision, *, checkpointing: bool = False, one_by_one: bool = False
-) -> Memory:
-    """The memory of a policy's update on one device.
-
-    one_by_one: whether attention computes segments one by one and keeps their results, as on CPUs.
-    """
+def update_memory(model: Model, lengths: Lengths, precision: Precision, *, checkpointing: bool = False) -> Memory:
+    """The memory of a policy's update on one device."""
     norms, item = element_bytes(precision)
     dlogits = lengths.labelled * model.vocabulary * item
     logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
@@ -99,8 +94,7 @@ def update_memory(
     rounded = model.head_gradient(2) if precision.half and not single else 0
     states = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
     head = states + model.head_gradient(2 if single else 4) + max(logits, rounded)
-    attends = 3 if one_by_one else 2
-    products = 4 * model.intermediate + attends * model.queries
+    products = 4 * model.intermediate + 2 * model.queries
     layer_activations = lengths.tokens * (norms * model.hidden + item * products)
     layer_activations += lengths.keys * 2 * item * model.keys
     layer_input = lengths.tokens * model.hidden * precision.weights.itemsize

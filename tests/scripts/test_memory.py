@@ -88,7 +88,11 @@ def test_a_peak_is_predicted_within_a_tenth(precision, sizes, share_prompts, tra
         update()
     sizes = Model(model, trained_layers)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
-    predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing, one_by_one=True)
+    predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
+    # Attention on a CPU computes segments one by one, and keeps their results.
+    results = row.tokens * sizes.queries * (4 if precision.name == "fp32" else 2)
+    predicted.layer += results * checkpointing
+    predicted.activations += results * sizes.trained_layers * (not checkpointing)
     kept = sizes.parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
     assert predicted.peak - kept == pytest.approx(measured.peak, rel=0.1)
 
