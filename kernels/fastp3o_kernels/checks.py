@@ -63,14 +63,6 @@ def check_same_device(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {other} and {first_name} on {device}; they must be on one device")
 
 
-def check_logits(logits: Tensor, labels: Tensor, ignore_index: int | None) -> None:
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape [N, V], got {list(logits.shape)}")
-    check_floating("logits", logits)
-    check_same_device(logits=logits, labels=labels)
-    check_labels(labels, len(logits), logits.shape[1], ignore_index, "one label for each row of logits")
-
-
 def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: str) -> None:
     check_shape("labels", labels, (N,), why)
     if labels.dtype not in (torch.int32, torch.int64):

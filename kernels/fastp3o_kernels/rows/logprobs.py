@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_logits, checked_cu_seqlens
+from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, checked_cu_seqlens
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, on_device, use_triton
 from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
@@ -115,7 +115,11 @@ def token_logprobs(
             over a leaf. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of range gives NaN there.
     """
     transform = LogitsTransform(temperature=temperature)
-    check_logits(logits, labels, ignore_index)
+    if logits.dim() != 2:
+        raise ValueError(f"logits must have shape [N, V], got {list(logits.shape)}")
+    check_floating("logits", logits)
+    check_same_device(logits=logits, labels=labels)
+    check_labels(labels, len(logits), logits.shape[1], ignore_index, "one label for each row of logits")
     if inplace_backward and logits.requires_grad and logits.is_leaf:
         raise ValueError("inplace_backward=True would overwrite logits, which is a leaf: its values are yours to keep")
     check_outputs(outputs or ())
