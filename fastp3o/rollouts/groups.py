@@ -56,11 +56,6 @@ class Response(NamedTuple):
         """The place of a token among the policy's own; of an observed one, that of the own token before it."""
         return max(0, sum(min(end, token + 1) - start for start, end in self.spans if start <= token) - 1)
 
-    @property
-    def logprob(self) -> float | None:
-        """log π(y|x)."""
-        return None if self.logprobs is None else sum(self.logprobs)
-
 
 class Group(NamedTuple):
     """A prompt with its K responses."""

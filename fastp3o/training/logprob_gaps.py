@@ -63,7 +63,7 @@ def logprob_metrics(
         return metrics
     old = by_group([m.row for m in microbatches], [m.old_logprobs.flatten() for m in microbatches])
     numbers = sorted(number for m in microbatches for number in m.row.groups)
-    sampled = torch.tensor([[response.logprob for response in groups[number].responses] for number in numbers])
+    sampled = torch.tensor([[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers])
     gaps = to_device(sampled, old.device) - old
     return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}
 

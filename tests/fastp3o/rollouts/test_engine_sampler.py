@@ -43,7 +43,7 @@ def sample(policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options) -> di
     for group in groups:
         texts = tokenizer.batch_decode([response.ids for response in group.responses], skip_special_tokens=True)
         assert [response.text for response in group.responses] == texts
-        assert all(response.logprob < 0 for response in group.responses)
+        assert all(sum(response.logprobs) < 0 for response in group.responses)
     return {(n, k): group.responses[k].ids for n, group in zip(numbers, groups, strict=True) for k in range(K)}
 
 
@@ -87,7 +87,7 @@ def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy,
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=1, batch_size=2000)
     groups = sampler(tokenised(tokenizer, ["same"] * 1500), 2, 0)
     first = torch.tensor(response_ids(groups))[:, :, 0]
-    logprobs = torch.tensor([[response.logprob for response in group.responses] for group in groups])
+    logprobs = torch.tensor([[sum(response.logprobs) for response in group.responses] for group in groups])
     by_chance = logprobs.exp().mean().item()  # Σ p², as tokens come with probability p
     equal = (first[:, 0] == first[:, 1]).double().mean().item()
     assert abs(equal - by_chance) < 5 * (by_chance / 1500) ** 0.5
