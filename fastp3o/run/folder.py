@@ -27,7 +27,6 @@ OURS = re.compile(
 
 # All that a run writes, and what there is only once it has made a step or a sample.
 WRITTEN = re.compile(rf"{OURS.pattern}|{names.LOCK}|{names.STATES}|trackers|{names.VERDICTS}")
-FILES = {names.LOCK, names.CONFIG, names.PROGRESS, *names.LOGS}
 MADE = {names.STATES, names.FINISHED_MODEL, names.ADAPTER, names.BEST_MODEL, names.SAMPLES, *names.LOGS}
 
 # This process's locks by folder as it is named: a link may lead elsewhere later. They are global because something may
@@ -71,9 +70,6 @@ def require_usable(config: RunConfig) -> None:
     if held and not is_a_run:
         other = f"is no run of this version of fastp3o, and not empty ({held[0]})"
         raise FileExistsError(f"--output_dir {folder} {other}: name a new or empty folder")
-    for path in (folder / name for name in held if name in FILES):
-        if path.is_symlink() or not path.is_file():
-            raise FileExistsError(f"{path} is a link, a pipe or a folder, and a run writes a file there: remove it")
     if config.overwrite:
         if others := [name for name in held if not WRITTEN.fullmatch(name)]:
             raise FileExistsError(f"--overwrite: no run has written {others[0]} in {folder}: move it away")

@@ -15,7 +15,7 @@ from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, weights
 
 
-def test_links_pipes_and_damaged_notes_are_refused_by_name_and_a_lock_that_is_gone_is_made_again(tiny_model, workplace):
+def test_a_linked_lock_and_damaged_notes_are_refused_and_a_lock_that_is_gone_is_made_again(tiny_model, workplace):
     def run(**changes):
         train(config(tiny_model, "run", keep_best="reward", eval_prompts="prompts.jsonl", **changes))
 
@@ -24,21 +24,14 @@ def test_links_pipes_and_damaged_notes_are_refused_by_name_and_a_lock_that_is_go
 
     train(config(tiny_model, "whole", updates=3))
     run(updates=2)
-    lock, metrics, best = Path("run/fastp3o.lock"), Path("run/metrics.jsonl"), Path("run/best/evaluation.json")
+    lock, best = Path("run/fastp3o.lock"), Path("run/best/evaluation.json")
     Path("victim").write_text("somebody's")
     lock.unlink()
     lock.symlink_to(Path("victim").resolve())
-    with pytest.raises(FileExistsError, match=r"run/fastp3o.lock is a link, a pipe or a folder"):
+    with pytest.raises(OSError, match=r"symbolic links: .*run/fastp3o\.lock"):
         resume()
     assert Path("victim").read_text() == "somebody's"
     lock.unlink()
-    kept = metrics.read_bytes()
-    metrics.unlink()
-    os.mkfifo(metrics)
-    with pytest.raises(FileExistsError, match=r"run/metrics.jsonl is a link, a pipe"):
-        resume()
-    metrics.unlink()
-    metrics.write_bytes(kept)
     note = best.read_text()
     for damaged in ("", "[1]", "{}", '{"step": 1}', '{"step": 1, "reward": "x"}', note[:-9]):
         best.write_text(damaged)
