@@ -22,7 +22,7 @@ from fastp3o.rollouts.groups import lengths, pack_groups
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
-from fastp3o.rollouts.turns.tools import tool_environment
+from fastp3o.rollouts.turns.tools import gymnasium_environment, tool_environment
 from fastp3o.run.log import read_updates
 from tests.fastp3o.groups import flat, tokenised
 from tests.fastp3o.models.model_families import random_model
@@ -200,6 +200,26 @@ def test_tools_answer_what_a_policy_may_write():
     assert (first, rewards, done) == ("3", {"calls": 5, "failed_calls": 4}, False)
     assert all(line.startswith("error: ") for line in others)
     assert asyncio.run(kind().step("The sum is 3.")) == (None, {"calls": 0, "failed_calls": 0}, True)
+
+
+def test_an_environment_of_gymnasium_is_played_in_text():
+    class Counter:
+        def reset(self, *, seed):
+            self.left = seed
+            return {"left": seed}, {}
+
+        def step(self, action):
+            self.left -= 1
+            return action, 1, self.left == 1, self.left == 0, {}
+
+        def close(self):
+            self.left = None
+
+    game = gymnasium_environment(Counter)()
+    assert game.reset(reset_seed=2) == "{'left': 2}"
+    assert game.step(" up\n") == ("up", 1.0, True)
+    game.close()
+    assert game.inner.left is None
 
 
 @pytest.mark.parametrize("objective", [P3OConfig, GRPOConfig, RLOOConfig, PPOConfig])
