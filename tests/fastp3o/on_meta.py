@@ -18,7 +18,7 @@ class NothingElsewhere(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and tensor.dim() > 0:
+            if isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.numel():
                 assert tensor.is_meta, f"{func} of a tensor on {tensor.device}"
         return result
 
