@@ -1,6 +1,6 @@
 """The rewards that environments give for a trajectory's turns, for `--reward environment`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,19 +22,13 @@ class EnvironmentReward:
         rewarded = torch.tensor([[any(turn.rewards for turn in r.turns) for r in group.responses] for group in groups])
         return values.masked_fill(~rewarded, torch.nan) if self.passes else values
 
-    def at_tokens(self, groups: list[Group]) -> list[tuple[int, int, int, float]]:
+    def at_tokens(self, groups: list[Group]) -> Iterator[tuple[int, int, int, float]]:
         """Prompt, response, place among the policy's own tokens, and value there: a turn's rewards come at its end."""
-        return [
-            (
-                p,
-                k,
-                response.own_place(turn.end - 1),
-                sum(self.weights[name] * turn.rewards[name] for name in turn.rewards),
-            )
-            for p, group in enumerate(groups)
-            for k, response in enumerate(group.responses)
-            for turn in response.turns
-        ]
+        for p, group in enumerate(groups):
+            for k, response in enumerate(group.responses):
+                for turn in response.turns:
+                    value = sum(self.weights[name] * turn.rewards[name] for name in turn.rewards)
+                    yield p, k, response.own_place(turn.end - 1), value
 
     def parts(self, groups: list[Group]) -> dict[str, Tensor]:
         """The sums over turns of each reward, unweighted, [P, K] fp32."""

@@ -1,7 +1,7 @@
 """A user's Python function of texts, and of further columns of the data, as a reward."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from inspect import Parameter
@@ -101,14 +101,13 @@ class FunctionReward:
             wrong = f"must return a number for each response: {text_of(error)} (got {kinds})"
             raise FunctionError(f"{self.name} {wrong}") from error
 
-    def at_tokens(self, groups: list[Group]) -> list[tuple[int, int, int, float]]:
+    def at_tokens(self, groups: list[Group]) -> Iterator[tuple[int, int, int, float]]:
         """Of the last call: prompt, response, place among the policy's own tokens, and value there."""
-        responses = [(p, k, one) for p, group in enumerate(groups) for k, one in enumerate(group.responses)]
-        return [
-            (p, k, response.own_place(token), value)
-            for (p, k, response), values in zip(responses, self.of_tokens, strict=True)
-            for token, value in enumerate(values or ())
-        ]
+        answers = iter(self.of_tokens)
+        for p, group in enumerate(groups):
+            for k, response in enumerate(group.responses):
+                for token, value in enumerate(next(answers) or ()):
+                    yield p, k, response.own_place(token), value
 
 
 def first_two(signature: inspect.Signature, name: str) -> list[str]:
