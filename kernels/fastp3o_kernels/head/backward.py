@@ -43,8 +43,7 @@ class HeadGradients:
     """
 
     def __init__(self, chunked: ChunkedHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]):
-        self.chunked, self.finished = chunked, False
-        plan = chunked.plan
+        self.chunked, plan = chunked, chunked.plan
         self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
         self.waiting: list[Tensor] = []  # numbers of the tokens that wait, each with a row of the buffer
         self.filled = 0  # rows of the buffer
@@ -150,22 +149,18 @@ class HeadGradients:
             self.dbias += dlogits.sum(dim=0, dtype=self.dbias.dtype)
 
     def finish(self) -> None:
-        """The last products. Buffers are freed."""
-        if self.finished:
-            return
+        """The last products, before `results`. Buffers are freed."""
         self.multiply_waiting(last=True)
         if self.chunked.plan.in_place:
             self.chunked.release()
         if self.needs_weight and self.dweight is None:
             self.dweight = torch.zeros_like(self.chunked.weight, memory_format=torch.contiguous_format)
         del self.chunked, self.dlogits_buffer
-        self.finished = True
 
     def results(self, incoming: Tensor | None = None) -> list[Tensor | None]:
         """Gradients of hidden [N, D], weight [V, D] and bias [V] in their dtypes, None where not needed. incoming: 0-d,
         the gradient of the loss, which they are multiplied by; None: 1.
         """
-        self.finish()
         factor = incoming
         if self.scale is not None:
             factor = (1.0 if incoming is None else incoming) / self.scale

@@ -61,6 +61,7 @@ class LinearLogprobs(torch.autograd.Function):
                 grad_logprobs = torch.zeros_like(chunked.row_max)
             entropy_coefficients = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
             gradients.backward(ctx.spans, grad_logprobs.masked_fill(ignored, 0.0), entropy_coefficients)
+            gradients.finish()
             return *gradients.results(), None, None, None
 
 
