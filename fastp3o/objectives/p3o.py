@@ -34,15 +34,12 @@ class P3O(Objective):
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        return self.pair_loss(policy, microbatch, divisor, on_policy=False)
-
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """Old log-probs are the policy's own, so that every ratio is exactly 1; not with `--old_logprobs sampler`."""
-        return self.pair_loss(policy, microbatch, divisor, on_policy=self.old_is_policy)
+        return self.loss(policy, microbatch, divisor, on_policy=self.old_is_policy)
 
-    def pair_loss(
-        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, on_policy: bool
+    def loss(
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, on_policy: bool = False
     ) -> LossAndMetrics:
         """on_policy: old log-probs are the policy's."""
         clips_tokens = self.settings.clipping == "token" and not on_policy
