@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.packing.pack import Packing, by_group, derived_seed, process_share
+from fastp3o.packing.pack import Packing, derived_seed, process_share, sums_by_group
 from fastp3o.rewards.reward import Reward, logged_means, rewarded
 from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, pack_groups
-from fastp3o_kernels import sequence_logprobs
 
 # Sets evaluation seeds apart from those of updates, which are counted from 0.
 EVALUATION = 2**32 - 1
@@ -79,11 +78,7 @@ class Evaluation:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
-        log_ratios = [
-            sequence_logprobs(policy_logprobs - ref_logprobs, row.cu_seqlens)
-            for row, policy_logprobs, ref_logprobs in zip(rows, logprobs, self.reference(rows), strict=True)
-        ]
-        return by_group(rows, log_ratios)
+        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, self.reference(rows), strict=True)])
 
 
 def lengths_and_ends(groups: list[Group]) -> dict[str, Tensor]:

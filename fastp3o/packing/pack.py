@@ -14,6 +14,7 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids, PackedRow, Part, RowBuilder, Spans, to_device
 from fastp3o.packing.settings import Packing
+from fastp3o_kernels import sequence_logprobs
 
 
 def pack(
@@ -83,6 +84,11 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
         raise UserError("groups with different numbers of responses have no common shape [P, K]")
     order = torch.tensor([group for row in rows for group in row.groups])
     return torch.cat(list(values)).view(-1, responses_per_prompt)[to_device(order.argsort(), values[0].device)]
+
+
+def sums_by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
+    """`by_group` of sums over the tokens of each response. values: of the rows' labelled tokens, [N] each."""
+    return by_group(rows, [sequence_logprobs(one, row.cu_seqlens) for row, one in zip(rows, values, strict=True)])
 
 
 def group_sizes(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], packing: Packing) -> list[int]:

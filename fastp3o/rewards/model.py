@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.data.encoding import ids_added_first, name_pattern, special_tokens, split_bos, tokenise
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.sharding import FrozenModel
-from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.packing.pack import Packing, by_group, pack, sums_by_group
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, pack_groups, token_ids
 from fastp3o.rollouts.prefix import Prefix
-from fastp3o_kernels import sequence_logprobs
 
 
 class ModelReward:
@@ -59,8 +58,7 @@ class ContrastReward:
 
     def logprobs(self, groups: list[Group]) -> Tensor:
         rows = [row.to(self.policy.device) for row in pack_groups(groups, self.packing)]
-        both = zip(self.policy.map_rows(rows, labelled_logprobs), rows, strict=True)
-        return by_group(rows, [sequence_logprobs(logprobs, row.cu_seqlens) for logprobs, row in both]).cpu()
+        return sums_by_group(rows, self.policy.map_rows(rows, labelled_logprobs)).cpu()
 
 
 class Translation:

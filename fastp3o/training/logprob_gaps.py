@@ -11,7 +11,7 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
-from fastp3o.packing.pack import Packing, by_group
+from fastp3o.packing.pack import Packing, by_group, sums_by_group
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.rollouts.groups import Group, pack_groups
 from fastp3o.training.microbatches import policy_logprobs
@@ -86,7 +86,7 @@ def ratio_noise(policy: PackedModel, groups: Sequence[Group], microbatch: Microb
     if policy.relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(microbatch.old_logprobs.device)
-    again = by_group([row], [sequence_logprobs(labelled_logprobs(policy, row), row.cu_seqlens)])
+    again = sums_by_group([row], [labelled_logprobs(policy, row)])
     return (again.flatten().flip(0) - microbatch.old_logprobs.flatten()[:fitting]).square().mean().sqrt()
 
 

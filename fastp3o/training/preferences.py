@@ -24,7 +24,7 @@ from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.config.preferences import KTOConfig, PreferenceConfig
 from fastp3o.objectives.preferences import fixed_pair_sums, kto_sums
-from fastp3o.packing.pack import Examples, by_group, pack
+from fastp3o.packing.pack import Examples, pack, sums_by_group
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.processes import on_main_process
 from fastp3o.rewards.reward import asked_of_records
@@ -33,7 +33,7 @@ from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sa
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
 from fastp3o.training.setup import load_held_out
 from fastp3o.training.supervised import SupervisedTask, train_supervised
-from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequence_logprobs
+from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss
 from fastp3o_kernels.losses import kto_reference_point
 
 
@@ -181,10 +181,7 @@ class UnpairedPreferences(Preferences):
         on_host = (tuple(pack(examples["prompt_ids"], responses, self.config.packing)), reference, desirable)
         mismatched, reference, desirable = to_device(on_host, device)
         token_logprobs = map_rows_in_lockstep(mismatched, partial(labelled_logprobs, model))
-        logprobs = [
-            sequence_logprobs(values, row.cu_seqlens) for row, values in zip(mismatched, token_logprobs, strict=True)
-        ]
-        log_ratios = by_group(mismatched, logprobs) - reference
+        log_ratios = sums_by_group(mismatched, token_logprobs) - reference
         sums = torch.stack([log_ratios.sum(), desirable.sum().float(), log_ratios.new_full((), len(desirable))])
         sums = self.context.accelerator.reduce(sums, "sum")
         log_ratio, share = sums[:2] / sums[2]

@@ -22,9 +22,8 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.files import write_file
 from fastp3o.models.reference import Reference
-from fastp3o.packing.pack import Packing, by_group, pack, process_share
+from fastp3o.packing.pack import Packing, pack, process_share, sums_by_group
 from fastp3o.processes import on_main_process, require_finite
-from fastp3o_kernels import sequence_logprobs
 
 NAME = "logprobs"
 CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time
@@ -92,8 +91,7 @@ class ReferenceLogprobs:
         rows = [row.to(self.accelerator.device) for row in rows]
         with self.accelerator.autocast():
             token_logprobs = reference(rows)
-        logprobs = [sequence_logprobs(tokens, row.cu_seqlens) for tokens, row in zip(token_logprobs, rows, strict=True)]
-        shares = gather_object([by_group(rows, logprobs).tolist()])
+        shares = gather_object([sums_by_group(rows, token_logprobs).tolist()])
         return torch.tensor([shares[number % len(shares)][number // len(shares)] for number in range(len(prompts))])
 
     def added_to_data(self) -> dict[str, Dataset]:
