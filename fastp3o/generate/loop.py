@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -167,8 +166,7 @@ def sample_rest(
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             require_finite(accelerator, "a reward", rewards)
             one = partial(make_samples, tokenizer=context.tokenizer)
-            batch = list(map(one, groups, rewards.tolist(), examples["given"])) if share else []
-            batch = list(chain.from_iterable(gather_object([batch])))
+            batch = gather_object(list(map(one, groups, rewards.tolist(), examples["given"])) if share else [])
             on_main_process(accelerator, partial(samples.append, batch))
             tokens += sum(sum(one.lengths) for one in batch)
             bar.update(len(batch))

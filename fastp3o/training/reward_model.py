@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -98,8 +98,8 @@ class RewardModelling(SupervisedTask[RankedRow]):
         for values, row in zip(row_scores, rows, strict=True):
             groups, margins = row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist()
             differences += [(numbers[group], margin) for group, margin in zip(groups, margins, strict=True)]
-        all_differences = list(chain.from_iterable(gather_object([differences])))
-        return means | on_main_process(accelerator, lambda: judged(all_differences, self.config.seed))
+        differences = gather_object(differences)
+        return means | on_main_process(accelerator, lambda: judged(differences, self.config.seed))
 
 
 def bradley_terry(
