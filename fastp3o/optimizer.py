@@ -145,7 +145,12 @@ class Optimizer:
             raise error
 
     def next_learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def set_peak_learning_rate(self, rate: float) -> None:
+        """What the schedule multiplies for the first group, from the next step on."""
+        self.schedule.base_lrs[0] = rate
+        self.optimizer.param_groups[0]["lr"] = rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
@@ -173,12 +178,15 @@ class Optimizer:
             self.masters.round()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is not in tensors: the schedule's steps and the loss scale. Raises as `require_finite`."""
+        """The schedule's steps, the first rate as given and as set, the loss scale. Raises as `require_finite`."""
         self.require_finite()
-        return {"steps": self.schedule.last_epoch, "loss_scale": self.guard.state_dict()}
+        rates = [self.optimizer.defaults["lr"], self.schedule.base_lrs[0]]
+        return {"steps": self.schedule.last_epoch, "rates": rates, "loss_scale": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores that state. Learning rates and AdamW's other settings stay as they are configured now."""
+        """Restores that state. AdamW's settings stay as they are configured now, also a learning rate that is new."""
+        if (rates := state.get("rates")) and rates[0] == self.optimizer.defaults["lr"]:  # older states have none
+            self.schedule.base_lrs[0] = rates[1]
         if state["steps"]:
             before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
             self.schedule.load_state_dict(self.schedule.state_dict() | before)
@@ -192,8 +200,7 @@ class StepGuard:
 
     A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything, so the model is the
     one before it when `require_finite` raises. In fp16 an infinite gradient has overflowed: its step alone moves
-    nothing, and the scale of the loss is halved; a scale below 1 is a failure. scale: of fp16's loss, 0-d fp32; None in
-    other precisions.
+    nothing, and the loss's scale is halved; a scale below 1 is a failure. scale: of fp16's loss, 0-d fp32, or None.
     """
 
     def __init__(self, accelerator: Accelerator, *, scaled: bool):

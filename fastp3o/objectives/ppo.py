@@ -9,7 +9,6 @@ Shapes: N tokens of S responses, one after the other; response s has the tokens 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from fastp3o.objectives.base import (
     SumOverProcesses,
     masked_tokens,
     sampler_ratio_metrics,
+    step_kls,
     with_count,
 )
 from fastp3o.objectives.config.ppo import CriticConfig, PPOConfig
@@ -41,8 +41,7 @@ if TYPE_CHECKING:  # functions import what they need of `models`: with transform
 
 class ActorCritic(Objective):
     """Advantages of tokens by a critic, which trains beside the policy. `prepare` adds, [N] fp32 each: `old_values`,
-    the values before each token at the rollout; `advantages`, whitened over the update; `returns`, the targets of the
-    values.
+    the values before each token at the rollout; `advantages`, whitened over the update; `returns`, targets of values.
     """
 
     kl: KLCoefficient
@@ -108,20 +107,11 @@ class PPO(ActorCritic):
         metrics = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
         return super().adaptive_metrics | metrics
 
-    @torch.no_grad()
     def conclude(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> None:
         """Adapts the weight of the KL to the policy before the update, by what it is after it."""
-        from fastp3o.models.packed_model import labelled_logprobs
-        from fastp3o.models.sharding import map_rows_in_lockstep
-
-        if self.step_kl.target is None:
-            return
-        microbatches = list(chain.from_iterable(minibatches))
-        logprobs = map_rows_in_lockstep([batch.row for batch in microbatches], partial(labelled_logprobs, policy))
-        compared = zip(logprobs, (batch.old_token_logprobs for batch in microbatches), strict=True)
-        kls = torch.cat([step_kl(*pair) for pair in compared]).double()
-        total, count = sum_over_processes(torch.stack([kls.sum(), kls.new_full((), len(kls))])).tolist()
-        self.step_kl.adapt(total / count)
+        if self.step_kl.target is not None:
+            total, tokens, _ = step_kls(policy, [*chain.from_iterable(minibatches)], sum_over_processes).tolist()
+            self.step_kl.adapt(total / tokens)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         from fastp3o.models.packed_model import label_entropies, label_logprobs
@@ -209,8 +199,7 @@ def ppo_loss(
     step_kl_coef: float | None = None,
 ) -> LossAndMetrics:
     """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs, values, entropy: [N]
-    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums. step_kl_coef: the adapted one; by
-    default the configuration's.
+    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums. step_kl_coef: None: as configured.
     """
     advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
     ratio = (logprobs - microbatch.old_token_logprobs).exp()

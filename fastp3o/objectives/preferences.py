@@ -52,8 +52,7 @@ def pair_sums(
     """The mean of the loss over all M pairs of each prompt's responses, summed over P prompts, and its metrics.
 
     The response with the higher reward is chosen; pairs with equal rewards have no label, and count as zero. A
-    response's score is the difference of log-probs to the anchor, or log π without one; in nats per response, or
-    per token.
+    response's score is the difference of log-probs to the anchor, or log π without one; nats per response or token.
 
     accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. margin: the
     difference of scores, chosen less rejected. further: metrics of pairs, [P, M], from scores, [P, K], and labels.

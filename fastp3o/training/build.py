@@ -124,8 +124,7 @@ def sampled_model(
     **publishing: Any,
 ) -> SampledModel:
     """The policy, which is not on its device yet, and the copy or the servers that are sampled in its place, if there
-    must be any. bytes_per_parameter: of everything that is spread over the processes. publishing: further arguments of
-    a Publisher.
+    must be any. bytes_per_parameter: of all that is spread over the processes. publishing: arguments of a Publisher.
     """
     if config.sampler == "vllm":
         return SampledModel(policy, None, Publisher(context, config, config.longest_sequence, policy, **publishing))

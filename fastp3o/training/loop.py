@@ -13,6 +13,7 @@ from fastp3o.packing.pack import derived_seed, shuffled
 from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import TOKEN_REWARDS
 from fastp3o.rollouts.groups import finished
+from fastp3o.training.kl_per_update import adapted
 from fastp3o.training.logprob_gaps import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 from fastp3o.training.metrics import Update, report_update
 from fastp3o.training.microbatches import (
@@ -60,14 +61,16 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 buffer.require_same_policy(update, rollouts, gaps)
             with run.phase("update"):
                 passes = equal_passes(accelerator, minibatches, loss_mask, objective)
+                found: dict[str, float] = {}
                 step_metrics: list[dict[str, Tensor]] = []
-                for epoch in range(config.inner_epochs):
-                    for index in shuffled(len(minibatches), derived_seed(config.seed, update, epoch)).tolist():
-                        loss = objective.loss if step_metrics else objective.first_loss
-                        step_metrics.append(step(passes[index], loss))
+                seeds = [derived_seed(config.seed, update, epoch) for epoch in range(config.inner_epochs)]
+                order = [index for seed in seeds for index in shuffled(len(minibatches), seed).tolist()]
+                for index in adapted(run.optimizer, config, order, minibatches, found):
+                    loss = objective.loss if step_metrics else objective.first_loss
+                    step_metrics.append(step(passes[index], loss))
                 with accelerator.autocast():
                     objective.conclude(policy, minibatches, sum_over_processes)
                 reference.follow(policy, update)
-        further = buffer.metrics(update) | logged()
+        further = buffer.metrics(update) | logged() | found
         done = Update(update, rollouts, rewards, sampled_again, further, minibatches, gaps, step_metrics)
         report_update(run, config, objective, done)

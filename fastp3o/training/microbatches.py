@@ -45,8 +45,7 @@ def pack_minibatches(
     accelerator: Accelerator, groups: list[Group], minibatches: int, packing: Packing
 ) -> list[list[PackedRow]]:
     """Packs this process's share of each minibatch, for all inner epochs. Minibatches have equally many prompts. Tokens
-    are balanced between minibatches, and between processes. With fewer prompts than processes, some processes have no
-    row.
+    are balanced between minibatches, and between processes. With fewer prompts than processes, some have no row.
     """
     prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
@@ -73,8 +72,7 @@ def make_microbatches(
     old: gives the old log-probs. If they come from the policy on the very rows that it is trained on, every ratio is
     exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give.
 
-    rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, the responses that take
-    part in the loss, None for all.
+    rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, what takes part, or None.
     """
     on_host = tuple(chain.from_iterable(minibatches))
     tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
@@ -155,12 +153,10 @@ def optimizer_step(
     loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics],
     further_passes: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Makes the backward passes over a minibatch, and one step. Returns this process's metrics, as `mean_over_steps`
-    takes them.
+    """Makes a minibatch's backward passes and a step. Returns this process's metrics, as `mean_over_steps` takes them.
 
     loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
-    the step, and returns metrics of its own. Does not wait for the device: whether loss and gradient were finite says
-    `Optimizer.require_finite`.
+    the step, and returns its metrics. Does not wait for the device: `Optimizer.require_finite` tells of failures.
     """
     metrics = add_gradients(optimizer, passes, loss)
     further = {} if further_passes is None else further_passes()

@@ -44,6 +44,9 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     learning_rate: float = option(
         1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).", above=0, changeable=True
     )
+    kl_per_update: float | None = option(
+        None, "Nats per response of an update, which learning_rate follows; None: fixed.", above=0, changeable=True
+    )
     updates: int = option(500, "Rounds of rollouts and inner epochs.", at_least=1, changeable=True)
     prompts_per_update: int = option(
         64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64).", at_least=1

@@ -24,5 +24,5 @@ class TRPOConfig(CriticConfig, objective="trpo"):
         super().__post_init__()
         if self.precision != "fp32" or self.quantize == "8bit":
             raise UserError("--objective trpo needs --precision fp32, and no --quantize 8bit, for small differences")
-        if self.ptx_data or self.sampler_ratio_cap:
-            raise UserError("--objective trpo excludes --ptx_data and --sampler_ratio_cap: its step knows neither")
+        if self.ptx_data or self.sampler_ratio_cap or self.kl_per_update:
+            raise UserError("--objective trpo excludes --ptx_data, --sampler_ratio_cap and --kl_per_update")

@@ -1,0 +1,51 @@
+"""A learning rate that follows how far the steps of an update move the policy (`--kl_per_update`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import sqrt
+
+import torch
+
+from fastp3o.objectives.base import Minibatches, step_kls
+from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.optimizer import Optimizer
+from fastp3o.training.microbatches import policy_logprobs
+
+CHANGE = 4.0  # the most that a whole update multiplies or divides the rate by
+TOO_FAR = 4.0  # times the target: a run's first update ends there, since later ones do not mend what it breaks
+
+
+def adapted(
+    optimizer: Optimizer, config: OnlineConfig, order: Sequence[int], minibatches: Minibatches, found: dict[str, float]
+) -> Iterator[int]:
+    """The minibatches of an update's steps, in this order. Adapts the policy's learning rate after the last one.
+
+    found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, from a forward pass of one minibatch, which
+    stands for all. With `--old_logprobs sampler` another one before the steps gives log π_before.
+    """
+    target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
+    if target is None:
+        yield from order
+        return
+    watched = next(filter(None, minibatches))  # a process may have no row in the first
+    if config.old_logprobs == "sampler":
+        with torch.no_grad(), accelerator.autocast():
+            before = policy_logprobs(optimizer.model, [one.row for one in watched])
+        watched = [replace(one, old_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
+    first, total_of = schedule.base_lrs[0] == config.learning_rate, partial(accelerator.reduce, reduction="sum")
+    for made, index in enumerate(order, 1):
+        yield index
+        if first or made == len(order):
+            with accelerator.autocast():
+                kl, _, responses = step_kls(optimizer.model, watched, total_of).tolist()
+            found["kl_moved"] = moved = kl / responses
+            if first and moved > TOO_FAR * target:
+                accelerator.print(f"--kl_per_update: the first update ends after {made} steps and {moved:.3g} nats")
+                break
+    if moved > 0:  # otherwise rewards were equal, or fp16 skipped all steps
+        # The way is the sum of the schedule's factors, and the KL grows with its square.
+        way = sum(float(schedule.lr_lambdas[0](schedule.last_epoch - back)) for back in range(made, 0, -1))
+        lowest = 1 / CHANGE if made == len(order) else 0.0
+        change = min(max(way / len(order) * sqrt(target / moved), lowest), CHANGE)
+        optimizer.set_peak_learning_rate(float(schedule.base_lrs[0]) * change)
