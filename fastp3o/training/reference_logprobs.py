@@ -63,8 +63,7 @@ class ReferenceLogprobs:
 
     def compute(self, reference: Reference, after_chunk: Callable[[], None]) -> None:
         """Computes the log-probs that are not known, and writes them to files. after_chunk: called after every CHUNK
-        examples, on every process; an error that it raises loses the log-probs of the data set. Raises NotFiniteError
-        if a log-prob is NaN or infinite.
+        examples, on every process; its error loses the log-probs of the data set. Raises NotFiniteError for these.
         """
         for name, path in self.paths.items():
             if path not in self.logprobs_by_path:

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from fastp3o.objectives.base import Microbatch, mean_kl
+from fastp3o.models.loading import load_policy
+from fastp3o.objectives.base import Microbatch, mean_kl, step_kls
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.training import kl_per_update
 from fastp3o.training.loop import train
+from fastp3o_kernels import linear_distillation
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
 
 VARIED = {"reward": "rewards_for_tests:varied"}
@@ -143,3 +146,35 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
     mean = train_and_resume(tiny_model, "mean", reference_decay=0.2, kl_coef=0.0, precision="bf16", **settings)
     train(config(tiny_model, "stays", kl_coef=0.0, precision="bf16", **settings))
     assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2  # of samples, so it may be below 0
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "p3o"])
+def test_the_learning_rate_follows_what_updates_move_at_the_schedules_peak(workplace, tiny_model, name):
+    changes = {"ppo": {"rounds_ahead": 1}, "rloo": {"precision": "fp16", "lora_rank": 2, **SETTINGS["ppg"]}}
+    changes |= {"p3o": {"old_logprobs": "sampler", "lr_schedule": "linear", "warmup_steps": 6}}
+    settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "updates": 3, "save_every": 2, **VARIED, **changes[name]}
+    steps = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings)
+    factors = [min(step / 6, (12 - step) / 6) if name == "p3o" else 1.0 for step in range(12)]
+    for one in steps[:-1]:
+        change = sum(factors[(end := 4 * one["step"]) - 4 : end]) / 4 * (0.02 / one["kl_moved"]) ** 0.5
+        rate = one["learning_rate"] / factors[end - 1] * min(max(change, 1 / 4), 4) * factors[end + 3]
+        assert steps[one["step"]]["learning_rate"] == pytest.approx(rate)
+
+
+def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, tiny_model, monkeypatch, capsys):
+    start, exact = load_policy(tiny_model), []
+
+    def both(policy, microbatches, total):
+        states = [model(row := microbatches[0].row, row.labelled_at, lambda *own: own) for model in (policy, start)]
+        exact.append(linear_distillation(*states[0], *states[1], divergence="forward_kl").sum().item() / (4 * 64))
+        return step_kls(policy, microbatches, total)
+
+    monkeypatch.setattr(kl_per_update, "step_kls", both)
+    settings = {"kl_per_update": 0.01, "learning_rate": 0.01, "responses_per_prompt": 64, "updates": 2}
+    train(config(tiny_model, "run", old_logprobs="sampler", top_p=0.9, **settings, **VARIED))
+    (first, second), (moved, _) = metrics("run"), exact
+    assert "the first update ends after 1 steps" in capsys.readouterr().out
+    assert first["kl_moved"] == pytest.approx(moved, rel=0.1)
+    assert second["learning_rate"] == pytest.approx(0.01 / 4 * (0.01 / first["kl_moved"]) ** 0.5)
+    train(config(tiny_model, "tied", **settings, reward="rewards_for_tests:constant"))
+    assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [(0.0, 0.01)] * 2

@@ -126,7 +126,7 @@ def test_the_line_search_goes_back_to_the_bound_and_refuses_what_is_no_better(mo
 
 def test_what_the_step_cannot_bound_is_refused_before_data_and_models_load(workplace, tiny_model, monkeypatch):
     refused = [{"precision": "auto"}, {"precision": "bf16-autocast"}, {"quantize": "8bit", "lora_rank": 2}]
-    for changes in [*refused, {"ptx_data": "texts"}, {"sampler_ratio_cap": 2.0}]:
+    for changes in [*refused, {"ptx_data": "texts"}, {"sampler_ratio_cap": 2.0}, {"kl_per_update": 1.0}]:
         with pytest.raises(UserError, match=f"--objective trpo .*--{next(iter(changes))}"):
             config(tiny_model, "run", TRPOConfig, **changes)
     monkeypatch.setattr(sharding, "number_of_processes", lambda: 2)

@@ -8,7 +8,7 @@ from tests.fastp3o.training.test_distributed import FP32, ONLINE, assert_same_me
 
 BESIDE = {
     "p3o that samples ties again": ["p3o", "--dynamic_sampling", "2", "--reward", "rewards_for_tests:vowels"],
-    "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01"],
+    "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01", "--kl_per_update", "0.1"],
     "p3o after a mean": ["p3o", "--reference_decay", "0.5"],
     "ipo from a mixture": ["online_ipo", "--mixture", "0.5"],
     "ppo with a penalty": ["ppo", "--step_bound", "penalty", "--step_kl_target", "1e-3"],
