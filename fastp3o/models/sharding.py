@@ -58,8 +58,7 @@ def number_of_processes() -> int:
 def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool]]:
     """The rows, then `spare` until there are as many as the process with most rows has; and whether each counts.
     Processes gather weights in every pass, so one that made fewer passes would leave the others waiting for ever: a row
-    makes as many through the layers as the one that another process has at the same time. A row is a PackedRow, or has
-    one as its `row`.
+    makes as many through the layers as the one that another process has at the same time. A row is or has a PackedRow.
     """
     return padded(rows, spare, *most_passes([rows]))
 
@@ -111,8 +110,7 @@ def shard(
     """Spreads a model over the mesh, in place, and moves this process's part to the device; all of it without a mesh.
 
     All processes get the main process's weights: elsewhere the model may be on the meta device. dtype: of the passes,
-    to which frozen weights are rounded for good; None for that of the weights. offload: the parts are on the CPU
-    between uses.
+    to which frozen weights are rounded for good; None for that of the weights. offload: parts wait on the CPU.
     """
     if mesh is None:
         model.to(device)

@@ -196,10 +196,14 @@ def mean_kl(minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> f
 @torch.no_grad()
 def step_kls(policy: nn.Module, microbatches: list[Microbatch], sum_over_processes: SumOverProcesses) -> Tensor:
     """KL(π_old ‖ π) of the policy now, in nats, summed over all tokens; their number; that of responses: [3] fp64."""
+    from torch.distributed.fsdp import FSDPModule
+
     from fastp3o.models.packed_model import labelled_logprobs
     from fastp3o.models.sharding import map_rows_in_lockstep
 
     logprobs = torch.cat(map_rows_in_lockstep([one.row for one in microbatches], partial(labelled_logprobs, policy)))
+    if isinstance(policy, FSDPModule):
+        policy.reshard()  # no backward pass does it, and a reference may follow the own parts
     kls = step_kl(logprobs, torch.cat([one.old_token_logprobs for one in microbatches])).double()
     counts = len(kls), sum(one.rewards.numel() for one in microbatches)
     return sum_over_processes(torch.stack([kls.sum(), *map(kls.new_tensor, counts)]))

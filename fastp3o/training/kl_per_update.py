@@ -46,6 +46,5 @@ def adapted(
     if moved > 0:  # otherwise rewards were equal, or fp16 skipped all steps
         # The way is the sum of the schedule's factors, and the KL grows with its square.
         way = sum(float(schedule.lr_lambdas[0](schedule.last_epoch - back)) for back in range(made, 0, -1))
-        lowest = 1 / CHANGE if made == len(order) else 0.0
-        change = min(max(way / len(order) * sqrt(target / moved), lowest), CHANGE)
-        optimizer.set_peak_learning_rate(float(schedule.base_lrs[0]) * change)
+        change = max(way / len(order) * sqrt(target / moved), 1 / CHANGE if made == len(order) else 0.0)
+        optimizer.set_peak_learning_rate(float(schedule.base_lrs[0]) * min(change, CHANGE))

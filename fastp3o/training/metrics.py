@@ -78,8 +78,7 @@ def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -
 
     reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
     rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of
-    the responses' tokens, in nats per token. missing_eos: share of responses without an end-of-sequence. ratio/noise,
-    sampler_gap, sampler_kl: see `logprob_metrics`.
+    the responses' tokens, in nats per token. missing_eos: share without an end-of-sequence. Others: `logprob_metrics`.
     """
     rewards, microbatches = update.rewards["reward"], update.microbatches
     tokens = lengths(update.groups)
