@@ -12,7 +12,7 @@ from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.training.microbatches import policy_logprobs
 
-CHANGE = 4.0  # the most that a whole update multiplies or divides the rate by
+CHANGE = 4.0  # the most that a whole update multiplies or divides the rate by; the eighth power if it ends early
 TOO_FAR = 4.0  # times the target: a run's first update ends there, since later ones do not mend what it breaks
 
 
@@ -46,5 +46,5 @@ def adapted(
     if moved > 0:  # otherwise rewards were equal, or fp16 skipped all steps
         # The way is the sum of the schedule's factors, and the KL grows with its square.
         way = sum(float(schedule.lr_lambdas[0](schedule.last_epoch - back)) for back in range(made, 0, -1))
-        change = max(way / len(order) * sqrt(target / moved), 1 / CHANGE if made == len(order) else 0.0)
+        change = max(way / len(order) * sqrt(target / moved), 1 / CHANGE if made == len(order) else CHANGE**-8)
         optimizer.set_peak_learning_rate(float(schedule.base_lrs[0]) * min(change, CHANGE))
