@@ -7,7 +7,7 @@ import random
 import re
 import ssl
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -59,7 +59,7 @@ class Endpoint:
     status except 200 stops at once. backoff: seconds before the first retry, doubled for each further one, and up to
     half as much again at random. longest_wait: seconds; an endpoint whose Retry-After asks for more counts as
     unavailable. abandons: whether a request under way is given up once its answer is no longer wanted, rather than
-    waited for.
+    waited for. query: parameters behind the URL, none of them secret.
 
     Raises ValueError on a URL, a key or a proxy that cannot be used.
     """
@@ -74,10 +74,11 @@ class Endpoint:
         backoff: float = 1.0,
         longest_wait: float = 120.0,
         abandons: bool = False,
+        query: Mapping[str, str] | None = None,
     ):
         self.url, self.proxied = check_url(url), url.startswith("https:")
         self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
-        self.abandons = abandons
+        self.abandons, self.query = abandons, query
         self.key = os.environ.get(key_variable, "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             # httpx would complain too, but quote the key.
@@ -143,7 +144,8 @@ class Endpoint:
     async def request(self, client: httpx.AsyncClient, content: bytes) -> httpx.Response:
         """The whole answer. Raises TimeoutError; httpx's own limits begin anew with each byte."""
         async with asyncio.timeout(self.timeout):
-            return await client.request("POST" if content else "GET", self.url, content=content, headers=self.headers)
+            options = {"content": content, "headers": self.headers, "params": self.query}
+            return await client.request("POST" if content else "GET", self.url, **options)
 
     def without_key(self, text: str) -> str:
         """The text with stars in the place of the key, if it is long enough to be a secret."""

@@ -65,6 +65,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         probes_always=bool(config.rounds_ahead) or config.truncates,
         tolerant=bool(config.sampler_ratio_cap),
         logprobs_as_drawn=config.temperature != 1 or config.truncates,
+        interrupts=config.interrupt_rollouts,
     )
     objective.add_to(policy)
     rewards = load_rewards(context, config, prompts, held_out.examples)

@@ -116,7 +116,9 @@ class RolloutBuffer:
         return lambda: groups
 
     def staleness(self, update: int) -> int:
-        """The number of updates between the policy that sampled an update's rollouts and the one that they train."""
+        """The number of updates between the policy that sampled an update's rollouts and the one that they train; of
+        interrupted rollouts, those whose tokens came last are newer.
+        """
         return update - self.buffered[update].sampled_at
 
     def metrics(self, update: int) -> dict[str, float]:

@@ -80,6 +80,9 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         "servers sample while the round before trains; fastp3o's own samplers gain nothing.",
         at_least=0,
     )
+    interrupt_rollouts: bool = option(
+        False, "New weights do not wait for responses under way, which go on from them.", needs="rounds_ahead"
+    )
     mask_truncated: bool = option(
         False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
     )
@@ -117,6 +120,8 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
             raise UserError(f"--overlong_margin must be at most --max_response_tokens ({longest}), got {margin}")
         if self.environment and self.from_mixture:
             raise UserError("--environment and --mixture exclude each other: a mixture samples responses of one turn")
+        if self.interrupt_rollouts and self.sampler != "vllm":
+            raise UserError("--interrupt_rollouts does nothing without --sampler vllm")
         if self.reference_every and self.reference_decay:
             raise UserError("--reference_every and --reference_decay exclude each other")
         if self.reference_moves and self.lora_rank:

@@ -16,7 +16,7 @@ from fastp3o.rollouts.vllm.servers import Question
 
 
 class ServedTrajectories(TrajectorySampler):
-    """A Sampler of trajectories, called by all processes. Servers keep the policy's weights for the whole of a call.
+    """A Sampler of trajectories, called by all processes. Servers keep the weights for a whole call, or interrupt it.
 
     All turns of a prompt go to one server, which has what came before in its prefix cache. Environments answer together
     the turns that have come meanwhile. The tokenizer must be its own: a call that was begun has a thread of its own.
@@ -34,7 +34,7 @@ class ServedTrajectories(TrajectorySampler):
         return on_every_process(self.publish.accelerator, sample)
 
     def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
-        """Begins a call, and returns what waits for its end. Until then the servers keep today's weights."""
+        """Begins a call, and returns what waits for its end."""
         self.publish()
         sampled = Background(partial(super().__call__, prompts, responses_per_prompt, seed)).result
         servers = self.publish.servers

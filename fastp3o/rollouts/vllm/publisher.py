@@ -45,7 +45,8 @@ class Publisher:
     longest_sequence: tokens of a prompt and its response at most. version: another number after each optimizer step.
     probes_always: for responses that train a later policy, so that nothing else compares the two. tolerant: whether
     servers may compute in half precision where the policy does not. logprobs_as_drawn: whether log-probs must be after
-    temperature and truncation, which vLLM's are not by default.
+    temperature and truncation, which vLLM's are not by default. interrupts: whether responses under way go on from new
+    weights; otherwise these wait for them.
 
     Raises EndpointError if a server does not answer, and ValueError for one that cannot take the policy's sequences, or
     a folder that servers do not share.
@@ -62,12 +63,13 @@ class Publisher:
         probes_always: bool = False,
         tolerant: bool = False,
         logprobs_as_drawn: bool = False,
+        interrupts: bool = False,
     ):
         self.accelerator, self.precision, self.tokenizer, *_ = context
         self.policy, self.version, self.probes_always = policy, version, probes_always
         tokens = policy.model.config.get_text_config().vocab_size
         limits = {"requests": config.vllm_requests, "time_limit": config.vllm_time_limit, "vocabulary": tokens}
-        self.servers = Servers(config.vllm_urls, **limits)
+        self.servers = Servers(config.vllm_urls, interrupts=interrupts, **limits)
         passes = self.precision.autocast or self.precision.weights
         self.tolerance = TOLERANCE[torch.bfloat16 if tolerant else passes]
         self.published: int | None = None
@@ -86,21 +88,23 @@ class Publisher:
         version = self.version()
         if version == self.published:
             return
-        # Other weights would change the responses that are under way.
-        self.servers.wait()
-        self.servers.lost = set().union(*gather_object([self.servers.lost]))
+        if not self.servers.interrupts:
+            # Other weights would change the responses that are under way.
+            self.servers.wait()
+        self.servers.lost |= set().union(*gather_object([self.servers.lost]))
         if self.published is not None and self.probes_always:
             self.require_unmoved(self.published)
         self.published = None
-        found = on_main_process(self.accelerator, lambda: self.servers.found_again(self.servers.lost))
+        # What a lost server was asked before may still come, from other weights.
+        busy = set().union(*gather_object([{url for url in self.servers.lost if self.servers.busy[url]}]))
+        found = on_main_process(self.accelerator, lambda: self.servers.found_again(self.servers.lost - busy))
         self.servers.lost -= found
         if not self.servers.present:
             raise EndpointError(f"no server answers any more: {', '.join(self.servers.urls)}")
         self.bring()
-        on_main_process(self.accelerator, self.servers.reset_prefix_cache)
         if self.reloads < 2 or self.probes_always or found:
             self.probe(version)
-        self.servers.lost = on_main_process(self.accelerator, lambda: self.servers.lost)
+        self.servers.lost |= on_main_process(self.accelerator, lambda: self.servers.lost)
         self.published, self.reloads = version, self.reloads + 1
 
     def bring(self) -> None:
@@ -111,6 +115,9 @@ class Publisher:
             with whole_folder(self.accelerator, place) as unfinished:
                 write_model(self.accelerator, self.policy, self.tokenizer, unfinished, self.precision.weights)
             on_main_process(self.accelerator, lambda: self.servers.load(str(place)))
+            # Before they go on, all processes know whose answers no longer count.
+            self.servers.lost |= on_main_process(self.accelerator, lambda: self.servers.lost)
+            on_main_process(self.accelerator, self.servers.resume)
         except OSError as error:  # such as a folder that is gone, or memory that is full
             raise EndpointError(f"the weights cannot be brought to the servers through {place}: {error}") from error
         finally:

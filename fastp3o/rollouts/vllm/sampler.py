@@ -38,7 +38,7 @@ class VLLMSampler:
         return self.begin(prompts, responses_per_prompt, seed)()
 
     def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
-        """Begins a call, and returns what waits for its end. Until then the servers keep today's weights."""
+        """Begins a call, and returns what waits for its end. Until then servers keep their weights, or interrupt it."""
         self.publish()
         # vLLM adds the number of a response to its prompt's seed.
         seeds = [derived_seed(seed, prompt.number) for prompt in prompts]

@@ -66,15 +66,19 @@ class Servers:
         requests: prompts that this process asks for at once. Each is one request for all of its responses.
         time_limit: seconds that an answer may take, and a reload of weights.
         vocabulary: number of the policy's tokens.
+        interrupts: whether new weights come while requests are under way, which go on from them.
     """
 
-    def __init__(self, urls: Sequence[str], *, requests: int, time_limit: float, vocabulary: int):
-        self.vocabulary = vocabulary
+    def __init__(
+        self, urls: Sequence[str], *, requests: int, time_limit: float, vocabulary: int, interrupts: bool = False
+    ):
+        self.vocabulary, self.interrupts = vocabulary, interrupts
         self.urls = [url.rstrip("/") for url in urls]
         self.requests, self.time_limit = requests, time_limit
         self.under_way: list[Answers] = []
         self.calls: list[Future] = []  # in the background, which ask for more as they go on
         self.lost: set[str] = set()
+        self.paused: list[str] = []
         self.busy, self.counting = Counter[str](), threading.Lock()
 
     @property
@@ -141,7 +145,10 @@ class Servers:
                     url = question.server if question.server in present else min(present, key=self.busy.__getitem__)
                     self.busy[url] += 1
                 try:
-                    return question.place, endpoints[url].post(body, read, stopped)
+                    completions = endpoints[url].post(body, read, stopped)
+                    if self.interrupts and url in self.lost:
+                        raise UnavailableError(f"{url} was lost, and has not taken new weights since")
+                    return question.place, completions
                 except UnavailableError as error:
                     self.lose(url, error)
                 finally:
@@ -153,21 +160,33 @@ class Servers:
         return answers
 
     def load(self, folder: str) -> None:
-        """Has every server that is there read its weights from a folder. Raises EndpointError if one cannot."""
-        self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        """Has every server that is there read its weights from a folder, and drop older keys and values. Requests under
+        way wait for `resume` if they may be interrupted, else there may be none. Raises EndpointError if one cannot.
+        """
+        query = None
+        try:
+            if self.interrupts:
+                self.paused, query = self.present, {"reset_running_requests": "true"}
+                self.post_to_all("/pause", {}, query={"mode": "keep"})
+            self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+            for url, answer in self.post_to_all("/reset_prefix_cache", {}, query=query).items():
+                if not (isinstance(answer, dict) and answer.get("success") is True):
+                    raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
+        except BaseException:
+            with suppress(EndpointError):  # the first error says more
+                self.resume()
+            raise
 
-    def reset_prefix_cache(self) -> None:
-        """Has every server drop older keys and values; nothing may be under way. Raises EndpointError if one cannot."""
-        for url, answer in self.post_to_all("/reset_prefix_cache", {}).items():
-            if not (isinstance(answer, dict) and answer.get("success") is True):
-                raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
+    def resume(self) -> None:
+        """Has the servers that were paused go on, also one that was lost since. Raises EndpointError if one cannot."""
+        self.post_to_all("/resume", {}, self.paused, timeout=QUICK)
 
-    def post_to_all(self, path: str, body: object) -> dict[str, Any]:
-        """The answers of all servers that are there. Raises EndpointError if one refuses, or if none is left."""
+    def post_to_all(self, path: str, body: object, urls: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
+        """The answers of `urls`, or of all that are there. Raises EndpointError if one refuses, or if none is left."""
 
         def ask(url: str, stopped: threading.Event) -> dict[str, Any]:
             try:
-                return {url: self.endpoint(url, path).post(body, json.loads, stopped)}
+                return {url: self.endpoint(url, path, **options).post(body, json.loads, stopped)}
             except UnavailableError as error:
                 self.lose(url, error)
                 return {}
@@ -177,7 +196,7 @@ class Servers:
                 ) from error
 
         answers: dict[str, Any] = {}
-        for answer in Answers(ask, self.present, len(self.urls)):
+        for answer in Answers(ask, self.present if urls is None else urls, len(self.urls)):
             answers |= answer
         return answers
 
