@@ -144,8 +144,8 @@ class Endpoint:
     async def request(self, client: httpx.AsyncClient, content: bytes) -> httpx.Response:
         """The whole answer. Raises TimeoutError; httpx's own limits begin anew with each byte."""
         async with asyncio.timeout(self.timeout):
-            options = {"content": content, "headers": self.headers, "params": self.query}
-            return await client.request("POST" if content else "GET", self.url, **options)
+            method = "POST" if content else "GET"
+            return await client.request(method, self.url, params=self.query, content=content, headers=self.headers)
 
     def without_key(self, text: str) -> str:
         """The text with stars in the place of the key, if it is long enough to be a secret."""

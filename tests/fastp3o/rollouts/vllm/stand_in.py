@@ -3,13 +3,14 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.packed_model import labelled_logprobs, untempered
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs, untempered
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import POLICY_ITSELF, Prompt, SamplingSettings
@@ -23,20 +24,22 @@ class StandIn(LocalServer):
     """Serves the model in `folder`, until it is told to load others. fault: of its answers, see `FAULTS`, from the
     completion with the number `from_completion` on, counted from 0. version, room: what it says of itself; room is of
     tokens. processed: whether log-probs are after temperature and truncation (--logprobs-mode processed_logprobs).
-    away: it answers nothing until it was asked for its version as often.
+    away: it answers nothing until it was asked for its version as often. paused: it keeps requests until it may resume.
     """
 
-    fault, from_completion, version, room, processed, away = "", 0, "0.32.0", 1024, False, 0
+    fault, from_completion, version, room, processed, away, paused = "", 0, "0.32.0", 1024, False, 0, False
 
     def __init__(self, folder: str, **options):
         super().__init__(Handler)
         vars(self).update(options)
         self.tokenizer, self.completions = load_tokenizer(folder), 0
+        self.changed, self.under_way, self.policies = threading.Condition(self.lock), 0, []
         self.load(folder)
 
     def load(self, folder: str) -> None:
         with LOADING:
             self.policy = load_policy(folder)
+        self.policies.append(self.policy)
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.requests]
@@ -63,11 +66,28 @@ class StandIn(LocalServer):
         ]
         return {"choices": FAULTS.get(self.broken(), list)(choices)}
 
+    def complete_in_halves(self, body: dict, until: Callable[[], bool]) -> dict:
+        """As a request that is under way until then: the second half is of the weights that are there by that time."""
+        half, self.under_way = body["max_tokens"] // 2, self.under_way + 1
+        answer = StandIn.complete(self, body | {"max_tokens": half})
+        self.changed.notify_all()
+        assert self.changed.wait_for(until, 60.0)
+        for choice in answer["choices"]:
+            if choice["finish_reason"] == "length":
+                longer = {"prompt": body["prompt"] + choice["token_ids"], "max_tokens": body["max_tokens"] - half}
+                (rest,) = StandIn.complete(self, body | longer | {"n": 1})["choices"]
+                choice["token_ids"] += rest["token_ids"]
+                choice["logprobs"]["token_logprobs"] += rest["logprobs"]["token_logprobs"]
+                choice["finish_reason"] = rest["finish_reason"]
+        self.under_way -= 1
+        return answer
+
     @torch.no_grad()
-    def raw_logprobs(self, prompt: list[int], ids: list[int]) -> list[float]:
+    def raw_logprobs(self, prompt: list[int], ids: list[int], policy: PackedModel | None = None) -> list[float]:
+        policy = policy or self.policy
         (row,) = pack([prompt], [[ids]], Packing(10_000))
-        with untempered(self.policy):
-            return labelled_logprobs(self.policy, row).tolist()
+        with untempered(policy):
+            return labelled_logprobs(policy, row).tolist()
 
 
 def changed(choice: dict, ids: list[int], logprobs: list[float]) -> dict:
@@ -99,18 +119,25 @@ class Handler(LocalHandler):
             models = [{"id": "policy", "max_model_len": server.room}]
             answers = {"/version": {"version": server.version}, "/v1/models": {"data": models}}
             return self.send(answers.get(self.path))
-        body = json.loads(sent)
+        body, (path, _, query) = json.loads(sent), self.path.partition("?")
         with server.lock:
-            server.requests.append((self.path, body))
-            if self.path == "/collective_rpc":
+            server.requests.append((path, body))
+            if self.path in ("/pause?mode=keep", "/resume") and server.fault != "no pause":
+                server.paused = path == "/pause"
+                server.changed.notify_all()
+                return self.send({})
+            if path == "/collective_rpc":
+                assert server.paused or not server.under_way
                 # A real one answers 200, too, when it keeps old weights.
                 if server.fault != "stale":
                     server.load(body["kwargs"]["weights_path"])
                 return self.send({"results": [None]} if server.fault != "no reload" else None)
-            if self.path == "/reset_prefix_cache":
-                return self.send({"success": server.fault != "busy"})
-            if self.path != "/v1/completions":
+            if path == "/reset_prefix_cache":
+                dropped = not server.under_way or (server.paused and query == "reset_running_requests=true")
+                return self.send({"success": dropped and server.fault != "busy"})
+            if path != "/v1/completions":
                 return self.send(None)
+            server.changed.wait_for(lambda: not server.paused)
             answer = server.complete(body)
         if server.broken() == "dead":
             self.close_connection = True

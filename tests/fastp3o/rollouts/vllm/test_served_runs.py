@@ -132,6 +132,7 @@ def test_only_whole_responses_with_their_log_probs_are_taken(choices, said):
     assert isinstance(refused.value, AnswerError) != again
 
 
+INTERRUPTED = {"rounds_ahead": 2, "interrupt_rollouts": True}
 # Probes ask for 2 prompts before updates 1 and 2; the second update's seventh prompt fails.
 WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
 
@@ -148,6 +149,8 @@ WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
         ("", {"room": 20}, {}, "takes sequences of 20 tokens, and prompt and response may have 518"),
         ("no reload", {}, {}, "VLLM_SERVER_DEV_MODE=1"),
         ("busy", {}, {}, "it answers others' requests"),
+        ("no reload", {}, INTERRUPTED, "/collective_rpc answered with status 404.*VLLM_SERVER_DEV_MODE=1"),
+        ("no pause", {}, INTERRUPTED, "/pause answered with status 404.*VLLM_SERVER_DEV_MODE=1"),
         ("slow", {"from_completion": 6}, {"vllm_time_limit": 0.7}, r"no end of .* within 0.7 s \(attempts: 2\)"),
     ],
 )
@@ -157,6 +160,7 @@ def test_a_server_that_fails_ends_the_run_before_it_trains_on_it(workplace, tiny
         with pytest.raises(kind, match=says) as failure:
             train(served(tiny_model, "run", server, **changes))
         assert "\n" not in str(failure.value)
+        assert server.paths().count("/pause") == server.paths().count("/resume")
     if "update 2" in says and not changes:
         assert [step["step"] for step in metrics("run")] == [1]
         assert Path("run/state/step-000001").is_dir()
@@ -206,6 +210,11 @@ def test_two_processes_with_two_servers_train_what_one_does(workplace, tiny_mode
             done = run(f"run{processes}", tiny_model, first, second, **ahead)
             assert done.returncode == 0, done.stdout
             assert first.paths().count("/collective_rpc") == 2
+    with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
+        done = run("interrupted", tiny_model, first, second, **INTERRUPTED, updates=3)
+        assert done.returncode == 0, done.stdout
+        for server in (first, second):
+            assert [server.paths().count(path) for path in ("/pause", "/collective_rpc", "/resume")] == [3] * 3
     assert furthest("run1", "run2") < 1e-5
     for one, two in zip(metrics("run1"), metrics("run2"), strict=True):
         for name in ("reward", "kl", "response_length", "staleness"):

@@ -8,15 +8,21 @@ import pytest
 
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
+from fastp3o.packing.pack import derived_seed
+from fastp3o.rollouts.vllm.publisher import PROBE_TOKENS
 from fastp3o.training.loop import train
+from fastp3o.training.rollout_buffer import RolloutBuffer
 from tests.fastp3o.rollouts.environments import SETTINGS, HangsLater
 from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
-from tests.fastp3o.rollouts.vllm.test_served_runs import assert_close, run, train_like_servers
+from tests.fastp3o.rollouts.vllm.test_served_runs import INTERRUPTED, assert_close, run, train_like_servers
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.training.test_distributed import furthest
 
 GAMES = "tests.fastp3o.rollouts.environments"
 GAME = SETTINGS | {"environment": f"{GAMES}:Greets", "reward": "environment", "max_response_tokens": 14}
+
+
+PUBLISHED = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
 
 
 def game(tiny_model, folder, *servers, **changes):
@@ -88,6 +94,35 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_mode
         else:
             train(game(tiny_model, "whole", server, **changes))
             assert_equal(weights("whole"), weights("run"))
+
+
+@pytest.mark.parametrize("changes", [{}, GAME], ids=["responses", "trajectories"])
+def test_responses_go_on_from_new_weights_while_training_goes_on(workplace, tiny_model, monkeypatch, changes):
+    """Those to a prompt of the third round are under way until the policy has trained."""
+    interrupted, rounds, sample = [], {}, RolloutBuffer.__call__
+    monkeypatch.setattr(RolloutBuffer, "__call__", lambda self, n: rounds.setdefault(n, sample(self, n)))
+    with StandIn(tiny_model) as server:
+
+        def complete(body):
+            if body["seed"] == derived_seed(derived_seed(3, 3), 0):
+                interrupted.append(body)
+                return server.complete_in_halves(body, lambda: server.paths().count("/resume") == 2)
+            # No round is there before that request is under way.
+            server.changed.wait_for(lambda: interrupted or body["max_tokens"] == PROBE_TOKENS)
+            return StandIn.complete(server, body)
+
+        server.complete = complete
+        changes = changes | served_by(server) | INTERRUPTED | {"updates": 4, "old_logprobs": "sampler"}
+        train(config(tiny_model, "run", **changes))
+    assert [path for path in server.paths() if path != "/v1/completions"] == PUBLISHED * 2
+    assert [step["staleness"] for step in metrics("run")] == [0, 1, 2, 2]
+    (body,) = interrupted
+    for response in rounds[3][0].responses:
+        ids = response.ids[slice(*response.spans[0])]
+        old, new = (server.raw_logprobs(body["prompt"], ids, server.policies[loaded]) for loaded in (1, 2))
+        half = body["max_tokens"] // 2
+        assert list(response.logprobs)[: len(ids)] == pytest.approx(old[:half] + new[half:], abs=1e-5)
+        assert old != pytest.approx(new, abs=1e-3)
 
 
 def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(workplace, tiny_model):
