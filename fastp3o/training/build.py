@@ -127,7 +127,7 @@ def sampled_model(
     must be any. bytes_per_parameter: of all that is spread over the processes. publishing: arguments of a Publisher.
     """
     if config.sampler == "vllm":
-        return SampledModel(policy, None, Publisher(context, config, config.longest_sequence, policy, **publishing))
+        return SampledModel(policy, None, Publisher(context, config, policy, **publishing))
     if quantized_layers(policy):
         return SampledModel(policy, None)
     accelerator, precision, _, mesh, _ = context

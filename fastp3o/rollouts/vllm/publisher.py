@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from accelerate.utils import gather_object
 
-from fastp3o.config import SamplerConfig
+from fastp3o.config import PolicyConfig, SamplerConfig
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
@@ -42,11 +42,10 @@ class Publisher:
     the first weights and the first new ones, after those that a lost server has missed, and after all if
     `probes_always`, a few responses of each server must have the log-probs that the policy gives them.
 
-    longest_sequence: tokens of a prompt and its response at most. version: another number after each optimizer step.
-    probes_always: for responses that train a later policy, so that nothing else compares the two. tolerant: whether
-    servers may compute in half precision where the policy does not. logprobs_as_drawn: whether log-probs must be after
-    temperature and truncation, which vLLM's are not by default. interrupts: whether responses under way go on from new
-    weights; otherwise these wait for them.
+    version: another number after each optimizer step. probes_always: for responses that train a later policy, so that
+    nothing else compares the two. tolerant: whether servers may compute in half precision where the policy does not.
+    logprobs_as_drawn: whether log-probs must be after temperature and truncation, which vLLM's are not by default.
+    interrupts: whether responses under way go on from new weights; otherwise these wait for them.
 
     Raises EndpointError if a server does not answer, and ValueError for one that cannot take the policy's sequences, or
     a folder that servers do not share.
@@ -55,8 +54,7 @@ class Publisher:
     def __init__(
         self,
         context: Context,
-        config: SamplerConfig,
-        longest_sequence: int,
+        config: PolicyConfig,
         policy: PackedModel,
         version: Callable[[], int] = int,
         *,
@@ -76,7 +74,7 @@ class Publisher:
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
         self.answers: dict[str, list[list[Completion]]] = {}  # to the last probe, by server, of each prompt
-        on_main_process(self.accelerator, lambda: self.servers.require_usable(longest_sequence))
+        on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
         if logprobs_as_drawn:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
         shared = shared_folder(config)
