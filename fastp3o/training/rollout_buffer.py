@@ -116,9 +116,7 @@ class RolloutBuffer:
         return lambda: groups
 
     def staleness(self, update: int) -> int:
-        """The number of updates between the policy that sampled an update's rollouts and the one that they train; of
-        interrupted rollouts, those whose tokens came last are newer.
-        """
+        """Updates between the policy that (first) sampled an update's rollouts, and the one that they train."""
         return update - self.buffered[update].sampled_at
 
     def metrics(self, update: int) -> dict[str, float]:

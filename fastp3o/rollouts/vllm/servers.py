@@ -69,9 +69,7 @@ class Servers:
         interrupts: whether new weights come while requests are under way, which go on from them.
     """
 
-    def __init__(
-        self, urls: Sequence[str], *, requests: int, time_limit: float, vocabulary: int, interrupts: bool = False
-    ):
+    def __init__(self, urls: Sequence[str], *, requests: int, time_limit: float, vocabulary: int, interrupts: bool):
         self.vocabulary, self.interrupts = vocabulary, interrupts
         self.urls = [url.rstrip("/") for url in urls]
         self.requests, self.time_limit = requests, time_limit
@@ -163,11 +161,10 @@ class Servers:
         """Has every server that is there read its weights from a folder, and drop older keys and values. Requests under
         way wait for `resume` if they may be interrupted, else there may be none. Raises EndpointError if one cannot.
         """
-        query = None
+        self.paused = self.present if self.interrupts else []
+        query = {"reset_running_requests": "true"} if self.interrupts else None
         try:
-            if self.interrupts:
-                self.paused, query = self.present, {"reset_running_requests": "true"}
-                self.post_to_all("/pause", {}, query={"mode": "keep"})
+            self.post_to_all("/pause", {}, self.paused, query={"mode": "keep"})
             self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
             for url, answer in self.post_to_all("/reset_prefix_cache", {}, query=query).items():
                 if not (isinstance(answer, dict) and answer.get("success") is True):

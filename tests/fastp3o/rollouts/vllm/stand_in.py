@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ class StandIn(LocalServer):
         super().__init__(Handler)
         vars(self).update(options)
         self.tokenizer, self.completions = load_tokenizer(folder), 0
-        self.changed, self.under_way, self.policies = threading.Condition(self.lock), 0, []
+        self.changed, self.policies = threading.Condition(self.lock), []
         self.load(folder)
 
     def load(self, folder: str) -> None:
@@ -66,9 +65,9 @@ class StandIn(LocalServer):
         ]
         return {"choices": FAULTS.get(self.broken(), list)(choices)}
 
-    def complete_in_halves(self, body: dict, until: Callable[[], bool]) -> dict:
+    def complete_in_halves(self, body: dict, until) -> dict:
         """As a request that is under way until then: the second half is of the weights that are there by that time."""
-        half, self.under_way = body["max_tokens"] // 2, self.under_way + 1
+        half = body["max_tokens"] // 2
         answer = StandIn.complete(self, body | {"max_tokens": half})
         self.changed.notify_all()
         assert self.changed.wait_for(until, 60.0)
@@ -78,8 +77,6 @@ class StandIn(LocalServer):
                 (rest,) = StandIn.complete(self, body | longer | {"n": 1})["choices"]
                 choice["token_ids"] += rest["token_ids"]
                 choice["logprobs"]["token_logprobs"] += rest["logprobs"]["token_logprobs"]
-                choice["finish_reason"] = rest["finish_reason"]
-        self.under_way -= 1
         return answer
 
     @torch.no_grad()
@@ -127,13 +124,12 @@ class Handler(LocalHandler):
                 server.changed.notify_all()
                 return self.send({})
             if path == "/collective_rpc":
-                assert server.paused or not server.under_way
                 # A real one answers 200, too, when it keeps old weights.
                 if server.fault != "stale":
                     server.load(body["kwargs"]["weights_path"])
                 return self.send({"results": [None]} if server.fault != "no reload" else None)
             if path == "/reset_prefix_cache":
-                dropped = not server.under_way or (server.paused and query == "reset_running_requests=true")
+                dropped = query == ("reset_running_requests=true" if server.paused else "")
                 return self.send({"success": dropped and server.fault != "busy"})
             if path != "/v1/completions":
                 return self.send(None)
