@@ -48,8 +48,8 @@ HOPPER = (9, 0)
 # Commits with builds for torch 2.11 to 2.13, before huggingface/kernels-community's issue 1085: no gradients of groups.
 FLASH_ATTN_2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce9c1c9087b"
-# Elements of a segment's queries up to which all segments of a row are padded to its longest, and computed in one call:
-# shorter ones take less time than the calls for each.
+# Elements of a segment's queries up to which a CPU pads all segments of a row to its longest, and computes them in one
+# call: it takes less time than the calls for each.
 LARGEST_PADDED = 2**13
 LARGEST_BLOCK = 2**24  # products of queries and keys that are in memory at once, where a kernel does not hide them
 
@@ -237,8 +237,8 @@ class GatherKeys(torch.autograd.Function):
 # The number of segments differs from row to row, so a compiler would look into it again and again.
 @torch.compiler.disable
 def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softcap):
-    longest = segments.longest_keys
-    if longest * query[0].numel() <= LARGEST_PADDED and not softcap and (window is None or window >= longest):
+    longest, plain = segments.longest_keys, not softcap and not query.is_cuda
+    if plain and longest * query[0].numel() <= LARGEST_PADDED and (window is None or window >= longest):
         return sdpa_of_padded(query, key, value, segments, scale)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     # Splitting, unlike slicing, adds up the pieces' gradients in one operation.
