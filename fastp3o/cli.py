@@ -21,9 +21,8 @@ Config = TypeVar("Config", bound=Flags)
 
 
 def make_parser(config_class: type[Flags]) -> argparse.ArgumentParser:
-    """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is the flag --a_b, which
-    may also be written --a-b. A bool may stand alone (--resume) or take a value (--resume no), and one that is True by
-    default also has --no_a_b.
+    """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is the flag --a_b, or
+    --a-b. A bool may stand alone (--resume) or take a value (--resume no); one that is True by default has --no_a_b.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [CONFIG.yaml] [--field value ...]",

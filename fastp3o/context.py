@@ -16,8 +16,7 @@ Callback = Callable[[dict[str, Any]], bool | None]
 
 class Caller(NamedTuple):
     """A program in Python that goes on after the run: another run may follow in its processes, and a process group that
-    was destroyed cannot be joined again safely. on_update: called after each step of the loop. on_evaluation: after
-    each evaluation.
+    was destroyed cannot be joined again safely. on_update: called after each step; on_evaluation: each evaluation.
     """
 
     on_update: Callback | None = None

@@ -73,9 +73,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class LastingStream:
-    """A text stream that goes on after its file has failed, such as a pipe that nobody reads or a full disk. tells:
-    whether standard error is told so.
-    """
+    """A text stream that goes on after its file has failed: a pipe that nobody reads, a full disk. tells: on stderr."""
 
     def __init__(self, stream: TextIO | Any, *, tells: bool):
         self.stream, self.tells = stream, tells

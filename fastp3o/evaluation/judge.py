@@ -74,8 +74,7 @@ class Answer(NamedTuple):
 
 class ChatEndpoint(Endpoint):
     """One model at an OpenAI-compatible chat-completions endpoint. url: without /chat/completions, as for OpenAI's
-    clients: http://localhost:8000/v1. patience: further arguments of an Endpoint. The environment variable
-    OPENAI_API_KEY holds the key.
+    clients: http://localhost:8000/v1. patience: further arguments of an Endpoint. OPENAI_API_KEY holds the key.
     """
 
     def __init__(self, url: str, model: str, **patience: Any):

@@ -173,8 +173,7 @@ def load_reward_model(
 
     new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. quantize: as for
     policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head was not trained,
-    if the model has no linear `score` head over hidden states, or more than one output, and if it cannot be run on
-    packed rows.
+    if the model has no linear `score` head over hidden states, or several outputs, and if packed rows cannot run it.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
     base = base_model_name(name)

@@ -92,9 +92,7 @@ class PackedModel(nn.Module):
         return torch.cat(found)
 
     def check_reach(self, tokens: int, *, context: int = 0) -> None:
-        """Raises ValueError if positions end before this many tokens of prompt and response together, after those of a
-        context.
-        """
+        """Raises ValueError if positions end before so many tokens of prompt and response, after those of a context."""
         tokens += context
         if self.longest_sequence is not None and tokens > self.longest_sequence:
             before = f"a context of {context} tokens, " if context else ""

@@ -22,8 +22,7 @@ LOST_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 class SamplingCopy:
     """A whole copy of a model. Where the model is spread over processes, they read it without waiting for one another.
-    A CUDA graph finds it at the same addresses. model: has weights only within `gathered`; outside, its memory is given
-    back.
+    A CUDA graph finds it at the same addresses. model: has its weights, and their memory, within `gathered` alone.
     """
 
     def __init__(self, model: PackedModel, device: torch.device, dtype: torch.dtype, *, merges: bool = False):

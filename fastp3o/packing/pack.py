@@ -168,8 +168,7 @@ def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:
 
 def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]]:
     """Deals out the work of some steps, given its sizes in tokens. Returns indices into them for each step and process.
-    In every step each process gets about as many tokens. If there is too little work for all, those with the least
-    tokens in earlier steps get it.
+    In every step each process gets about as many tokens. Too little work for all goes to those with the least before.
     """
     dealt = []
     before = [0] * processes

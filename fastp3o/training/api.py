@@ -286,8 +286,7 @@ def as_the_command() -> Iterator[None]:
     """Computes as the command does, whatever the caller has set for torch, with accelerate's state of a new process:
     another run may have another precision. Puts back the caller's at the end: a trainer of its may go on.
 
-    Raises UserError within another run, also in another thread: runs of a process share its generators of random
-    numbers, its signals and accelerate's state.
+    Raises UserError within another run, in any thread: they share generators, signals and accelerate's state.
     """
     if not RUNNING.acquire(blocking=False):
         raise UserError("a run trains in this process already: wait for it, or start another process")

@@ -99,8 +99,7 @@ class SupervisedTask(ABC, Generic[Row]):
 
 def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     """Minimises the mean of the task's loss over each batch, and leaves model, metrics and evaluations in
-    `task.config.output_dir`. Raises NotFiniteError, after saving model and state, when the loss or a gradient is not
-    finite.
+    `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if loss or gradients are not finite.
     """
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)

@@ -278,6 +278,7 @@ def test_any_number_is_better_than_none_and_none_is_never_better(lowest, tmp_pat
 
 
 def test_a_worker_that_is_stopped_ends(capfd):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever an earlier test has left
     with Stops(Accelerator(cpu=True)) as stops:
         worker = FORK.Process(target=time.sleep, args=(20,))
         worker.start()
