@@ -29,28 +29,27 @@ ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
 WHOLE, CUT = ([groups.first_row(tokens) for groups in (PAIRS, FOURS)] for tokens in (1000, 1))
 
 
-def plain(family: str) -> PackedModel:
-    return PackedModel(random_model(family))
+def plain(family: str, **changes) -> PackedModel:
+    return PackedModel(random_model(family, **changes))
 
 
-def tied() -> PackedModel:
-    return PackedModel(random_model("llama", tie_word_embeddings=True))
+tied = partial(plain, "llama", tie_word_embeddings=True)
 
 
 def checkpointed() -> PackedModel:
-    model = PackedModel(random_model("qwen2")).train()
+    model = plain("qwen2").train()
     model.recompute_activations()
     return model
 
 
 def top_layer() -> PackedModel:
-    model = PackedModel(random_model("gpt2"))
+    model = plain("gpt2")
     freeze_below(model, 1)
     return model
 
 
 def with_critic() -> PackedModel:
-    model = PackedModel(random_model("llama"))
+    model = plain("llama")
     model.critic = Critic(model)
     nn.init.ones_(model.critic.value_head.weight)
     assert not model.critic.body.model.lm_head.weight.requires_grad  # which a critic does not use

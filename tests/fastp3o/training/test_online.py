@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,11 +65,15 @@ def test_microbatches_packing_and_what_saves_memory_do_not_matter(workplace, tin
     assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_weights_in_half_precision_train_and_resume_exactly(workplace, tiny_model, precision):
-    train(run := config(tiny_model, "run", precision=precision, save_every=2))
+COMPILED = pytest.param({"compile_layers": True}, marks=pytest.mark.compiled)
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp16"}, COMPILED], ids=str)
+def test_half_precision_and_compiled_layers_train_and_resume_exactly(workplace, tiny_model, changes):
+    torch.compiler.reset()
+    train(run := config(tiny_model, "run", save_every=2, **changes))
     assert_resumes(run)
-    if precision == "fp16":
+    if changes == {"precision": "fp16"}:
         assert all(step["loss_scale"] >= 1 for step in metrics("run"))
 
 
@@ -164,13 +167,3 @@ def test_objectives_with_ratios_refuse_it_and_others_train(workplace, tiny_model
     # The first round is sampled, and its log-probs are computed, without it.
     first, plain = metrics("run")[0], metrics("none")[0]
     assert all(first[name] == plain[name] for name in ("reward", "kl", "entropy", "sampler_gap", "response_length"))
-
-
-@pytest.mark.compiled
-def test_a_resumed_run_with_compiled_layers_has_the_bits_of_a_whole_one(workplace, tiny_model):
-    torch.compiler.reset()
-    begun = config(tiny_model, "run", compile_layers=True, updates=2)
-    train(begun)
-    train(replace(begun, updates=4, resume=True))
-    train(config(tiny_model, "whole", compile_layers=True, updates=4))
-    assert_equal(weights("run"), weights("whole"))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean as mean
 
 import pytest
 import torch
@@ -78,10 +79,6 @@ def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace,
 
 def logged(folder: str) -> list[dict]:
     return [json.loads(line) for line in Path(folder, "rollouts.jsonl").open()]
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def test_all_of_an_update_adds_up_to_its_metrics(workplace, tiny_model):

@@ -166,6 +166,10 @@ def test_a_server_that_fails_ends_the_run_before_it_trains_on_it(workplace, tiny
     if "update 2" in says and not changes:
         assert [step["step"] for step in metrics("run")] == [1]
         assert Path("run/state/step-000001").is_dir()
+        with StandIn(tiny_model) as server:
+            train(served(tiny_model, "run", server, resume=True))
+            train(served(tiny_model, "whole", server))
+        assert_equal(weights("whole"), weights("run"))
     assert Path("run").exists() == bool(fault)  # a server that cannot serve is refused before anything begins
     assert no_weights_left()
 
