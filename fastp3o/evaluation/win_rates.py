@@ -97,8 +97,9 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     sides = []
     for name, side in (("first", first), ("second", second)):
         rewards = next(iter(side.rewards.values())).flatten().tolist()
-        if broken := sum(not isfinite(reward) for reward in rewards):
-            raise UserError(f"{broken} of {len(rewards)} rewards of the {name} checkpoint are not finite")
+        if broken := [place for place, reward in enumerate(rewards) if not isfinite(reward)]:
+            what = f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint"
+            raise UserError(f"{what} are not finite, the first that of response {broken[0]}")
         responses = [(one.text, one.finished, one.turns) for group in side.groups for one in group.responses]
         sides.append(zip(responses, rewards, strict=True))
     verdicts = []

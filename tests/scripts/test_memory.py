@@ -116,6 +116,15 @@ def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth
     assert predicted.cache + 2 * predicted.head == pytest.approx(measured.peak, rel=0.1)
 
 
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_of_a_group_that_no_row_holds_the_largest_part_counts(share_prompts):
+    packing = Packing(24, share_prompts)
+    (row,) = pack([[5] * 6], [[[6] * 5] * 4], packing)
+    largest = max(row.parts, key=lambda part: part.input_ids.shape[1])
+    expected = largest.input_ids.shape[1], sum(largest.segments.key_lengths), len(row.labels)
+    assert Lengths.full_row(packing, prompt=6, response=5, responses_per_prompt=4) == expected
+
+
 def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
     page = Path(__file__).parents[2] / "fastp3o" / "training" / "several_gpus.md"
     precision, lengths = choose_precision("fp16", "fp16"), Lengths.full_row(Packing(8192), prompt=350, response=40)

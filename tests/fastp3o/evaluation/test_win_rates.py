@@ -42,7 +42,7 @@ def test_rounding_does_not_part_equal_responses_and_rewards_must_be_finite():
     first = responses([True, True, True], [1.0, 1.0, 1.0])
     second = responses([True, False, True], [1.0, 0.5, 1.0000001])
     assert by_reward(first, second) == [TIE, FIRST, TIE]
-    with pytest.raises(ValueError, match="2 of 3 rewards of the second checkpoint are not finite"):
+    with pytest.raises(ValueError, match=r"2 of 3 rewards of the second .* not finite, the first that of response 1"):
         by_reward(first, responses([True] * 3, [0.0, float("nan"), float("inf")]))
 
 
