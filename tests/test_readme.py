@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fastp3o.__main__ import main
-from fastp3o.trl_names import TRL_NAMES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -105,8 +104,3 @@ def test_it_is_read_in_two_minutes_and_has_its_figures():
     figures = re.findall(r'<img src="([^"]+)"', README)
     assert len(figures) == 2
     assert all((ROOT / figure).exists() for figure in figures)
-
-
-def test_the_page_of_trls_names_has_them_all():
-    page = (ROOT / "fastp3o" / "training" / "coming_from_trl.md").read_text()
-    assert [line.split()[0] for line in page.split("```")[1].strip().splitlines()] == [*TRL_NAMES]

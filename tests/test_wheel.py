@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-import fastp3o
+import fastp3o.trl_names
 import fastp3o_kernels
 
 for package in (fastp3o, fastp3o_kernels):
@@ -42,6 +42,7 @@ loss, metrics, counts = fastp3o_kernels.linear_p3o_loss(
 )
 loss.backward()
 assert hidden.grad.abs().sum() > 0 and head.grad.abs().sum() > 0
+assert "--kl_coef" in fastp3o.trl_names.hint("beta", ["kl_coef"])  # from a page that the wheel has
 """
 
 

@@ -18,7 +18,7 @@ from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
-from fastp3o.trl_names import TRL_NAMES, hint
+from fastp3o.trl_names import hint, trl_names
 from fastp3o_kernels import P3OSettings
 from fastp3o_kernels.p3o.settings import CHOICES
 
@@ -190,7 +190,7 @@ def test_trls_names_are_hints_in_commands_and_in_python(config, name, said, caps
 
 def test_every_hint_names_an_option_that_there_is():
     options = {flag.name for kind in CONFIGS for flag in fields(kind)}
-    for name, choices in TRL_NAMES.items():
+    for name, choices in trl_names().items():
         assert all(choice.split()[0].rstrip(",") in options or ":" in choice for choice in choices), name
         assert hint(name, options) or name in options, name
     assert hint("nosuch", options) == ""
