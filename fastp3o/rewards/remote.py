@@ -67,7 +67,6 @@ def read_rewards(answer: bytes, count: int, passes: bool = False) -> list[float]
     for index, reward in enumerate(rewards):
         if reward is None and passes:
             rewards[index] = nan
-            continue
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
+        elif isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
             raise AnswerError(f"whose reward {index} is not a finite number of fp32")
     return rewards

@@ -208,20 +208,18 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
         if isinstance(reward, list | tuple):
             cascade = [named_rewards(option, one, timeout) for one in reward]
             parts.append(Named(" else ".join(cascade), tuple(cascade)))
-            continue
-        if isinstance(reward, str):
+        elif isinstance(reward, str):
             parts.append(reward)
-            continue
-        if isinstance(reward, PreTrainedModel) or hasattr(reward, "peft_config"):
+        elif isinstance(reward, PreTrainedModel) or hasattr(reward, "peft_config"):
             parts.append(loaded_reward_model(option, reward))
-            continue
-        if not callable(reward):
+        elif callable(reward):
+            named = reward if hasattr(reward, "__qualname__") else type(reward)
+            name = f"{named.__module__}:{named.__qualname__}"  # as the command has it
+            if name in parts:
+                name += f" {sum(other.startswith(name) for other in parts) + 1}"
+            parts.append(Named(name, FunctionReward(name, timeout, reward)))
+        else:
             raise UserError(f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}")
-        named = reward if hasattr(reward, "__qualname__") else type(reward)
-        name = f"{named.__module__}:{named.__qualname__}"  # as the command has it
-        if name in parts:
-            name += f" {sum(other.startswith(name) for other in parts) + 1}"
-        parts.append(Named(name, FunctionReward(name, timeout, reward)))
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
 
 
