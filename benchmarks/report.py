@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
+from benchmarks.predicted_iteration import predicted_iterations
 from benchmarks.results_file import joined
 from benchmarks.shapes import LARGE_HEADS, HeadSizes
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, modelled_time, plan_chunks
@@ -306,7 +307,8 @@ def summary(records: Iterable[dict]) -> str:
 def committed() -> str:
     """The summary of all committed results, with what no suite measures."""
     paths = [path for pattern in ("*.cpu.json", "*.gpu.json") for path in sorted(RESULTS.glob(pattern))]
-    return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json"))), plain(modelled())])
+    predicted = [plain(modelled()), plain(predicted_iterations())]
+    return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json"))), *predicted])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Hints for a name that no option has: what TRL's users call fastp3o's options, by the page's table, and the nearest."""
+"""Hints for a name that no option has: what TRL's users call fastp3o's options, by a page's table; the nearest."""
 
 import re
 from collections.abc import Collection

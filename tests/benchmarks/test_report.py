@@ -2,6 +2,7 @@
 
 from benchmarks import report
 from benchmarks.goals import GOALS, NOT_MEASURED
+from benchmarks.predicted_iteration import predicted_iterations
 
 
 def result(level="hidden", implementation="fastp3o", passes="forward and backward", N=8192, ratio=1.0, ms=10.0, **more):
@@ -48,7 +49,9 @@ def test_what_is_committed_is_what_the_results_give():
     written = report.README.read_text()
     assert report.between_markers(written, "gpu", report.gpu_sentence(report.gpu_record())) == written
     assert "nan" not in report.committed()
-    assert report.markdown(report.modelled()) in (report.FOLDER / "README.md").read_text()
+    page = (report.FOLDER / "README.md").read_text()
+    assert report.markdown(report.modelled()) in page
+    assert report.markdown(predicted_iterations()) in page
 
 
 def test_no_goal_of_a_gpu_is_met_by_times_on_a_cpu():
