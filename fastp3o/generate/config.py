@@ -5,7 +5,6 @@ from typing import Literal
 from fastp3o.config import Flags, PrecisionName, RunConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
-from fastp3o.rewards.config import CONTRAST
 
 JUDGED = "judged"  # by verdicts; all others by rewards
 PAIRS = ("rso", "rs_dpo", JUDGED, "revised_pairs")
@@ -58,7 +57,7 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     reward: str | None = option(
         None,
         "What responses are kept by, except with --keep judged: a reward model (folder or hub name), a function, as "
-        "module:function, a URL, environment, or contrast: what --prefix adds to a log-prob (ICDPO, 2402.09320).",
+        "module:function, a URL, or environment.",
     )
     principles: str | None = option(
         None,
@@ -80,8 +79,6 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
             raise UserError(f"--keep {self.keep} revises by --principles, without --reward and without --sampler vllm")
         if not self.reward and self.keep not in (JUDGED, NOTHING, *REVISED):
             raise UserError(f"--keep {self.keep} keeps responses by their rewards: give --reward")
-        if self.reward == CONTRAST and not self.prefix:
-            raise UserError("--reward contrast compares log-probs with --prefix and without: give --prefix")
         if self.keep == JUDGED and not (self.judge or self.judge_url):
             raise UserError("--keep judged asks a judge: give --judge, or --judge_url with --judge_model")
         if self.keep in PAIRS and self.keep not in REVISED and self.responses_per_prompt < 2:

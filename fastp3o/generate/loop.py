@@ -24,8 +24,7 @@ from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.processes import on_main_process, require_finite
 from fastp3o.rewards.cascade import Cascade
-from fastp3o.rewards.config import CONTRAST
-from fastp3o.rewards.model import ContrastReward, ModelReward
+from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.prefix import Prefix
@@ -38,7 +37,7 @@ from fastp3o.training.build import load_frozen_policy, load_named_reward, policy
 from fastp3o.training.setup import make_accelerator
 
 # Rewards by models, of which each process has a part.
-TOGETHER = ModelReward | ContrastReward | Cascade
+TOGETHER = ModelReward | Cascade
 
 
 def generate(config: GenerateConfig) -> Generated:
@@ -91,7 +90,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     """
     _, precision, tokenizer, mesh, _ = context
     prefix, reward = Prefix(tokenizer, config.prefix), None
-    if config.reward and config.reward != CONTRAST:
+    if config.reward:
         reward = load_named_reward(context, config, config.reward, prompts)
     policy = load_frozen_policy(context, config, config.model)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
@@ -101,9 +100,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
         config = revising(config, chats=chats, room=room)
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
-    frozen = FrozenModel(policy, context.device, mesh, offload=False)
-    if config.reward == CONTRAST:
-        reward = ContrastReward(frozen, prefix, config.packing)
+    FrozenModel(policy, context.device, mesh, offload=False)
     return prefix.before_each(policy_sampler(config, sampled, context, config.rollout_batch_size)), reward
 
 

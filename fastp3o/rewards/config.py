@@ -9,7 +9,6 @@ from fastp3o.config import Condition, Flags, Named, option, required
 from fastp3o.errors import UserError
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
-CONTRAST = "contrast"  # the reward of the sampled model itself, with examples and without
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
 # The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.

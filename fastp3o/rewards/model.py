@@ -1,4 +1,4 @@
-"""Rewards by models: the scores of a reward model, which may have another vocabulary, and log-probs of the policy."""
+"""Rewards by models: the scores of a reward model, which may have another vocabulary."""
 
 import re
 from typing import cast
@@ -9,12 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import ids_added_first, name_pattern, special_tokens, split_bos, tokenise
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel
-from fastp3o.packing.pack import Packing, by_group, pack, sums_by_group
+from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.packing.packed_row import Ids
-from fastp3o.rollouts.groups import Group, Prompt, pack_groups, token_ids
-from fastp3o.rollouts.prefix import Prefix
+from fastp3o.rollouts.groups import Group, Prompt, token_ids
 
 
 class ModelReward:
@@ -42,23 +41,6 @@ class ModelReward:
         prompt_ids, response_ids = token_ids(groups) if self.shares_vocabulary else self.translate(groups)
         rows = [row.to(self.device) for row in pack(prompt_ids, response_ids, self.packing)]
         return by_group(rows, self.model.map_rows(rows, scores)).cpu()
-
-
-class ContrastReward:
-    """log π(y | examples, x) − log π(y | x) in nats: DPO's implicit reward of a model that reads examples, against
-    itself without them (ICDPO, arXiv 2402.09320, section 3).
-    """
-
-    def __init__(self, policy: FrozenModel, examples: Prefix, packing: Packing):
-        self.policy, self.examples, self.packing = policy, examples, packing
-
-    def __call__(self, groups: list[Group]) -> Tensor:
-        after_examples = [Group(self.examples.before(prompt), responses) for prompt, responses in groups]
-        return self.logprobs(after_examples) - self.logprobs(groups)
-
-    def logprobs(self, groups: list[Group]) -> Tensor:
-        rows = [row.to(self.policy.device) for row in pack_groups(groups, self.packing)]
-        return sums_by_group(rows, self.policy.map_rows(rows, labelled_logprobs)).cpu()
 
 
 class Translation:

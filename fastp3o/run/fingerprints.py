@@ -18,7 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 from fastp3o.config import Named
 from fastp3o.models.loading import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import CONTRAST, ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 TEXTS = ("prefix", "principles")  # files
@@ -40,10 +40,9 @@ def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[st
     for option in TEXTS:
         if path := getattr(config, option, None):
             fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    parts_of_the_run = {ENVIRONMENT: environment, CONTRAST: getattr(config, "prefix", None)}
     for option in MODELS:
         names = names_in(config, option)
-        for name in (name for name in names if not parts_of_the_run.get(name)):
+        for name in (name for name in names if name != ENVIRONMENT or not environment):
             key = option if len(names) == 1 else f"{option} {name}"
             if is_function(name):
                 fingerprints[key + FUNCTION] = function_fingerprint(name)

@@ -3,28 +3,21 @@
 import copy
 import json
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from fastp3o.data.encoding import tokenise
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
 from fastp3o.evaluation.win_rates import by_reward, prompts_for, respond, responses_of_all
 from fastp3o.generate.loop import generate
-from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.sharding import FrozenModel
 from fastp3o.objectives.config.p3o import P3OConfig
-from fastp3o.packing.pack import Packing
-from fastp3o.rewards.model import ContrastReward
 from fastp3o.rollouts.groups import Group, Prompt, Response, lengths
 from fastp3o.rollouts.prefix import Prefix
 from tests.fastp3o.evaluation.test_win_rates import save
 from tests.fastp3o.generate.test_generate import config, contents, records
 from tests.fastp3o.groups import flat
-from tests.fastp3o.models.model_families import logprobs_alone
 from tests.fastp3o.rollouts.environments import LETTERS
 
 PLAYED = {
@@ -120,32 +113,3 @@ def test_what_a_tokenizer_or_template_puts_first_stays_first(games, tokenizer):
         assert Prefix(begins, "examples.txt").before(Prompt("p", given)) == Prompt("p", expected)
     Path("examples.txt").write_text("<end>")
     assert tokenizer.eos_token_id not in Prefix(tokenizer, "examples.txt").ids
-
-
-def test_contrast_is_the_difference_of_logprobs_in_fp64(games, tiny_model, tokenizer):
-    model, draw = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64), Random(0)
-
-    def ids(most: int) -> list[int]:
-        return [draw.randrange(2, 258) for _ in range(draw.randrange(1, most))]
-
-    groups = [Group(Prompt("p", ids(9), n), [Response(ids(12), "r", True) for _ in range(3)]) for n in range(5)]
-    prefix = Prefix(tokenizer, "examples.txt")
-
-    @torch.no_grad()
-    def logprob(before: list[int], response: Response) -> float:
-        return logprobs_alone(model, before, response.ids).sum().item()
-
-    def contrast(prompt: list[int], response: Response) -> float:
-        return logprob(prefix.ids + prompt, response) - logprob(prompt, response)
-
-    expected = [[contrast(group.prompt.ids, response) for response in group.responses] for group in groups]
-    single = AutoModelForCausalLM.from_pretrained(tiny_model)
-    frozen = FrozenModel(PackedModel(single), torch.device("cpu"), None, offload=False)
-    got = ContrastReward(frozen, prefix, Packing(120))(groups)
-    torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), atol=2e-4, rtol=1e-4)
-    generate(config(tiny_model, "run", reward="contrast", prefix="examples.txt"))
-    kept = [line["reward"] for line in records("run")]
-    assert kept == [max(line["rewards"]) for line in records("run", "samples.jsonl")]
-    assert len(set(kept)) == 8
-    with pytest.raises(UserError, match="--reward contrast compares log-probs with --prefix and without"):
-        config(tiny_model, "other", reward="contrast")
