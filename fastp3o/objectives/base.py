@@ -6,7 +6,6 @@ Shapes: P prompts with K responses each, N labelled tokens of a packed row, n to
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, compress
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import Scaler
 from fastp3o_kernels import Groups, Head, linear_loss
-from fastp3o_kernels.losses import step_kl
 
 if TYPE_CHECKING:  # types alone: their import takes seconds
     from torch.distributed.checkpoint.stateful import Stateful
@@ -191,19 +189,3 @@ def mean_kl(minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> f
     sums = torch.stack([torch.stack([part.sum(), part.new_full((), part.numel())]) for part in log_ratios]).sum(0)
     total, count = sum_over_processes(sums).tolist()
     return total / count
-
-
-@torch.no_grad()
-def step_kls(policy: nn.Module, microbatches: list[Microbatch], sum_over_processes: SumOverProcesses) -> Tensor:
-    """KL(π_old ‖ π) of the policy now, in nats, summed over all tokens; their number; that of responses: [3] fp64."""
-    from torch.distributed.fsdp import FSDPModule
-
-    from fastp3o.models.packed_model import labelled_logprobs
-    from fastp3o.models.sharding import map_rows_in_lockstep
-
-    logprobs = torch.cat(map_rows_in_lockstep([one.row for one in microbatches], partial(labelled_logprobs, policy)))
-    if isinstance(policy, FSDPModule):
-        policy.reshard()  # no backward pass does it, and a reference may follow the own parts
-    kls = step_kl(logprobs, torch.cat([one.old_token_logprobs for one in microbatches])).double()
-    counts = len(kls), sum(one.rewards.numel() for one in microbatches)
-    return sum_over_processes(torch.stack([kls.sum(), *map(kls.new_tensor, counts)]))

@@ -1,4 +1,4 @@
-"""Weights of KLs, to the reference and to the policy before an update: fixed, or adapted to bring it near a target."""
+"""The weight of the KL to the reference: fixed, or adapted to bring the KL near a target."""
 
 from typing import Any
 
@@ -14,15 +14,14 @@ MEMORY, FORESIGHT = 10, 100
 class KLCoefficient:
     """value: the KL's weight now. target: the KL that it is adapted to; None keeps it fixed.
 
-    Schulman's KL is that of one step, which the weight decides (foresight 0). The distance from the reference answers
-    over many updates: while it is on its way to the target, the weight stays. kl: at the last update, when the weight
-    was `used`. pace: mean change of the KL from one update to the next, over the last ones, which is taken to last for
-    `foresight` more. updates: number of changes so far.
+    The distance from the reference answers over many updates: while it is on its way to the target, the weight stays.
+    kl: at the last update. pace: mean change of the KL from one update to the next, over the last ones, which is taken
+    to last for FORESIGHT more. updates: number of changes so far.
     """
 
-    def __init__(self, value: float, target: float | None, foresight: int = FORESIGHT):
-        self.start = self.value = self.used = value
-        self.target, self.foresight = target, foresight
+    def __init__(self, value: float, target: float | None):
+        self.start = self.value = value
+        self.target = target
         self.kl: float | None = None
         self.updates, self.pace = 0, 0.0
 
@@ -30,14 +29,13 @@ class KLCoefficient:
         """Adapts the weight to the KL of an update."""
         if self.target is None:
             return
-        before, self.kl, self.used = self.kl, kl, self.value
+        before, self.kl = self.kl, kl
         if before is not None:
             self.updates += 1
             self.pace += (kl - before - self.pace) / min(self.updates, MEMORY)
-        expected = kl + self.foresight * self.pace
+        expected = kl + FORESIGHT * self.pace
         # A first distance of 0 says nothing: nothing has been trained.
-        says_something = self.updates > 0 or self.foresight == 0
-        if kl < self.target / TOLERANCE and expected < self.target and says_something:
+        if kl < self.target / TOLERANCE and expected < self.target and self.updates:
             self.value = max(self.value / CHANGE, self.start / FARTHEST)
         elif kl > self.target * TOLERANCE and expected > self.target:
             self.value = min(self.value * CHANGE, self.start * FARTHEST)

@@ -23,7 +23,6 @@ from fastp3o.objectives.base import (
     SumOverProcesses,
     masked_tokens,
     sampler_ratio_metrics,
-    step_kls,
     with_count,
 )
 from fastp3o.objectives.config.ppo import CriticConfig, PPOConfig
@@ -34,8 +33,6 @@ from fastp3o_kernels import Head, sequence_logprobs
 from fastp3o_kernels.losses import ppo_clip, ppo_penalty, step_kl, truncated_ratios
 
 if TYPE_CHECKING:  # functions import what they need of `models`: with transformers' models it takes seconds
-    from torch.distributed.checkpoint.stateful import Stateful
-
     from fastp3o.models.packed_model import PackedModel
 
 
@@ -94,25 +91,6 @@ class PPO(ActorCritic):
 
     config: PPOConfig
 
-    def __init__(self, config: PPOConfig):
-        super().__init__(config)
-        self.step_kl = KLCoefficient(config.step_kl_coef, config.step_kl_target, foresight=0)
-
-    @property
-    def stateful_parts(self) -> "dict[str, Stateful]":
-        return super().stateful_parts | {"step_kl_coef": self.step_kl}
-
-    @property
-    def adaptive_metrics(self) -> dict[str, float]:
-        metrics = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
-        return super().adaptive_metrics | metrics
-
-    def conclude(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> None:
-        """Adapts the weight of the KL to the policy before the update, by what it is after it."""
-        if self.step_kl.target is not None:
-            total, tokens, _ = step_kls(policy, [*chain.from_iterable(minibatches)], sum_over_processes).tolist()
-            self.step_kl.adapt(total / tokens)
-
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         from fastp3o.models.packed_model import label_entropies, label_logprobs
 
@@ -124,7 +102,7 @@ class PPO(ActorCritic):
             return label_logprobs(hidden, head, row), None, critic(row)
 
         logprobs, entropy, values = policy(row, row.labelled_at, logprobs_entropy_values)
-        return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy, step_kl_coef=self.step_kl.value)
+        return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy)
 
 
 class Critic(nn.Module):
@@ -195,22 +173,19 @@ def ppo_loss(
     divisor: float | Tensor,
     config: PPOConfig,
     entropy: Tensor | None = None,
-    *,
-    step_kl_coef: float | None = None,
 ) -> LossAndMetrics:
     """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs, values, entropy: [N]
-    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums. step_kl_coef: None: as configured.
+    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
     """
     advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
-    coef = config.step_kl_coef if step_kl_coef is None else step_kl_coef
     compared = logprobs, microbatch.old_token_logprobs, advantages
     if config.step_bound == "penalty":
-        policy_losses = ppo_penalty(*compared, coef=coef)
+        policy_losses = ppo_penalty(*compared, coef=config.step_kl_coef)
     else:
         policy_losses = ppo_clip(*compared, clip_low=config.clip_range)
     if config.step_bound == "both":
-        policy_losses = policy_losses + coef * step_kl(*compared[:2])
+        policy_losses = policy_losses + config.step_kl_coef * step_kl(*compared[:2])
     sampler_metrics: dict[str, Tensor] = {}
     if config.sampler_ratio_cap:
         sampler_ratios = truncated_ratios(microbatch.sampler_log_ratios(), config.sampler_ratio_cap)

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import sqrt
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from fastp3o.objectives.base import Minibatches, step_kls
+from fastp3o.objectives.base import Microbatch, Minibatches
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.optimizer import Optimizer
+from fastp3o.processes import sum_over_processes
 from fastp3o.training.microbatches import policy_logprobs
+from fastp3o_kernels.losses import step_kl
 
 CHANGE = 4.0  # the most that a whole update multiplies or divides the rate by; the eighth power if it ends early
 TOO_FAR = 4.0  # times the target: a run's first update ends there, since later ones do not mend what it breaks
@@ -33,13 +35,12 @@ def adapted(
         with torch.no_grad(), accelerator.autocast():
             before = policy_logprobs(optimizer.model, [one.row for one in watched])
         watched = [replace(one, old_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
-    first, total_of = schedule.base_lrs[0] == config.learning_rate, partial(accelerator.reduce, reduction="sum")
+    first = schedule.base_lrs[0] == config.learning_rate
     for made, index in enumerate(order, 1):
         yield index
         if first or made == len(order):
             with accelerator.autocast():
-                kl, _, responses = step_kls(optimizer.model, watched, total_of).tolist()
-            found["kl_moved"] = moved = kl / responses
+                found["kl_moved"] = moved = kl_moved(optimizer, watched)
             if first and moved > TOO_FAR * target:
                 accelerator.print(f"--kl_per_update: the first update ends after {made} steps and {moved:.3g} nats")
                 break
@@ -48,3 +49,16 @@ def adapted(
         way = sum(float(schedule.lr_lambdas[0](schedule.last_epoch - back)) for back in range(made, 0, -1))
         change = max(way / len(order) * sqrt(target / moved), 1 / CHANGE if made == len(order) else CHANGE**-8)
         optimizer.set_peak_learning_rate(float(schedule.base_lrs[0]) * min(change, CHANGE))
+
+
+@torch.no_grad()
+def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
+    """KL(π_old ‖ π) of the policy now, in nats per response, over the microbatches of all processes."""
+    policy = optimizer.model
+    logprobs = torch.cat(policy_logprobs(policy, [one.row for one in microbatches]))
+    if isinstance(policy, FSDPModule):
+        policy.reshard()  # no backward pass does it, and a reference may follow the own parts
+    kls = step_kl(logprobs, torch.cat([one.old_token_logprobs for one in microbatches])).double()
+    responses = sum(one.rewards.numel() for one in microbatches)
+    kl, count = sum_over_processes(optimizer.accelerator, torch.stack([kls.sum(), kls.new_tensor(responses)])).tolist()
+    return kl / count

@@ -44,10 +44,5 @@ class PPOConfig(CriticConfig, objective="ppo"):
     step_bound: Literal["clip", "penalty", "both"] = option(
         "clip", "clip: ratios count within 1 ± clip_range; penalty: a KL to the policy before, in the loss; both."
     )
-    step_kl_coef: float = option(
-        1.0, "Weight of that KL; with step_kl_target its first one.", above=0, needs=PENALTY, changeable=True
-    )
-    step_kl_target: float | None = option(
-        None, "That KL in nats per token, to which step_kl_coef is adapted.", above=0, needs=PENALTY, changeable=True
-    )
+    step_kl_coef: float = option(1.0, "Weight of that KL.", above=0, needs=PENALTY, changeable=True)
     entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats per token.", at_least=0, changeable=True)

@@ -127,18 +127,9 @@ def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
     assert torch.equal(torch.cat(whiten([torch.full((4,), 2.5)], lambda sums: sums)), torch.zeros(4))
 
 
-def test_an_adapted_penalty_is_measured_after_the_update_and_resumed_with_the_critic(workplace, tiny_model):
-    penalised = {"step_bound": "penalty", "step_kl_target": 1e-4, "save_every": 2, "reward": "rewards_for_tests:varied"}
+def test_a_run_with_a_penalty_is_resumed_with_the_critic(workplace, tiny_model):
+    penalised = {"step_bound": "penalty", "save_every": 2, "reward": "rewards_for_tests:varied"}
     run(tiny_model, "whole", **penalised)
-    weight = 1.0
-    for step in metrics("whole"):
-        assert step["step_kl"] > 0
-        assert step["step_kl_coef"] == weight
-        weight *= 2 if step["step_kl"] > 1.5e-4 else 0.5 if step["step_kl"] < 1e-4 / 1.5 else 1
-    assert weight != 1.0
-    # The mean over all tokens, which is below this target, and not their sum.
-    run(tiny_model, "far", **penalised | {"step_kl_target": 1.0})
-    assert [step["step_kl_coef"] for step in metrics("far")] == [1.0, 0.5, 0.25, 0.125]
     assert_resumes(config(tiny_model, "whole", PPOConfig, **penalised))
     # The policy alone is saved.
     _, loading = AutoModelForCausalLM.from_pretrained("whole/model", output_loading_info=True)

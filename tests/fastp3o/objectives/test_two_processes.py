@@ -11,7 +11,7 @@ BESIDE = {
     "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01", "--kl_per_update", "0.1"],
     "p3o after a mean": ["p3o", "--reference_decay", "0.5"],
     "ipo from a mixture": ["online_ipo", "--mixture", "0.5"],
-    "ppo with a penalty": ["ppo", "--step_bound", "penalty", "--step_kl_target", "1e-3"],
+    "ppo with a penalty": ["ppo", "--step_bound", "penalty"],
     "p3o truncated": ["p3o", "--top_k", "9", "--sampler_ratio_cap", "2"],
     "grpo with a mix": ["grpo", "--entropy_coef", "0.1", "--ptx_data", "sft.jsonl", "--ptx_batch_size", "4"],
 }
