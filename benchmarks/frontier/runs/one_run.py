@@ -124,8 +124,9 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     STANDARDISED: ("p3o", {"clipping": "joint", "reward_scaling": "none"}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
-    **{name: (name, {"prompts_per_minibatch": 4}) for name in ("grpo", "dr_grpo", "dapo")},
-    "gspo": ("gspo", {"kl_estimator": "k1", "prompts_per_minibatch": 4}),
+    **{name: (name, {"kl_estimator": "k3"}) for name in ("grpo", "dr_grpo", "dapo")},
+    **{f"{name}-k1": (name, {"kl_estimator": "k1"}) for name in ("grpo", "dr_grpo", "dapo")},
+    "gspo": ("gspo", {"kl_estimator": "k1"}),
 }
 
 # Objective -> the fields of its configuration that Run.own_parameter sets.
