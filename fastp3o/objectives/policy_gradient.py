@@ -97,6 +97,13 @@ class PolicyGradient(GroupwiseObjective):
         """Further metrics, each a `metric_sum`."""
         return {}
 
+    def ratio_metrics(self, groups: Groups, log_ratios: Tensor, low: float, high: float) -> dict[str, Tensor]:
+        """Means of ratios and of whether they are outside 1 − low to 1 + high."""
+        ratios = log_ratios.detach().exp()
+        outside = (ratios < 1 - low) | (ratios > 1 + high)
+        values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
+        return {name: self.metric_sum(groups, value) for name, value in values.items()}
+
     def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Metrics from the importance weights of `losses`."""
         return self.counted(groups, {name: self.metric_sum(groups, value) for name, value in values.items()})
@@ -125,18 +132,43 @@ class PolicyGradient(GroupwiseObjective):
         return values.where(takes_part, 0.0).mean(1).sum()
 
 
-# --- RLOO and REINFORCE: a response is one action, unclipped. That is the policy's gradient as long as the policy has
-# not moved since it sampled, so a round is one pass by default.
+# --- RLOO and REINFORCE: without clipped ratios the loss has the policy's gradient as long as the policy has not moved
+# since it sampled, so a round is one pass by default.
 
 
 class RLOO(PolicyGradient):
-    """−A log π(y|x), A the reward less the mean of the prompt's other responses (Kool et al. 2019)."""
+    """−A log π(y|x), or clipped ratios of responses or tokens; A is the reward less the mean of the prompt's other
+    responses (Kool et al. 2019).
+    """
+
+    config: configs.RLOOConfig
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return formulas.rloo_advantages(rewards)
 
+    def clip_range(self, length: float) -> float | None:
+        return self.config.clip_range if self.config.clipping == "response" else None
+
     def losses(self, groups: Groups) -> Tensor:
-        return formulas.reinforce(groups.logprobs, groups["advantages"])
+        advantages, bound = groups["advantages"], self.config.clip_range
+        if self.config.clipping == "response":
+            return formulas.ppo_clip(groups.logprobs, groups["old"], advantages, clip_low=bound)
+        if self.config.clipping == "token":
+            advantages = groups.per_token(advantages)
+            return formulas.ppo_clip(groups.token_logprobs, groups["old_tokens"], advantages, clip_low=bound)
+        return formulas.reinforce(groups.logprobs, advantages)
+
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        by_token = self.config.clipping == "token"
+        return groups["sampler_log_ratios"] if by_token else super().sampler_log_ratios(groups)
+
+    def metrics(self, groups: Groups) -> dict[str, Tensor]:
+        if self.config.clipping == "none":
+            return {}
+        log_ratios = groups.token_logprobs - groups["old_tokens"]
+        if self.config.clipping == "response":
+            log_ratios = groups.sums(log_ratios)
+        return self.ratio_metrics(groups, log_ratios, self.config.clip_range, self.config.clip_range)
 
 
 class REINFORCE(RLOO):
@@ -189,13 +221,8 @@ class GRPO(PolicyGradient):
         return formulas.ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        return self.ratio_metrics(groups, groups.token_logprobs - groups["old_tokens"])
-
-    def ratio_metrics(self, groups: Groups, log_ratios: Tensor) -> dict[str, Tensor]:
-        ratios = log_ratios.detach().exp()
-        outside = (ratios < 1 - self.config.clip_low) | (ratios > 1 + self.config.clip_high)
-        values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
-        return {name: self.metric_sum(groups, value) for name, value in values.items()}
+        log_ratios = groups.token_logprobs - groups["old_tokens"]
+        return self.ratio_metrics(groups, log_ratios, self.config.clip_low, self.config.clip_high)
 
 
 class GSPO(GRPO):
@@ -216,7 +243,8 @@ class GSPO(GRPO):
         return PolicyGradient.sampler_log_ratios(self, groups)
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        return self.ratio_metrics(groups, groups.means(groups.token_logprobs - groups["old_tokens"]))
+        log_ratios = groups.means(groups.token_logprobs - groups["old_tokens"])
+        return self.ratio_metrics(groups, log_ratios, self.config.clip_low, self.config.clip_high)
 
 
 # --- REBEL: a quadratic loss of pairs instead of clipping.

@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
+from benchmarks.frontier.runs.soft_clip import SoftClipConfig
 from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward
 from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
@@ -99,12 +100,17 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         late = f"{settings['eval_at']},{settings['updates']},{LATE_EVALUATION}"
         settings |= {"updates": run.updates, "eval_at": late}
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
-    own_settings = own_settings | correction(run.correction, objective)
+    own_settings = own_settings | correction(run.correction, run.algorithm)
     if run.inner_epochs:
         own_settings = own_settings | {"inner_epochs": run.inner_epochs}
+    if run.critic_learning_rate:
+        own_settings = own_settings | {"critic_learning_rate": run.critic_learning_rate}
+    if run.value_clip_range:
+        own_settings = own_settings | {"value_clip_range": run.value_clip_range}
     if run.own_parameter:
         own_settings = own_settings | dict.fromkeys(OWN_PARAMETERS[objective], run.own_parameter)
-    return OBJECTIVES[objective](**(settings | own_settings))
+    kind = SoftClipConfig if run.algorithm == SOFT else OBJECTIVES[objective]
+    return kind(**(settings | own_settings))
 
 
 # Rewards already have unit deviation; a running deviation would divide PPO's by that of the offset. Values must be free
@@ -112,7 +118,7 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
 # PPO with rewards less the mean of their prompt's; joint clipping with them divided by their deviation, too.
-CENTRED, STANDARDISED = "ppo_centred", "joint-group"
+CENTRED, STANDARDISED, SOFT = "ppo_centred", "joint-group", "joint-soft"
 
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
@@ -121,9 +127,10 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "joint-difference": ("p3o", {"clipping": "joint", "reward_scaling": "difference"}),
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
-    STANDARDISED: ("p3o", {"clipping": "joint", "reward_scaling": "none"}),
+    **dict.fromkeys((STANDARDISED, SOFT), ("p3o", {"clipping": "joint", "reward_scaling": "none"})),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
+    **{f"rloo-{clipping}": ("rloo", {"clipping": clipping}) for clipping in ("response", "token")},
     **{name: (name, {"kl_estimator": "k3"}) for name in ("grpo", "dr_grpo", "dapo")},
     **{f"{name}-k1": (name, {"kl_estimator": "k1"}) for name in ("grpo", "dr_grpo", "dapo")},
     "gspo": ("gspo", {"kl_estimator": "k1"}),
@@ -139,11 +146,11 @@ OWN_PARAMETERS = {
 
 # Losses of tokens are weighed by the ratios of tokens, whose usual cap is 2 (Yao et al. 2025); others by those of
 # whole responses or pairs, whose cap is that of P3O's ratios.
-WEIGHTS_OF_TOKENS = ("ppo", "grpo", "dr_grpo", "dapo")
+WEIGHTS_OF_TOKENS = ("ppo", "grpo", "grpo-k1", "dr_grpo", "dapo", "rloo-token")
 TOKEN_CAP, RESPONSE_CAP = 2.0, 10.0
 
 
-def correction(name: str, objective: str) -> dict[str, Any]:
+def correction(name: str, algorithm: str) -> dict[str, Any]:
     """Settings that correct for rollouts of an older policy. none: ratios compare with the policy before the update, as
     if it had sampled. ratios: they compare with the policy that sampled. weights: as none, and losses are weighed by
     the ratio of the two, capped.
@@ -151,7 +158,7 @@ def correction(name: str, objective: str) -> dict[str, Any]:
     return {
         "none": {},
         "ratios": {"old_logprobs": "sampler"},
-        "weights": {"sampler_ratio_cap": TOKEN_CAP if objective in WEIGHTS_OF_TOKENS else RESPONSE_CAP},
+        "weights": {"sampler_ratio_cap": TOKEN_CAP if algorithm in WEIGHTS_OF_TOKENS else RESPONSE_CAP},
     }[name]
 
 

@@ -7,6 +7,7 @@ BETA = 0.1  # the KL coefficient of most comparisons, in standard deviations of 
 
 # Fields that the first recorded runs lack.
 LATER = ("own_parameter", "reward_factor", "rounds_ahead", "correction", "inner_epochs", "reward_spread", "updates")
+LATER += ("critic_learning_rate", "value_clip_range")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Run:
     inner_epochs: int = 0  # passes over a round; 0: the algorithm's default
     updates: int = 0  # 0: those of the task
     reward_spread: float = 0.0  # standard deviation of the log of a factor that each prompt's rewards have
+
+    critic_learning_rate: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
+    value_clip_range: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
 
     @property
     def name(self) -> str:

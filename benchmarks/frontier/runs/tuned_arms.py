@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.tasks.task import TASKS
 
-PROMPTS = {4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
+PROMPTS = {2: 64, 4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
 USUAL_PASSES = 4
 PASSES = {"rloo": 1}  # by default, where that is not the usual

@@ -19,7 +19,8 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
         "k1",
         "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
         "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
-        "each token, in the loss; k2's gradient is that of the KL, k3's that of the opposite KL.",
+        "each token, in the loss; k2's gradient is that of the KL, k3's (GRPO's paper) that of the opposite KL, which "
+        "cost GRPO reward − KL in the study: so k1 is the default.",
         needs="kl_coef",
     )
     entropy_coef: float = option(
@@ -31,9 +32,18 @@ class RLOOConfig(PolicyGradientConfig, objective="rloo"):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
     objective_class: ClassVar[str] = "policy_gradient:RLOO"
-    compares_with_old: ClassVar[bool] = False
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
+    clipping: Literal["none", "response", "token"] = option(
+        "none", "Ratios to the old policy: none, for one step a round; response (TRL) or token (verl, OpenRLHF), clipped."
+    )
+    clip_range: float = option(
+        0.2, "Epsilon of the clipped ratios.", above=0, needs=("clipping=response", "clipping=token"), changeable=True
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compares_with_old", self.clipping != "none")
+        super().__post_init__()
 
 
 class REINFORCEConfig(RLOOConfig, objective="reinforce"):
@@ -61,11 +71,10 @@ class ClippedConfig(PolicyGradientConfig):
 
 
 class GRPOConfig(ClippedConfig, objective="grpo"):
-    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
+    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses. The paper's KL is k3."""
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
     kl_coef: float = 0.04
-    kl_estimator: KLEstimator = "k3"
     loss_mean: LossMean = option(
         "sequence", "Over a response's tokens; token: a minibatch's (DAPO); constant: by max_response_tokens (Dr. GRPO)"
     )
@@ -103,7 +112,6 @@ class GSPOConfig(ClippedConfig, objective="gspo"):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
 
 
 class REBELConfig(PolicyGradientConfig, objective="rebel"):
