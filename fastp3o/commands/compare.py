@@ -1,4 +1,4 @@
-"""Reward at matched KL of two sets of runs that differ in one setting, paired by seed, with bootstrap intervals.
+"""Reward at matched KL of two sets of runs that differ in one setting, paired by seed, with 95% Student intervals.
 
 fastp3o compare --first runs/joint-seed* --second runs/ppo-seed* --kl 1 2 4
 """
@@ -61,16 +61,16 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
         early = [sum(passed_at_once(run, kl) for run in side.values()) for side in sides]
         none = [f"passed at once ({count})" if count else "not reached" for count in early]
         cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
-        difference = paired_difference(gains[0], gains[1], comparisons=len(kls))
+        difference = paired_difference(*gains)
         table.add_row(f"{kl:g}", *cells, format_estimate(difference, "–"))
     Console(width=110).print(table)
-    print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
+    print(f"{len(first.keys() & second.keys())} seeds in both; each interval is single")
 
 
 def format_estimate(estimate: Estimate | None, absent: str) -> str:
     """absent: stands for no estimate."""
     if estimate is None:
         return absent
-    # Four seeds or fewer have no 95% interval.
+    # One seed has no interval.
     limits = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
     return f"{estimate.mean:.3f}{limits} ({estimate.count})"

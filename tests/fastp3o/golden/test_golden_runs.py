@@ -68,7 +68,7 @@ GROUPS = {
     "policy gradients": {
         "reinforce": online("reinforce", *MASKED),
         "rloo": online("rloo"),
-        "grpo": online("grpo"),
+        "grpo": online("grpo", "--kl_estimator", "k3"),
         "dapo": online("dapo", *MASKED),
         "gspo": online("gspo", "--sampler_ratio_cap", "2"),
         "rebel": online("rebel"),
