@@ -1,7 +1,5 @@
 """Joint P3O with a soft clip: pairs that have moved the right way keep a share of their gradient."""
 
-from dataclasses import dataclass
-
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
@@ -10,7 +8,6 @@ from fastp3o_kernels import Groups
 from fastp3o_kernels.losses import truncated_ratios
 
 
-@dataclass(frozen=True, kw_only=True)
 class SoftClipConfig(P3OConfig):
     def build(self) -> "SoftClip":
         return SoftClip(self)
