@@ -50,10 +50,10 @@ class Two(nn.Module):
 
 
 class Trainer:
-    def __init__(self, folder: Path, precision: str = "fp32"):
+    def __init__(self, folder: Path, precision: str = "fp32", schedule: str = "cosine"):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule="cosine", warmup_steps=2)
+        config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule=schedule, warmup_steps=4)
         self.optimizer = Optimizer(Accelerator(cpu=True), Two(), choose_precision(precision, "fp32"), config, steps=20)
         self.scaler = DifferenceScaler(10.0)
         self.states = States(folder, self.optimizer, RunState({"scaler": self.scaler}))
@@ -61,7 +61,7 @@ class Trainer:
     def train(self, first: int, last: int, *, save: bool = True) -> "Trainer":
         for step in range(first, last + 1):
             x = torch.full((1, 3), random.random(), dtype=next(self.optimizer.model.parameters()).dtype)
-            loss = self.optimizer.model(x).float().sum() * (1 + np.random.random())
+            loss = self.optimizer.model(x).float().square().sum() * (1 + np.random.random())
             scaled_backward(self.optimizer, loss)
             self.optimizer.step(loss.detach())
             self.scaler(torch.randn(4, 2))
@@ -74,14 +74,16 @@ class Trainer:
         return (0 if manifest is None else self.states.load(manifest).step), lines
 
     def all(self) -> dict:
-        values = {name: tensor.tolist() for name, tensor in self.optimizer.tensors().items()}
+        tensors = self.optimizer.tensors() | self.optimizer.model.state_dict()
+        values = {name: tensor.tolist() for name, tensor in tensors.items()} | {"rate": self.optimizer.learning_rate}
         return values | self.optimizer.state_dict() | self.scaler.state_dict() | {"random": random.random()}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_loaded_state_goes_on_as_the_saved_one_would_have(tmp_path, precision):
-    whole = Trainer(tmp_path, precision).train(1, 3).train(4, 6, save=False).all()
-    resumed = Trainer(tmp_path, precision)
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "inverse_sqrt"])
+def test_a_loaded_state_goes_on_as_the_saved_one_would_have(tmp_path, precision, schedule):
+    whole = Trainer(tmp_path, precision, schedule).train(1, 3).train(4, 6, save=False).all()
+    resumed = Trainer(tmp_path, precision, schedule)
     assert resumed.resume() == (3, [])
     assert resumed.train(4, 6, save=False).all() == whole
 
