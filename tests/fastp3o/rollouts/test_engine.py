@@ -19,6 +19,7 @@ PROMPTS = [
     for length in (1, 7, 3, 12, 2, 9)
 ]
 LONGEST = max(map(len, PROMPTS)) - 1
+KEYS = response_keys(3, torch.arange(len(PROMPTS)), K)
 
 
 def make_engine(policy: PackedModel, *, slots=18, room_beyond=0, tokens_per_row=TOKENS_PER_ROW, **options) -> Engine:
@@ -83,17 +84,40 @@ def test_nothing_in_a_step_waits_for_the_device(family, monkeypatch):
 def test_one_engine_serves_batches_smaller_than_its_room_and_follows_the_weights():
     policy = PackedModel(random_model("llama"))
     engine = make_engine(policy, slots=5, static=True)
-    keys = response_keys(3, torch.arange(len(PROMPTS)), K)
-    expected, _ = engine.run(PROMPTS, keys)
+    expected, _ = engine.run(PROMPTS, KEYS)
     addresses = [tensor.data_ptr() for tensor in engine.tensors()]
-    assert engine.run(PROMPTS[2:4], keys[2:4])[0] == expected[2:4]
+    assert engine.run(PROMPTS[2:4], KEYS[2:4])[0] == expected[2:4]
     assert [tensor.data_ptr() for tensor in engine.tensors()] == addresses
     engine.release_memory()
     assert engine.cache.memory.untyped_storage().nbytes() == 0
-    assert engine.run(PROMPTS, keys)[0] == expected
+    assert engine.run(PROMPTS, KEYS)[0] == expected
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
-    ids, logprobs = engine.run(PROMPTS, keys)
+    ids, logprobs = engine.run(PROMPTS, KEYS)
     assert ids != expected
     assert largest_difference(policy, ids, logprobs) < 2e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_give_the_responses_of_others_and_follow_the_weights_in_place_and_moved(family, device):
+    """A step that waits for the device has no graph."""
+    policy = PackedModel(random_model(family)).to(device)
+    engine = make_engine(policy, graph=True)
+    for scale in (1.0, 1.1):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(scale)
+        ids, logprobs = engine.run(PROMPTS, KEYS)
+        captured = engine.graph.graph
+        assert captured is not None
+        assert ids == sample(policy)[0]
+        assert largest_difference(policy, ids, logprobs) < 1e-4
+        # The memory comes back, and one graph serves again.
+        engine.release_memory()
+        assert engine.run(PROMPTS, KEYS)[0] == ids
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.clone()
+    assert engine.run(PROMPTS, KEYS)[0] == ids
+    assert engine.graph.graph is not captured

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastp3o_kernels.operation import INTERPRET
-from tests.kernels.interpreted import counted_launches
+from tests.kernels.interpreted import counted_launches, counted_traffic
 from tests.kernels.levels import IMPLEMENTATIONS, P3O_LEVELS, Batch
 from tests.kernels.problems import CLIPPINGS, DEVICE, budget_for
 from tests.pairwise import pairwise
@@ -80,6 +80,22 @@ def test_launches(monkeypatch, level):
     assert (forward, backward) == {"tokens": (pairs, {}), "logits": (rows | pairs, {"dlogits_kernel": 1})}.get(
         level, (rows | pairs | {"dlogits_kernel": 1}, {"scale_kernel": 1})
     )
+
+
+@pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")
+def test_off_policy_logits_are_read_twice_and_written_once(monkeypatch):
+    """By these formulas benchmarks divide."""
+    batch = Batch("logits", [3, 2, 1, 2], 20_000, dtype=torch.bfloat16, clipping="none")
+    leaves = batch.leaves()
+    with counted_traffic(monkeypatch) as forward:
+        loss = batch.output(leaves, impl="triton").loss
+    once = pytest.approx(leaves[0].nbytes, rel=0.02)
+    assert forward.loaded == once
+    assert forward.stored < 0.02 * forward.loaded
+    with counted_traffic(monkeypatch) as backward:
+        loss.backward()
+    assert (backward.loaded, backward.stored) == (once, once)
+    assert (forward.memory + backward.memory) / 3 == once
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

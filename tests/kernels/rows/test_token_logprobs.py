@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o_kernels import token_logprobs
+from fastp3o_kernels import sequence_logprobs, token_logprobs
 from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.rows import logits_kernel
 from fastp3o_kernels.rows.rows import Rows
@@ -156,3 +156,15 @@ def test_more_rows_than_65535_and_offsets_beyond_2_to_the_31():
     (got,) = torch.autograd.grad(token_logprobs(logits.requires_grad_(), labels, impl="triton").sum(), logits)
     _, expected = run(last.double(), labels[-3:], torch.ones(3, dtype=torch.float64, device=DEVICE), "eager")
     torch.testing.assert_close(got[-3:].double(), expected, atol=1e-6, rtol=1e-2)
+
+
+def test_sequence_logprobs_are_sums_and_differentiable(impl):
+    values = torch.randn(10, device=DEVICE, requires_grad=True)
+    offsets = torch.tensor([0, 1, 7, 7, 10], dtype=torch.int32, device=DEVICE)
+    sums = sequence_logprobs(values, offsets, impl=impl)
+    torch.testing.assert_close(sums, torch.stack([values[begin:end].sum() for begin, end in offsets.unfold(0, 2, 1)]))
+    (sums * torch.tensor([1.0, 2.0, 9.0, 3.0], device=DEVICE)).sum().backward()
+    assert values.grad.tolist() == [1.0] + [2.0] * 6 + [3.0] * 3
+    for others in (offsets.tolist(), offsets.cpu().long()):
+        assert torch.equal(sequence_logprobs(values, others, impl=impl), sums)
+    assert sequence_logprobs(values[:0], [0, 0, 0], impl=impl).tolist() == [0.0, 0.0]
