@@ -13,6 +13,7 @@ from fastp3o.generate.loop import generate
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.folder import release
 from fastp3o.run.manifest import CorruptStateError, ResumeError
+from tests.fastp3o.evaluation.test_judge import JUDGES
 from tests.fastp3o.together import together
 
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
@@ -54,6 +55,12 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     examples, _ = load_preferences("pairs/kept.jsonl", tokenizer, **limits)
     assert len(examples) == pairs.records > 8
     assert min(line["margin"] for line in records("pairs")) > 0.5
+    Path("judges_by_length.py").write_text(JUDGES)
+    judged = generate(config(tiny_model, "judged", judge="judges_by_length:longer", keep="judged", reward=None))
+    assert judged.records + judged.ties == 16
+    assert all(len(line["chosen"]) > len(line["rejected"]) for line in records("judged"))
+    examples, _ = load_preferences("judged/kept.jsonl", tokenizer, **limits)
+    assert len(examples) == judged.records == len(records("judged")) > 4
 
 
 def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing_and_has_the_bits_of_an_unbroken_one(

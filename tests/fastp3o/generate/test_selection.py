@@ -1,4 +1,4 @@
-"""Selection by rewards, against the formulas written a second time."""
+"""Selection by rewards, against the formulas written a second time, and by a judge's verdicts."""
 
 from math import exp, log
 
@@ -8,16 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.data.layouts import find_layout
+from fastp3o.evaluation.verdicts import Verdict
 from fastp3o.generate.config import SelectionConfig
 from fastp3o.generate.samples import Samples
-from fastp3o.generate.selection import Candidates, accepted, kept_records, pairs_apart, pairs_at_random
+from fastp3o.generate.selection import (
+    Candidates,
+    accepted,
+    judged_records,
+    kept_records,
+    pairs_apart,
+    pairs_at_random,
+    plain_text,
+)
 
 prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
 
 
 def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> Samples:
     texts = [f" text {i}" for i in range(len(rewards))] if texts is None else texts
-    columns = {"lengths": [3] * len(rewards), "finished": [True] * len(rewards)}
+    columns = {"lengths": [3] * len(texts), "finished": [True] * len(texts)}
     columns |= {"responses": texts, "rewards": rewards, "template_fields": {}}
     return Samples(**({"number": 0, "prompt": "Say:"} | columns | changes))
 
@@ -109,3 +118,35 @@ def test_random_choices_depend_on_seed_and_prompt_alone_and_equal_texts_are_no_c
     assert kept_records(one, config, seed=0) != kept_records(one, config, seed=1)
     assert kept_records(one, config, seed=0) != kept_records(other, config, seed=0)
     assert kept_records(samples([1.0, 2.0, 3.0], [" a", " a", "a\n"]), SelectionConfig(keep="rs_dpo"), seed=0) == []
+
+
+def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():
+    asked = []
+
+    def judge(prompts, firsts, seconds):
+        asked.extend(zip(prompts, firsts, seconds, strict=True))
+        order = [Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE]
+        return [order[number % 4] for number in range(len(prompts))]
+
+    given = [samples([], list("abcd"), number=number, prompt=f"p{number}") for number in range(4)]
+    given.append(samples([], ["x", " x "], number=4, prompt="same"))
+    given.append(samples([], ["x", "y", ""], number=5, prompt="cut", finished=[True, False, True]))
+    judged = judged_records(given, judge, unfinished=False, seed=1)
+    assert len(asked) == 8  # two pairs of four responses, and none of "same" and "cut"
+    for number in range(4):
+        assert sorted(text for prompt, *texts in asked if prompt == f"p{number}" for text in texts) == list("abcd")
+    assert (judged.ties, judged.unanswered) == (2, 2)
+    (_, first, second), (_, third, fourth) = asked[:2]
+    assert judged.records[0] == [
+        {"prompt": "p0", "chosen": first, "rejected": second},
+        {"prompt": "p0", "chosen": fourth, "rejected": third},
+    ]
+    assert sum(map(len, judged.records.values())) == 4
+    assert judged_records(given, judge, unfinished=False, seed=1) == judged
+    before = len(asked)
+    judged_records(given, judge, unfinished=True, seed=1)
+    assert {text for _, *texts in asked[before + 8 :] for text in texts} == {"x", "y"}
+    # A judge reads messages as text.
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say tree:"}
+    assert plain_text("Say tree:") == plain_text([user]) == "Say tree:"
+    assert plain_text([system, user]) == "system: Be brief.\n\nuser: Say tree:"

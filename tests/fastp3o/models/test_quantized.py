@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model
@@ -20,15 +20,12 @@ every_kind = pytest.mark.parametrize("bits", ["4bit", "8bit"])
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory, tokenizer) -> str:
-    """Like the others' tiny model, with layers as wide as a block of 4-bit weights."""
+def tiny_model(tmp_path_factory, tiny_model) -> str:
+    """The others' tiny model with layers as wide as a block of 4-bit weights, without a tokenizer."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = LlamaConfig(**sizes, **ids, num_attention_heads=2, tie_word_embeddings=True, bos_token_id=None)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, **sizes)).save_pretrained(folder)
     return str(folder)
 
 
