@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from fastp3o.errors import UserError
 from fastp3o.run import folder as folders
-from fastp3o.run.log import read_updates
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, weights
 
@@ -78,16 +76,3 @@ def test_a_folder_that_is_swapped_while_a_run_trains_ends_it(tiny_model, workpla
     with pytest.raises(FileNotFoundError, match="run is no longer the folder in which this run began"):
         train(config(tiny_model, "run", updates=3))
     assert [path.name for path in Path("run").iterdir()] == ["fastp3o.lock"]
-
-
-def test_lines_of_rollouts_that_hold_no_group_are_left_out(tiny_model, workplace):
-    train(config(tiny_model, "run", updates=2))
-    path = Path("run/rollouts.jsonl")
-    lines = path.read_text().splitlines()
-    good = json.loads(lines[-1])
-    unrewarded = good["responses"][0] | {"reward": None}
-    odd = [{"responses": responses} for responses in (None, [{}], [], [unrewarded])]
-    written = [*(json.dumps(good | change) for change in odd), lines[-1], '{"step": 2, "prompt"', "[" * 10**5]
-    path.write_text("\n".join([*written, ""]))
-    ((group,),) = read_updates(path)
-    assert group.responses[0].text == good["responses"][0]["text"]

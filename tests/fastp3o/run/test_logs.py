@@ -69,12 +69,17 @@ def test_a_log_is_whole_wherever_a_process_ends(path: Path, power: bool):
     assert number > 5
 
 
-def test_rollouts_are_read_update_by_update(tmp_path: Path):
+def test_rollouts_are_read_update_by_update_and_lines_that_hold_no_group_are_left_out(tmp_path: Path):
+    path = tmp_path / "rollouts.jsonl"
     responses = [
         LoggedResponse("– \x1b[0m", [3, 7], 0.5, {"penalty/length": 0.5}, -0.25, finished=True),
         LoggedResponse("", [], 0.0, {"penalty/length": None}, None, finished=False),
     ]
     updates = [[LoggedGroup(step, text, -0.25, responses) for text in ("a", "\u2028\ud7ff:")] for step in (1, 2)]
     for update in updates:
-        log.append(tmp_path / "rollouts.jsonl", map(asdict, update))
-    assert [*log.read_updates(tmp_path / "rollouts.jsonl")] == updates
+        log.append(path, map(asdict, update))
+    good = asdict(updates[1][0])
+    unrewarded = good["responses"][0] | {"reward": None}
+    log.append(path, [good | {"responses": responses} for responses in (None, [{}], [], [unrewarded])])
+    path.write_text(path.read_text() + '{"step": 2, "prompt"\n' + "[" * 10**5 + "\n")
+    assert [*log.read_updates(path)] == updates
