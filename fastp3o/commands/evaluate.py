@@ -5,7 +5,6 @@ fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/mo
 
 import json
 from dataclasses import replace
-from math import sqrt
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +26,7 @@ def main() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from fastp3o.evaluation.evaluate import lengths_and_ends
+    from fastp3o.evaluation.interval import half_width
     from fastp3o.evaluation.win_rates import prompts_for, respond
     from fastp3o.files import write_file
     from fastp3o.models.loading import load_tokenizer
@@ -42,9 +42,9 @@ def main() -> None:
     title = f"{config.model}, {len(responses.groups)} prompts{', greedy' if config.greedy else ''}"
     table = Table("", "mean", "± (95%, over prompts)", title=title)
     for name, value in (responses.rewards | lengths_and_ends(responses.groups)).items():
-        of_prompts = value.double().mean(dim=1)
-        half = 1.96 * of_prompts.std().item() / sqrt(len(of_prompts)) if len(of_prompts) > 1 else float("nan")
-        means[name] = {"mean": of_prompts.mean().item(), "interval": half}
+        of_prompts = value.double().mean(dim=1).numpy()
+        half = half_width(of_prompts - of_prompts.mean(), len(of_prompts) - 1)
+        means[name] = {"mean": float(of_prompts.mean()), "interval": half}
         table.add_row(name, f"{means[name]['mean']:.4g}", f"{half:.2g}")
     samples = Table("prompt", "response", *responses.rewards, title="samples")
     for number in torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups))).long().tolist():

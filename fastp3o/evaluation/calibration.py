@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastp3o.evaluation.verdicts import percentile_interval
+from fastp3o.evaluation.interval import share_interval
 
 BINS = 10  # of equal width, from 1/2 to 1
 
 
-def judged(differences: Sequence[tuple[int, float]], seed: int) -> dict[str, float]:
+def judged(differences: Sequence[tuple[int, float]]) -> dict[str, float]:
     """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite. differences: each
     pair's prompt number and r_w − r_l. Accuracy is the share of pairs with the better response ahead, equal scores
-    counting a half, averaged over prompts. The interval resamples prompts.
+    counting a half, averaged over prompts, as is the interval.
     """
     values = np.array([difference for _, difference in differences])
     if not np.isfinite(values).all():
@@ -24,7 +24,7 @@ def judged(differences: Sequence[tuple[int, float]], seed: int) -> dict[str, flo
     right = (np.sign(values) + 1) / 2
     _, prompts = np.unique([number for number, _ in differences], return_inverse=True)
     shares = np.bincount(prompts, right) / np.bincount(prompts)
-    low, high = percentile_interval(shares, np.ones(len(shares)), seed=seed)
+    low, high = share_interval(shares, np.ones(len(shares)))
     return {"accuracy_low": low, "accuracy_high": high, "calibration_error": calibration_error(values, right)}
 
 

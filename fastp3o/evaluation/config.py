@@ -64,7 +64,7 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
     )
     output: str | None = option(None, "JSON file to write the result to.")
     responses_per_prompt: int = option(1, "Responses to each prompt; k of one against k of the other.", at_least=1)
-    seed: int = option(0, "Seed of all checkpoints' responses, and of the interval.", at_least=0, below=LARGEST_INT)
+    seed: int = option(0, "Seed of all checkpoints' responses.", at_least=0, below=LARGEST_INT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,18 +1,16 @@
 """Comparison of runs at equal KL: gains over the start, and confidence intervals for a handful of paired seeds."""
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations
+from fastp3o.evaluation.interval import half_width
 
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
 Gains = Mapping[Seed, float | None]
-LEVEL = 0.95
 
 
 class Estimate(NamedTuple):
@@ -49,13 +47,9 @@ def passed_at_once(evaluations: Evaluations, kl: float) -> bool:
 def interval(strata: Sequence[Sequence[float]]) -> Estimate:
     """Mean of all values, with Student's 95% interval from the variance within strata (here a task with its seeds)."""
     samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
-    values = np.concatenate(samples)
-    count, degrees, reach = len(values), len(values) - len(samples), math.inf
-    if degrees:
-        variance = sum(float(((sample - sample.mean()) ** 2).sum()) for sample in samples) / degrees
-        reach = t_quantile((1 - LEVEL) / 2, degrees) * math.sqrt(variance / count)
-    mean = float(values.mean())
-    return Estimate(mean, mean - reach, mean + reach, count)
+    errors = np.concatenate([sample - sample.mean() for sample in samples])
+    mean, half = float(np.concatenate(samples).mean()), half_width(errors, len(errors) - len(samples))
+    return Estimate(mean, mean - half, mean + half, len(errors))
 
 
 def seeds_interval(values: Gains) -> Estimate | None:
@@ -72,13 +66,3 @@ def paired_difference(first: Gains, second: Gains) -> Estimate | None:
     both = {seed: (value, second.get(seed)) for seed, value in sorted(first.items())}
     differences = {seed: one - other for seed, (one, other) in both.items() if one is not None and other is not None}
     return seeds_interval(differences)
-
-
-@lru_cache
-def t_quantile(tail: float, degrees: int) -> float:
-    """The t that a variable of Student's distribution with `degrees` of freedom exceeds with probability `tail`."""
-    # In terms of the angle of t / √degrees the density is cos to the power of degrees − 1, smooth and bounded.
-    angles = np.linspace(math.pi / 2, 0, 2**16 + 1)
-    density = np.cos(angles) ** (degrees - 1)
-    beyond = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(degrees) * math.tan(float(np.interp(2 * tail, beyond / beyond[-1], angles)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fastp3o.errors import UserError
+from fastp3o.evaluation.interval import share_interval
 from fastp3o.run import log
 
 
@@ -66,7 +67,6 @@ class VerdictFile:
             self.verdicts[key] = verdict
 
 
-RESAMPLES, CONFIDENCE = 10_000, 0.95  # of intervals
 POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NONE: np.nan}
 
 
@@ -75,7 +75,7 @@ class WinRate:
     """Win rate of the first checkpoint against the second.
 
     win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even. low, high: its 95%
-    bootstrap interval over prompts. wins, ties, losses: numbers of comparisons. missing: those without a verdict, which
+    interval over prompts. wins, ties, losses: numbers of comparisons. missing: those without a verdict, which
     count nowhere else. prompts: number of prompts with a verdict.
     """
 
@@ -89,10 +89,10 @@ class WinRate:
     prompts: int
 
 
-def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:
+def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1) -> WinRate:
     """Win rate from verdicts [P * K], those on the K responses to a prompt adjacent.
 
-    The interval resamples prompts, each with all its comparisons: these are not independent of each other. Raises
+    The interval is over prompts, each with all its comparisons: these are not independent of each other. Raises
     ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
     """
     if len(verdicts) % responses_per_prompt:
@@ -103,7 +103,7 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
     points = np.array([POINTS[verdict] for verdict in verdicts]).reshape(-1, responses_per_prompt)
     judged = (~np.isnan(points)).sum(axis=1)
     points, judged = np.nansum(points, axis=1)[judged > 0], judged[judged > 0]
-    low, high = percentile_interval(points, judged, seed=seed)
+    low, high = share_interval(points, judged)
     return WinRate(
         win_rate=float(points.sum() / judged.sum()),
         low=low,
@@ -114,16 +114,3 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
         missing=count[Verdict.NONE],
         prompts=len(judged),
     )
-
-
-def percentile_interval(numerators: np.ndarray, denominators: np.ndarray, *, seed: int) -> tuple[float, float]:
-    """95% interval of sum(numerators) / sum(denominators) over units that are resampled with replacement. numerators,
-    denominators: [n], one entry for each unit; dependent values must be in the same unit. Denominators are above 0
-    (ones give the interval of a mean). Units of equal ratios, however few, have an interval of zero width.
-    """
-    random, units, ratios = np.random.default_rng(seed), len(numerators), np.empty(RESAMPLES)
-    for resample in range(RESAMPLES):
-        drawn = random.integers(units, size=units)
-        ratios[resample] = numerators[drawn].sum() / denominators[drawn].sum()
-    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(low), float(high)

@@ -81,7 +81,7 @@ def win_rates(
     config: WinRateConfig, judge: Judge | None, first: Responses, second: Responses
 ) -> Iterator[tuple[str, WinRate]]:
     """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as it is known."""
-    rate = partial(win_rate, responses_per_prompt=config.responses_per_prompt, seed=config.seed)
+    rate = partial(win_rate, responses_per_prompt=config.responses_per_prompt)
     if config.reward:
         yield "reward", rate(by_reward(first, second))
     if judge is not None:

@@ -99,7 +99,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
             groups, margins = row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist()
             differences += [(numbers[group], margin) for group, margin in zip(groups, margins, strict=True)]
         differences = gather_object(differences)
-        return means | on_main_process(accelerator, lambda: judged(differences, self.config.seed))
+        return means | on_main_process(accelerator, lambda: judged(differences))
 
 
 def bradley_terry(

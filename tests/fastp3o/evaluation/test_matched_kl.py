@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from fastp3o.evaluation.matched_kl import gain_at_kl, interval, paired_difference, t_quantile
+from fastp3o.evaluation.interval import t_quantile
+from fastp3o.evaluation.matched_kl import gain_at_kl, interval, paired_difference
 
 
 def run(*points, start=1.0):

@@ -28,7 +28,13 @@ def test_ties_count_half_and_missing_verdicts_nowhere():
 def test_responses_to_one_prompt_stay_together_and_what_cannot_be_counted_is_an_error():
     verdicts = [FIRST] * 20 + [SECOND] * 20
     alone, together = win_rate(verdicts), win_rate([v for v in verdicts for _ in range(9)], responses_per_prompt=9)
-    assert (alone.low, alone.high) == (together.low, together.high)
+    assert (alone.low, alone.high) == pytest.approx((together.low, together.high))
+    half = 2.02269 * (0.25 / 39) ** 0.5  # Student's, of 39 degrees of freedom
+    assert (alone.low, alone.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-5)
+    # Prompts with fewer verdicts weigh less: 3 of 4 comparisons are won, with residuals of 1/2, −3/4 and 1/4 points.
+    uneven = win_rate([FIRST, FIRST, SECOND, NONE, FIRST, NONE] * 9, responses_per_prompt=2)
+    half = 2.05553 * (9 * (0.5**2 + 0.75**2 + 0.25**2) / 26 / 27) ** 0.5 / (4 / 3)
+    assert (uneven.low, uneven.high) == pytest.approx((0.75 - half, 0.75 + half), abs=1e-5)
     for verdicts, said in (([NONE] * 4, "none of 4 comparisons has a verdict"), ([TIE] * 3, "3 verdicts are not 2")):
         with pytest.raises(ValueError, match=said):
             win_rate(verdicts, responses_per_prompt=2)
