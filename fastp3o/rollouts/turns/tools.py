@@ -1,16 +1,12 @@
-"""Environments of Python functions as tools, of gymnasium's text environments, and of the package `verifiers`."""
+"""An environment of Python functions as tools."""
 
-import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from transformers.utils import get_json_schema
-
-from fastp3o.errors import UserError
 
 # As Hermes, Qwen and others write calls.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -55,87 +51,3 @@ async def answer(tools: dict[str, Callable], call: str) -> str:
         return str(await result if inspect.isawaitable(result) else result)
     except Exception as error:  # of arguments that a policy wrote, or from a tool
         return f"error: {type(error).__name__}: {error}"
-
-
-def gymnasium_environment(make: Callable[[], Any]) -> type:
-    """An environment of a gymnasium one with observations and actions of text. A record's `reset_seed` is its seed."""
-
-    class Gymnasium:
-        def reset(self, reset_seed: int | None = None) -> str:
-            self.inner = make()
-            observation, _ = self.inner.reset(seed=reset_seed)
-            return str(observation)
-
-        def step(self, text: str) -> tuple[str, float, bool]:
-            observation, reward, terminated, truncated, _ = self.inner.step(text.strip())
-            return str(observation), float(reward), bool(terminated or truncated)
-
-        def close(self) -> None:
-            self.inner.close()
-
-    return Gymnasium
-
-
-def verifiers_records(env: Any, rows: Iterable[dict]) -> list[dict]:
-    """The prompts for `verifiers_environment(env)`. rows: of the environment's dataset."""
-    tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in env.tool_defs or []]
-    return [{"prompt": row["prompt"], "verifiers": row} | ({"tools": tools} if tools else {}) for row in rows]
-
-
-def verifiers_environment(env: Any) -> type:
-    """An environment of a MultiTurnEnv, or another one of verifiers 0.2 or 0.3, whose model is the policy. Its Rubric's
-    functions are rewards with their weights, for the last turn; a trajectory that ends by a limit of ours has none.
-    Raises UserError for a Rubric that compares a prompt's responses, or has two functions of one name.
-    """
-    from verifiers.clients import Client
-    from verifiers.types import Response, ResponseMessage, ToolCall
-
-    names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
-    if env.requires_group_rollouts or len({*names}) < len(names):
-        raise UserError(f"a Rubric must score each response alone, by functions of different names, got {names}")
-
-    def tool_call(number: int, call: str) -> ToolCall:
-        with suppress(*UNREADABLE):
-            content = json.loads(call)
-            call, name = json.dumps(content.get("arguments", {})), str(content["name"])
-            return ToolCall(id=str(number), name=name, arguments=call)
-        return ToolCall(id=str(number), name="", arguments=call)  # the environment says what is wrong
-
-    class Verifiers(Client):
-        rewards: ClassVar = dict(zip(names, weights, strict=True))
-
-        def __init__(self) -> None:
-            """It makes no requests: the policy's turns are what it answers."""
-
-        async def reset(self, verifiers: dict) -> None:
-            self.asked, self.answers = asyncio.Queue[Any](), asyncio.Queue[Response]()
-            self.rollout = asyncio.ensure_future(env.rollout(verifiers, self, "policy", {}))
-            self.rollout.add_done_callback(lambda _: self.asked.put_nowait(None))
-            self.prompt = await self.asked.get()
-
-        async def get_response(self, prompt: list, *others: Any, **options: Any) -> Response:
-            self.asked.put_nowait(prompt)
-            return await self.answers.get()
-
-        async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
-            calls = [tool_call(number, call) for number, call in enumerate(CALL.findall(text))]
-            message = ResponseMessage(content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False)
-            self.answers.put_nowait(Response(id="", created=0, model="policy", message=message))
-            before, self.prompt = self.prompt, await self.asked.get()
-            if self.prompt is not None:
-                if self.prompt[: len(before)] != before:
-                    raise UserError("the environment has changed earlier messages, and trajectories only grow")
-                return "\n".join(message.content for message in self.prompt[len(before) + 1 :]), {}, False
-            state = await self.rollout
-            if state["error"] is not None:
-                raise state["error"]
-            await env.rubric.score_rollout(state)
-            await env.rubric.cleanup(state)
-            return None, state["metrics"], True
-
-        async def close(self) -> None:
-            self.rollout.cancel()
-            await asyncio.wait({self.rollout})
-
-    Verifiers.__abstractmethods__ = frozenset()  # of requests
-    return Verifiers

@@ -17,14 +17,16 @@ from fastp3o_kernels import P3OSettings, p3o_loss
 
 pytestmark = pytest.mark.hosts
 P, K, PROCESSES = 8, 4, 2
-PAGE = (Path(__file__).parents[3] / "fastp3o/integrations/README.md").read_text()
+ROOT = Path(__file__).parents[3]
+HOSTS, PAGE = ROOT / "scripts" / "hosts", (ROOT / "fastp3o/integrations/README.md").read_text()
 SETTINGS = P3OSettings(kl_coef=0.0)
 
 
 @pytest.fixture
 def verl(monkeypatch):
     """verl's trainer on the page's options, whose rows come as they end: without any order."""
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "fastp3o.integrations.verl")
+    monkeypatch.syspath_prepend(HOSTS)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "p3o_in_verl")
     from hydra import compose, initialize_config_module
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import get_trainer_cls
@@ -122,7 +124,8 @@ def test_openrlhfs_training_steps_are_p3os(monkeypatch, tmp_path):
     from openrlhf.trainer.ray import ppo_actor
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fastp3o.integrations import openrlhf
+    monkeypatch.syspath_prepend(HOSTS)
+    import p3o_in_openrlhf
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Experience, "to_device", lambda self, device: self)
@@ -150,7 +153,7 @@ def test_openrlhfs_training_steps_are_p3os(monkeypatch, tmp_path):
     args = MagicMock(**options | {"actor.dual_clip": None, "actor.entropy_coef": None, "actor.aux_loss_coef": 0.0})
     strategy = MagicMock(args=args, accumulated_gradient=P // 2, ring_attn_group=None, all_reduce=lambda values: values)
     strategy.backward = lambda loss, *_: (loss / strategy.accumulated_gradient).backward()
-    openrlhf.register()
+    p3o_in_openrlhf.register()
     trainer = ppo_actor.ActorPPOTrainer(
         strategy, actor, None, optimizer, MagicMock(), micro_train_batch_size=2 * K, dataloader_pin_memory=False
     )
@@ -167,4 +170,4 @@ def test_openrlhfs_training_steps_are_p3os(monkeypatch, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     args.train.dynamic_batch_enable = True
     with pytest.raises(ValueError, match="dynamic_batch_enable"):
-        openrlhf.P3OActorTrainer(strategy, actor, None, optimizer, MagicMock())
+        p3o_in_openrlhf.P3OActorTrainer(strategy, actor, None, optimizer, MagicMock())
