@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from fastp3o.errors import UserError
-from fastp3o.evaluation.frontier import Evaluations, read_run
-from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, paired_difference, passed_at_once, seeds_interval
+from fastp3o.evaluation import matched_kl
+from fastp3o.evaluation.matched_kl import Estimate, Evaluations, Seed, gain_at_kl, paired_difference
 from fastp3o.run.names import CONFIG
 
 
@@ -35,7 +35,7 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
     """
     runs: dict[Seed, Evaluations] = {}
     for folder in folders:
-        evaluations = read_run(folder)
+        evaluations = matched_kl.read_run(folder)
         if any(metric not in evaluation for evaluation in evaluations):
             raise UserError(f"{folder} was evaluated without a {metric} reward (--gold_reward)")
         config = yaml.safe_load((folder / CONFIG).read_text())
@@ -57,8 +57,8 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
     table = Table(*columns, title=title, caption=caption)
     for kl in kls:
         gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
-        means = map(seeds_interval, gains)
-        early = [sum(passed_at_once(run, kl) for run in side.values()) for side in sides]
+        means = map(matched_kl.seeds_interval, gains)
+        early = [sum(matched_kl.passed_at_once(run, kl) for run in side.values()) for side in sides]
         none = [f"passed at once ({count})" if count else "not reached" for count in early]
         cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
         difference = paired_difference(*gains)

@@ -1,14 +1,18 @@
 """Comparison of runs at equal KL: gains over the start, and confidence intervals for a handful of paired seeds."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from fastp3o.errors import UserError
-from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.interval import half_width
+from fastp3o.run import log
+from fastp3o.run.names import EVALUATIONS
 
+# The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
+Evaluations = list[dict[str, float]]
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
 Gains = Mapping[Seed, float | None]
 
@@ -20,6 +24,18 @@ class Estimate(NamedTuple):
     low: float
     high: float
     count: int  # type: ignore[assignment]  # of values; it hides the count of equal fields that every tuple has
+
+
+def read_run(folder: Path) -> Evaluations:
+    """The evaluations of a run, in order. Raises ValueError with the file if they are missing, or lack a metric."""
+    path = folder / EVALUATIONS
+    evaluations = list(log.read(path))
+    if not evaluations:
+        raise UserError(f"{path} has no evaluations: give the folder of a P3O run with evaluations (--eval_prompts)")
+    for evaluation in evaluations:
+        if missing := {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys():
+            raise UserError(f"{path} lacks {', '.join(sorted(missing))} at step {evaluation['step']}")
+    return evaluations
 
 
 def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> float | None:

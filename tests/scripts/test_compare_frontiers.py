@@ -9,8 +9,9 @@ import yaml
 
 from fastp3o.commands import compare as command
 from fastp3o.commands import frontier
+from fastp3o.commands.frontier import linear_fit
 from fastp3o.errors import UserError
-from fastp3o.evaluation.frontier import linear_fit, read_run
+from fastp3o.evaluation.matched_kl import read_run
 
 
 @pytest.fixture

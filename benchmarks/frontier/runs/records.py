@@ -10,7 +10,7 @@ from typing import Any
 from pandas import DataFrame, Series
 
 from benchmarks.frontier.runs.plan import BETA, LATER, Run
-from fastp3o.evaluation.frontier import Evaluations
+from fastp3o.evaluation.matched_kl import Evaluations
 
 RUN_FIELDS = (*Run.__dataclass_fields__, "sha256")
 EVALUATION_FIELDS = ("run", "step", "kl", "reward", "gold")
