@@ -106,17 +106,6 @@ def test_a_coefficient_that_is_given_anew_begins_anew():
         assert resumed(value, target, state) == KLCoefficient(value, target).state_dict()
 
 
-@pytest.mark.parametrize("name", ["p3o", "rloo", "ppo"])
-def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, name):
-    settings = {"target_kl": 1e-3, "kl_coef": 0.01, "updates": 3, "save_every": 2, **VARIED}
-    steps = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings)
-    coefficient = KLCoefficient(0.01, target=1e-3)
-    for step in steps:
-        coefficient.adapt(step["kl"])
-        assert step["kl_coef"] == pytest.approx(coefficient.value)
-    assert len({step["kl_coef"] for step in steps}) > 1
-
-
 def test_groups_of_equal_rewards_are_sampled_again_until_attempts_end(workplace, tiny_model):
     settings = {"updates": 2, "learning_rate": 1e-5, "responses_per_prompt": 2}
     for folder, attempts in (("never", 0), ("thrice", 3)):
@@ -144,16 +133,22 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "p3o"])
-def test_the_learning_rate_follows_what_updates_move_at_the_schedules_peak(workplace, tiny_model, name):
+def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(workplace, tiny_model, name):
+    """At the schedule's peak, and by the KL to the reference."""
     changes = {"ppo": {"rounds_ahead": 1}, "rloo": {"precision": "fp16", "lora_rank": 2, **SETTINGS["ppg"]}}
     changes |= {"p3o": {"old_logprobs": "sampler", "lr_schedule": "linear", "warmup_steps": 6}}
-    settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "updates": 3, "save_every": 2, **VARIED, **changes[name]}
-    steps = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings)
+    settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "target_kl": 1e-3, "kl_coef": 0.01, "save_every": 2}
+    settings |= {"updates": 3, **VARIED, **changes[name]}
+    steps, coefficient = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings), KLCoefficient(0.01, 1e-3)
     factors = [min(step / 6, (12 - step) / 6) if name == "p3o" else 1.0 for step in range(12)]
     for one in steps[:-1]:
         change = sum(factors[(end := 4 * one["step"]) - 4 : end]) / 4 * (0.02 / one["kl_moved"]) ** 0.5
         rate = one["learning_rate"] / factors[end - 1] * min(max(change, 1 / 4), 4) * factors[end + 3]
         assert steps[one["step"]]["learning_rate"] == pytest.approx(rate)
+    for one in steps:
+        coefficient.adapt(one["kl"])
+        assert one["kl_coef"] == pytest.approx(coefficient.value)
+    assert len({one["kl_coef"] for one in steps}) > 1
 
 
 def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, tiny_model, monkeypatch, capsys):
