@@ -79,21 +79,18 @@ def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing_and_has_the_bit
     generate(config(tiny_model, "run", resume=True))
     assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
     assert contents("run") == [marked, kept]
-    # Nothing is sampled again, and no model loaded, where only what is kept is another.
-    monkeypatch.setattr(loop, "load_models", None)
-    assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
-
-
-def test_samples_of_something_else_or_of_nothing_known_are_not_gone_on_with(workplace, tiny_model):
-    generate(config(tiny_model, "run"))
-    before = contents("run")
+    # Samples of something else, or of nothing known, are not gone on with.
     for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
         with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
             generate(config(tiny_model, "run", resume=True, **changes))
-    Path("run/manifest.json").unlink()
+    manifest = Path("run/manifest.json").rename("elsewhere")
     with pytest.raises(CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "):
         generate(config(tiny_model, "run", resume=True))
-    assert contents("run") == before
+    manifest.rename("run/manifest.json")
+    assert contents("run") == [marked, kept]
+    # Nothing is sampled again, and no model loaded, where only what is kept is another.
+    monkeypatch.setattr(loop, "load_models", None)
+    assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
 
 
 def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):
