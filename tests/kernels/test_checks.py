@@ -23,8 +23,6 @@ from fastp3o_kernels.rows.rows import LogitsTransform
 
 NAN, INF = float("nan"), float("inf")
 TOKEN = P3OSettings(clipping="token")
-
-
 HEAD = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([1, 2, 3])
 
 

@@ -23,8 +23,6 @@ LEVELS = [*P3O_LEVELS, "objective", "log-probs"]
 N, V, D = sum(LENGTHS), 50, 8
 # Two responses to each prompt are computed together, where the budget holds them.
 GROUPS = [first + second for first, second in zip(LENGTHS[::2], LENGTHS[1::2], strict=True)]
-
-
 BOUNDS = [0, *accumulate(LENGTHS)]
 
 

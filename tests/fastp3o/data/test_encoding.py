@@ -51,16 +51,6 @@ def encode(encoder: Encoder, item: Texts) -> Encoded:
     return result
 
 
-@pytest.mark.parametrize(
-    ("adds", "first"), [("$A", []), (f"{BOS} $A", [BOS_ID]), (f"$A {EOS}", []), (f"{BOS} $A {EOS}", [BOS_ID])]
-)
-def test_a_prompt_gets_the_tokenizers_bos_and_never_its_eos(adds: str, first: list[int]):
-    tokenizer = byte_tokenizer(adds)
-    assert ids_added_first(tokenizer) == first
-    encoded = encode(Encoder(tokenizer, 100, 100), texts("Hi", " you"))
-    assert encoded == ("Hi", first + token_ids("Hi"), [[*token_ids(" you"), EOS_ID]], False, 0, 0)
-
-
 def test_bos_is_found_with_a_vocabulary_of_other_letters():
     tokenizer = Tokenizer(models.BPE({BOS: 0, "ö": 1}, []))
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
@@ -76,11 +66,13 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_off_and_prompt_and_res
     assert (encoded.prompt_ids, encoded.response_ids) == ([0] * 5, [[1, 0, 0, 0, 0, 3]])
 
 
-@pytest.mark.parametrize("adds", ["$A", f"{BOS} $A"])
+@pytest.mark.parametrize("adds", ["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
 @given(prompt=st.text(min_size=1), response=st.text(min_size=1), limits=st.tuples(*[st.integers(2, 12)] * 2))
 def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response: str, limits: tuple[int, int]):
+    """A prompt begins with the tokenizer's `bos` and never ends with its `eos`."""
     tokenizer = byte_tokenizer(adds)
-    first = [BOS_ID] if adds != "$A" else []
+    first = [BOS_ID] if BOS in adds else []
+    assert ids_added_first(tokenizer) == first
     whole, reply = token_ids(prompt), token_ids(response)
     encoded = encode(Encoder(tokenizer, *limits), texts(prompt, response))
 
@@ -91,6 +83,7 @@ def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response:
 
     (response_ids,) = encoded.response_ids
     assert response_ids == [*reply, EOS_ID][: limits[1]]
+    assert encoded.special_texts == 0
     assert encoded.responses_truncated == (len(reply) + 1 > limits[1]) == (response_ids[-1] != EOS_ID)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o.models import attention
-from fastp3o.models.attention import GatherKeys, choose_attention, fastest_backend, sdpa_per_segment, segment_attention
+from fastp3o.models.attention import choose_attention, fastest_backend, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
-from tests.fastp3o.models.model_families import PAIRS, Groups
+from tests.fastp3o.models.model_families import PAIRS
 
 
 def make_segments(lengths: list[tuple[int, int]]) -> Segments:
@@ -93,18 +93,6 @@ def test_products_of_queries_and_keys_are_not_kept_for_the_backward_pass(kind, s
         result = sdpa_per_segment(*tensors, segments, 0.3, window, softcap)
     assert sum(size for storage, size in memory.alive.values() if not storage.expired()) == result.nbytes
     assert softcap or memory.largest <= 2 * result.nbytes
-
-
-def test_gathering_shared_keys_is_indexing():
-    groups = Groups([[1, 2], [3], [4, 5, 6]], [[[1], [2, 3], [4]], [[5, 6], [7], [8]], [[9]]])
-    shared = groups.row().segments.shared
-    assert len(shared.repeats) == 2
-    tokens = torch.randn(len(shared.own), 1, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(GatherKeys.apply(tokens, shared), tokens[shared.tokens])
-    weights = torch.randn(len(shared.tokens), 1, 2, dtype=torch.float64)
-    (got,) = torch.autograd.grad(GatherKeys.apply(tokens, shared), tokens, weights)
-    (expected,) = torch.autograd.grad(tokens[shared.tokens], tokens, weights)
-    torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
 
 def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():

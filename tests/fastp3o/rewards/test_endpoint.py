@@ -14,8 +14,6 @@ from tests.fastp3o.local_server import Reply, always, time_limit
 
 VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
 FINE = Reply(body=b"3")
-
-
 SERVED = "/answer", lambda number: FINE, lambda body, number: number
 
 
