@@ -101,6 +101,7 @@ def test_trajectories_that_are_full_are_cut_as_in_rounds(kept):
     for longest in range(TURN, 20, 2):
         rounds = sampler(policy, kept=None, longest=longest)(PROMPTS, K, 7)
         assert_alike(sampler(policy, kept=kept, longest=longest)(PROMPTS, K, 7), rounds)
+        assert all(response.turns[-1].end == len(response.ids) <= longest for response in flat(rounds))
         full += sum(len(response.ids) == longest and len(response.turns) > 1 for response in flat(rounds))
     assert full > 5
 

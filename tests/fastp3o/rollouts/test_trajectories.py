@@ -89,13 +89,6 @@ def test_one_turn_has_the_bits_of_a_plain_run_and_neither_batch_nor_process_matt
     assert [r.ids for r in flat(whole[0::2] + whole[1::2])] == [r.ids for r in flat(halves[0] + halves[1])]
 
 
-@pytest.mark.parametrize("longest", [8, 11, 20])
-def test_trajectories_that_are_too_long_are_cut_and_end_with_a_token_of_the_policy(policy, tokenizer, longest):
-    for response in flat(sampled(policy, tokenizer, Echo, longest=longest)):
-        assert len(response.ids) <= longest
-        assert response.turns[-1].end == len(response.ids)
-
-
 WRONG = ["no tuple", ("a", 1.0), (3, 1.0, False), (None, 1.0, False), ("a", "1", False), ("a", float("nan"), False)]
 
 
