@@ -39,10 +39,6 @@ def errors_name_arguments(monkeypatch: pytest.MonkeyPatch, errors_name_flags: No
 GIVEN = {"prompts": PROMPTS, "reward": vowels}
 
 
-def third_without_a_name(prompts, responses, answer, /):
-    return vowels(prompts, responses)
-
-
 def without_data(tiny_model: str, output_dir: str, **changes) -> P3OConfig:
     """The command's configuration, without what objects stand for."""
     return config(tiny_model, output_dir, **{"prompts": "", "reward": "", "updates": 2} | changes)
@@ -285,7 +281,7 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
         ({}, {"tokenizer": 3}, "tokenizer= goes with a loaded model"),
         ({}, {"model": 3}, "model must be a transformers model"),
         ({}, {"reward": 3}, "reward must be a function or what reward takes, got a int"),
-        ({}, {"reward": third_without_a_name}, "columns of the data after them, by name"),
+        ({}, {"reward": lambda prompts, responses, answer, /: []}, "columns of the data after them, by name"),
         ({}, {"on_update": [print]}, "on_update must be a function, got a list"),
         ({}, {"on_evaluation": print}, "on_evaluation does nothing without eval_data or eval_prompts"),
     ],

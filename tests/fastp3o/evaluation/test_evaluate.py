@@ -16,15 +16,16 @@ from tests.fastp3o.models.model_families import logprobs_alone
 K = 3
 
 
-@pytest.fixture
-def evaluation(tiny_model, tokenizer) -> Evaluation:
-    """Evaluation of a policy that has moved away from its reference; one reward is the response's length."""
-    policy = load_policy(tiny_model)
+def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_each_time_and_all_are_means_over_prompts(
+    tiny_model, tokenizer
+):
+    """The policy has moved away from its reference; one reward is the response's length."""
+    policy, sampled = load_policy(tiny_model), []
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     prompts = ["Say tree:", "Say a:", "Say the cloud:"]
-    return Evaluation(
+    evaluation = Evaluation(
         accelerator=Accelerator(cpu=True),
         policy=policy,
         reference=SecondModel(load_policy(tiny_model), torch.device("cpu"), offload=False),
@@ -35,10 +36,6 @@ def evaluation(tiny_model, tokenizer) -> Evaluation:
         responses_per_prompt=K,
         seed=3,
     )
-
-
-def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_each_time_and_all_are_means_over_prompts(evaluation):
-    sampled = []
 
     def recording(*request):
         sampled.append(evaluation.sampler(*request))
@@ -54,7 +51,7 @@ def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_each_time_and_all_are_
             sums = [logprobs_alone(alone, *pair).sum() for pair in pairs]
         return torch.stack(sums).view(-1, K)
 
-    prompt_means = (logprobs(evaluation.policy) - logprobs(evaluation.reference.model)).mean(dim=1)
+    prompt_means = (logprobs(policy) - logprobs(evaluation.reference.model)).mean(dim=1)
     assert metrics["kl"] == pytest.approx(prompt_means.mean().item(), abs=1e-5)
     assert metrics["kl_std"] == pytest.approx(prompt_means.std().item(), abs=1e-5)
     assert metrics["kl"] != 0

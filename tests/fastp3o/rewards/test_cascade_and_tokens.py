@@ -17,12 +17,6 @@ from fastp3o.rollouts.groups import Group, Prompt, Response, Turn
 from tests.fastp3o.runs import config, metrics
 
 
-def passing(function) -> FunctionReward:
-    reward = FunctionReward("tests:f", None, function)
-    reward.passes = True
-    return reward
-
-
 def test_each_reward_answers_for_what_those_before_it_have_passed_on(rollouts):
     asked = []
 
@@ -35,7 +29,8 @@ def test_each_reward_answers_for_what_those_before_it_have_passed_on(rollouts):
         asked.append(responses)
         return [0.5] * len(responses)
 
-    cascade = Cascade({"rule": passing(rule), "judge": FunctionReward("tests:judge", None, judge)})
+    cascade = Cascade({f.__name__: FunctionReward(f"tests:{f.__name__}", None, f) for f in (rule, judge)})
+    cascade.rewards["rule"].passes = True
     values = rewarded({"reward": cascade}, rollouts)
     assert values["reward"].tolist() == [[1.0, 0.5], [0.5, 0.5]]
     assert asked == [[" aei", " xyz", " o", " u"], [" xyz", " o", " u"]]
@@ -47,7 +42,7 @@ def test_each_reward_answers_for_what_those_before_it_have_passed_on(rollouts):
     assert rewarded({"reward": cascade}, rollouts)["reward"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
     # It fails as its rewards do.
     cascade.rewards["rule"].function = lambda prompts, responses, log_metric: 1 / 0
-    with pytest.raises(FunctionError, match="tests:f"):
+    with pytest.raises(FunctionError, match="tests:rule"):
         cascade(rollouts)
     assert len(asked) == 2
 
@@ -66,11 +61,10 @@ def test_an_environment_and_an_endpoint_pass_on_what_they_have_no_reward_for():
         read_rewards(b'{"rewards": [null, 1]}', 2)
 
 
-def own_ids(prompts, responses, completion_ids):
-    return [[0.25] * len(ids) for ids in completion_ids]
-
-
 def test_rewards_of_tokens_lie_where_they_come_and_add_up_to_the_reward():
+    def own_ids(prompts, responses, completion_ids):
+        return [[0.25] * len(ids) for ids in completion_ids]
+
     first = Response([5, 6, 7, 8, 9], "", True, None, (Turn(0, 2, {"a": 1.0}), Turn(4, 5, {"a": 2.0, "b": 1.0})))
     second = Response([5, 6, 7], "", False, None, (Turn(1, 3, {"b": 4.0}),))
     groups = [Group(Prompt("", [1]), [first, second])]

@@ -4,8 +4,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,24 +87,16 @@ def test_a_running_event_loop_as_in_a_notebook_is_no_obstacle(server):
     asyncio.run(notebook())
 
 
-def answered(question: Callable[[int], int], answer: bytes) -> tuple[str, Future]:
-    """What a socket hears from a question to its port, to which it sends an answer; and what comes of the question."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
-        asked = pool.submit(question, listener.getsockname()[1])
-        connection, _ = listener.accept()
-        with connection:
-            heard = connection.recv(2**16).decode()
-            connection.sendall(answer)
-        asked.exception()
-    return heard, asked
-
-
 def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):
     monkeypatch.setenv(VARIABLE, KEY)
-    no_http = f"{KEY} is no status line\r\n\r\n".encode()
-    _, asked = answered(lambda port: ask(f"http://127.0.0.1:{port}", retries=0), no_http)
-    with pytest.raises(EndpointError, match="does not answer: RemoteProtocolError") as refused:
-        asked.result()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, f"http://127.0.0.1:{listener.getsockname()[1]}", retries=0)
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(2**16)
+            connection.sendall(f"{KEY} is no status line\r\n\r\n".encode())
+        with pytest.raises(EndpointError, match="does not answer: RemoteProtocolError") as refused:
+            asked.result()
     assert KEY not in str(refused.value)
 
 

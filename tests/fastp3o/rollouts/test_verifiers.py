@@ -45,15 +45,6 @@ class Count:
         self.cleaned += 1
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    kinds = dict.fromkeys(("Response", "ResponseMessage", "ToolCall"), SimpleNamespace)
-    for name, content in {"": {}, ".clients": {"Client": object}, ".types": kinds}.items():
-        module = ModuleType("verifiers" + name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
 CALLS = '<tool_call>{"name": "a"}</tool_call> and <tool_call>[</tool_call>'
 
 
@@ -68,7 +59,12 @@ def played(env, limit, *turns):
     return asyncio.run(play())
 
 
-def test_a_rollout_goes_on_with_the_policys_turns_and_is_scored_at_its_end(stand_in):
+def test_a_rollout_goes_on_with_the_policys_turns_and_is_scored_at_its_end(monkeypatch):
+    kinds = dict.fromkeys(("Response", "ResponseMessage", "ToolCall"), SimpleNamespace)
+    for name, content in {"": {}, ".clients": {"Client": object}, ".types": kinds}.items():
+        module = ModuleType("verifiers" + name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     env = Count()
     assert verifiers_environment(env).rewards == {"total": 1.0, "half": 0.5}
     answers = [("0\nmore", {}, False), ("2\nmore", {}, False), (None, {"total": 4.0, "half": 2.0}, True)]

@@ -37,15 +37,6 @@ def copied(tmp_path: Path, tiny_model: str) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "copied"))
 
 
-@pytest.fixture
-def adapters(tmp_path: Path, copied: Path) -> Path:
-    """LoRA adapters over `copied`."""
-    policy = load_policy(str(copied))
-    add_lora(policy, TrainableConfig(lora_rank=2, lora_alpha=4.0, lora_targets="q_proj"))
-    policy.model.save_pretrained(tmp_path / "adapters")
-    return tmp_path / "adapters"
-
-
 def change_one(path: Path, name: str) -> None:
     weights = load_file(path)
     save_file(weights | {name: weights[name] + 1e-3}, path, metadata={"format": "pt"})
@@ -83,7 +74,10 @@ def test_each_weight_its_dtype_settings_tokenizer_and_code_count_and_other_files
     assert model_fingerprint(str(copied)) in seen
 
 
-def test_adapters_count_and_so_does_the_model_under_them(copied, adapters):
+def test_adapters_count_and_so_does_the_model_under_them(copied, tmp_path):
+    policy, adapters = load_policy(str(copied)), tmp_path / "adapters"
+    add_lora(policy, TrainableConfig(lora_rank=2, lora_alpha=4.0, lora_targets="q_proj"))
+    policy.model.save_pretrained(adapters)
     seen = {model_fingerprint(str(adapters)), model_fingerprint(str(copied))}
     change_one(adapters / ADAPTERS, next(iter(load_file(adapters / ADAPTERS))))
     seen.add(model_fingerprint(str(adapters)))

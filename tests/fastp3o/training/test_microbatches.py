@@ -25,20 +25,15 @@ from tests.fastp3o.models.model_families import FOURS, PAIRS, logprobs_alone, ra
 P, K = 6, 3
 
 
-@pytest.fixture
-def rollouts() -> list[Group]:
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("objective", ["joint", "token"])
+def test_microbatches_hold_what_belongs_to_their_groups(objective):
+    accelerator, generator = Accelerator(cpu=True), torch.Generator().manual_seed(0)
 
     def ids() -> list[int]:
         return torch.randint(3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator).tolist()
 
     response_ids = [[ids() for _ in range(K)] for _ in range(P)]
-    return groups_of_ids([ids() for _ in range(P)], response_ids)
-
-
-@pytest.mark.parametrize("objective", ["joint", "token"])
-def test_microbatches_hold_what_belongs_to_their_groups(rollouts, objective):
-    accelerator = Accelerator(cpu=True)
+    rollouts = groups_of_ids([ids() for _ in range(P)], response_ids)
     policy, reference = (PackedModel(random_model(family)) for family in ("llama", "gpt2"))
     rewards = torch.arange(P * K).view(P, K).float()
     rows = pack_minibatches(accelerator, rollouts, 2, Packing(30))

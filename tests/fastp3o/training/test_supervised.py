@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastp3o.data.loading import load_rankings
 from fastp3o.models.loading import load_reward_model
@@ -63,17 +63,6 @@ def data(workplace: Path) -> Path:
     return workplace
 
 
-@pytest.fixture
-def judge(tiny_model: str, data: Path) -> str:
-    """A reward model whose scores differ."""
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained("judge")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
-    return "judge"
-
-
 def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centring: float) -> dict[str, torch.Tensor]:
     """One pair at a time, in fp64: sums over prompts of means over their pairs."""
     totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
@@ -89,12 +78,16 @@ def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centri
 
 @pytest.mark.parametrize("tokens_per_row", [8192, 30])
 @pytest.mark.parametrize("centring", [0.0, 0.3])
-def test_the_loss_is_the_mean_over_a_rankings_pairs(judge, tokenizer, tokens_per_row, centring):
+def test_the_loss_is_the_mean_over_a_rankings_pairs(data, tiny_model, tokenizer, tokens_per_row, centring):
     """The loss of the scores that transformers gives each response by itself."""
+    torch.manual_seed(0)
+    alone = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).eval()
+    torch.nn.init.normal_(alone.score.weight)
+    alone.save_pretrained("judge")
     examples, _ = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
     assert len(examples) == 16
-    task = RewardModelling(reward_config(judge, "run", centring=centring, tokens_per_row=tokens_per_row))
-    model = load_reward_model(judge)
+    task = RewardModelling(reward_config("judge", "run", centring=centring, tokens_per_row=tokens_per_row))
+    model = load_reward_model("judge")
     rows = task.pack(examples[:])
     responses = sum(map(len, examples["ranked_ids"]))
     # Every response once, every prompt once.
@@ -107,7 +100,6 @@ def test_the_loss_is_the_mean_over_a_rankings_pairs(judge, tokenizer, tokens_per
         for name, value in {"loss": loss, **{name: total for name, (total, _) in metrics.items()}}.items():
             sums[name] = sums.get(name, 0) + value
     assert sum(map(task.count, rows)) == 16
-    alone = AutoModelForSequenceClassification.from_pretrained(judge).eval()
     with torch.no_grad():
         ranked_scores = [
             [alone(torch.tensor([prompt + ids]), use_cache=False).logits[0, 0] for ids in ranked]
