@@ -66,7 +66,12 @@ def read_records(source: str, split: str) -> Iterator[Record]:
             raise DataError(f"{source}: {file} is the same file as {same}, and its records would count twice")
     for name, files in files_by_name:
         if files is None:
-            yield from (Record(name, *record) for record in hub_records(name, split))
+            place, _, config = name.partition(":")
+            try:
+                dataset = datasets.load_dataset(place, config or None, split=split)
+            except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
+                raise DataError(f"{name}: the split '{split}' cannot be loaded from the hub: {error}") from error
+            yield from (Record(name, *record) for record in enumerate(dataset, 1))
             continue
         for file in files:
             try:
@@ -150,15 +155,6 @@ def file_records(file: Path) -> Iterator[tuple[int, object]]:
             text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if text.strip():
                 yield number, decode_json(text)
-
-
-def hub_records(source: str, split: str) -> Iterator[tuple[int, object]]:
-    name, _, config = source.partition(":")
-    try:
-        dataset = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
-        raise DataError(f"{source}: the split '{split}' cannot be loaded from the hub: {error}") from error
-    yield from enumerate(dataset, 1)
 
 
 def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:

@@ -3,8 +3,6 @@
 B = P K rows, K responses to each of P prompts, siblings as neighbours; C positions.
 """
 
-from importlib.metadata import version
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -48,11 +46,3 @@ def p3o_policy_loss(
     # Without a KL the reference is free.
     loss, metrics, _ = token_p3o_loss(logprobs[mask], cu_seqlens, old, old, rewards, settings, divisor=divisor)
     return loss, {f"p3o/{name}": metrics[name].item() for name in METRICS}
-
-
-def require_version(package: str, tried: tuple[str, ...]) -> str:
-    """The installed version of a package. Raises ImportError if it is none of those that were tried."""
-    installed = version(package)
-    if installed not in tried:
-        raise ImportError(f"fastp3o runs with {package} {' and '.join(tried)}, and {installed} is installed")
-    return installed

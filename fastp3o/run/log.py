@@ -6,6 +6,7 @@ A process that is killed loses at most the end of the last line.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, groupby
 from operator import itemgetter
@@ -105,18 +106,14 @@ class LoggedGroup:
 def read_updates(path: Path) -> Iterator[list[LoggedGroup]]:
     """Yields the groups of one update after the other. Lines that hold no group are left out."""
     for _, update in groupby(read(path), itemgetter("step")):
-        if groups := [group for values in update if (group := logged_group(values)) is not None]:
+        groups = []
+        for values in update:
+            with suppress(LookupError, TypeError):  # a line of something else
+                responses = [LoggedResponse(**one) for one in values["responses"]]
+                if responses and all(isinstance(one.reward, float | int) for one in responses):
+                    groups.append(LoggedGroup(**values | {"responses": responses}))
+        if groups:
             yield groups
-
-
-def logged_group(values: dict[str, Any]) -> LoggedGroup | None:
-    """The group of a line; None for a line of something else."""
-    try:
-        responses = [LoggedResponse(**one) for one in values["responses"]]
-        whole = responses and all(isinstance(one.reward, float | int) for one in responses)
-        return LoggedGroup(**values | {"responses": responses}) if whole else None
-    except (LookupError, TypeError):
-        return None
 
 
 def prompt_end(prompt: str) -> str:

@@ -43,8 +43,11 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     """
     config.check_complete()
     precision = choose_precision(config.precision, automatic)
-    trackers = tracker_names(config.report_to)
-    accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
+    trackers = [] if config.report_to == "none" else [name.strip() for name in config.report_to.split(",")]
+    available = [tracker.value for tracker in get_available_trackers()]
+    if missing := [name for name in trackers if name not in available]:  # accelerate would leave it out
+        raise UserError(f"--report_to: {', '.join(missing)} is none of the trackers {', '.join([*available, 'none'])}")
+    accelerator = make_accelerator(config.seed, precision, log_with=trackers or None, project_dir=config.output_dir)
     choose_attention(config.attention, accelerator.device)
     if config.deterministic and accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
@@ -101,17 +104,6 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
     name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "the CPU"
     accelerator.print(f"device: {accelerator.num_processes} x {name}, {precision.name}")
     return accelerator
-
-
-def tracker_names(report_to: str) -> list[str] | None:
-    """Names of accelerate's trackers. Raises ValueError for one that is missing: accelerate would leave it out."""
-    if report_to == "none":
-        return None
-    chosen = [name.strip() for name in report_to.split(",")]
-    available = [tracker.value for tracker in get_available_trackers()]
-    if missing := [name for name in chosen if name not in available]:
-        raise UserError(f"--report_to: {', '.join(missing)} is none of the trackers {', '.join([*available, 'none'])}")
-    return chosen
 
 
 class HeldOut(NamedTuple):

@@ -1,19 +1,21 @@
 """OpenRLHF 0.11.1 and 0.11.2: an actor trainer with P3O's loss, and a replay buffer that keeps siblings together."""
 
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o.integrations.policy_loss import p3o_policy_loss, require_version
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
 # Before the imports that another version may not have.
-VERSION = require_version("openrlhf", ("0.11.1", "0.11.2"))
+if (VERSION := version("openrlhf")) not in ("0.11.1", "0.11.2"):
+    raise ImportError(f"this file is for OpenRLHF 0.11.1 and 0.11.2, and {VERSION} is installed")
 
-from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer  # noqa: E402
-from openrlhf.trainer.ray import ppo_actor  # noqa: E402
+from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+from openrlhf.trainer.ray import ppo_actor
 
 
 def register() -> None:

@@ -1,21 +1,23 @@
 """verl 0.9: importing this module registers the policy loss "p3o" and the trainer mode "p3o" (README.md says how)."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from fastp3o.integrations.policy_loss import p3o_policy_loss, require_version
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
 # Before the imports that another version may not have.
-require_version("verl", ("0.9.0", "0.9.1"))
+if (VERSION := version("verl")) not in ("0.9.0", "0.9.1"):
+    raise ImportError(f"this file is for verl 0.9.0 and 0.9.1, and {VERSION} is installed")
 
-from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer  # noqa: E402
-from verl.utils import seqlen_balancing, tensordict_utils  # noqa: E402
-from verl.workers import engine_workers  # noqa: E402
+from verl.trainer.ppo.core_algos import register_policy_loss
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.utils import seqlen_balancing, tensordict_utils
+from verl.workers import engine_workers
 
 REMEDY = (
     "Set trainer.v1.trainer_mode=p3o, actor_rollout_ref.actor.shuffle=False, "
