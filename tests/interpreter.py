@@ -1,8 +1,8 @@
 """Triton's interpreter, faster, and rounding as a GPU does.
 
 For a launch, and for each call of a function from a kernel, it replaces hundreds of functions of triton.language, and
-puts them back after the launch: more than half of a small launch's time. Here they are replaced once and stay. Shapes
-are wrapped, checked and printed for each result of each operation; here once for each type.
+puts them back after the launch: more than half of a small launch's time. Here they are replaced once and stay. Types of
+blocks are checked and printed for each result of each operation; here once for each type.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ def quicken() -> None:
         if hasattr(interpreter, name):  # another version of Triton may have none
             setattr(interpreter, name, faster(getattr(interpreter, name)))
     language.core.block_type.__init__ = made_once(language.core.block_type.__init__)
-    language.core.tensor.__init__ = shaped_once(language.core.tensor.__init__)
 
 
 def replace_once(replace: Callable) -> Callable:
@@ -60,18 +59,6 @@ def made_once(initialise: Callable) -> Callable:
             initialise(self, element_ty, shape)
             known[kind] = dict(vars(self))
         vars(self).update(known[kind])
-
-    return initialise_once
-
-
-def shaped_once(initialise: Callable) -> Callable:
-    """Tensors of a type have the same attributes but for their values."""
-
-    def initialise_once(self: language.tensor, handle: object, type: language.dtype) -> None:
-        if not hasattr(type, "tensor_attributes"):
-            initialise(self, handle, type)
-            type.tensor_attributes = dict(vars(self), handle=None)
-        vars(self).update(type.tensor_attributes, handle=handle)
 
     return initialise_once
 
