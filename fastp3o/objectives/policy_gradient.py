@@ -1,4 +1,4 @@
-"""Policy gradients with an advantage for each response: REINFORCE, RLOO, GRPO and its kin, GSPO and REBEL.
+"""Policy gradients with an advantage for each response: REINFORCE, RLOO, GRPO and its kin, REBEL, CoPG and OAPL.
 
 They differ in the advantages, the clipping of the ratios, and the divisor of the sum over tokens.
 
@@ -49,9 +49,9 @@ class PolicyGradient(GroupwiseObjective):
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask) if self.loss_mean == "token" else len(row.groups)
 
-    @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages of the responses to some prompts, from their rewards: [P, K] -> [P, K]."""
+        """Advantages of the responses to some prompts, or rewards that `losses` compares: [P, K] -> [P, K]."""
+        return rewards
 
     @abstractmethod
     def losses(self, groups: Groups) -> Tensor:
@@ -178,9 +178,7 @@ class REINFORCE(RLOO):
         super().__init__(config)
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """The rewards; `prepare` subtracts the baseline."""
-        return rewards
+    advantages = PolicyGradient.advantages  # rewards; `prepare` subtracts the baseline
 
     def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
@@ -238,16 +236,43 @@ class GSPO(GRPO):
         means = groups.means(groups.token_logprobs), groups.means(groups["old_tokens"])
         return self.clipped(*means, groups["advantages"])
 
-    def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        """Of whole responses, [P, K]: the clipped ratio is a mean over tokens, but a response is sampled as a whole."""
-        return PolicyGradient.sampler_log_ratios(self, groups)
+    # The clipped ratio is a mean over tokens, but a response is sampled as a whole.
+    sampler_log_ratios = PolicyGradient.sampler_log_ratios
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         log_ratios = groups.means(groups.token_logprobs - groups["old_tokens"])
         return self.ratio_metrics(groups, log_ratios, self.config.clip_low, self.config.clip_high)
 
 
-# --- REBEL: a quadratic loss of pairs instead of clipping.
+class CISPO(GRPO):
+    """Clipped ratios of tokens are constants that weigh log π."""
+
+    def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+        clip_low, clip_high = self.config.clip_low, self.config.clip_high
+        return formulas.cispo(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+class VESPO(PolicyGradient):
+    """−φ(ρ) A log π(y|x), φ a soft kernel of a response's whole ratio ρ, A as of GRPO."""
+
+    config: configs.VESPOConfig
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return formulas.group_advantages(rewards)
+
+    def weights(self, groups: Groups) -> Tensor:
+        """φ, [P, K]."""
+        k, decay = (self.config.k_pos, self.config.k_neg), (self.config.lambda_pos, self.config.lambda_neg)
+        return formulas.vespo_weights(groups.logprobs - groups["old"], groups["advantages"], k=k, decay=decay)
+
+    def losses(self, groups: Groups) -> Tensor:
+        return formulas.reinforce(groups.logprobs, self.weights(groups) * groups["advantages"])
+
+    def metrics(self, groups: Groups) -> dict[str, Tensor]:
+        return {"weight_mean": self.metric_sum(groups, self.weights(groups))}
+
+
+# --- Quadratic losses instead of clipping, of responses that any policy may have sampled.
 
 
 class REBEL(PolicyGradient):
@@ -255,13 +280,9 @@ class REBEL(PolicyGradient):
 
     config: configs.REBELConfig
 
-    def advantages(self, rewards: Tensor) -> Tensor:
-        return rewards
-
     def losses(self, groups: Groups) -> Tensor:
-        logprobs, old, rewards = map(pairs, (groups.logprobs, groups["old"], groups["advantages"]))
-        flat = (values.flatten(0, 1) for values in (logprobs, old, rewards))
-        return formulas.rebel(*flat, eta=self.config.eta).view(logprobs.shape[:2])
+        compared = map(pairs, (groups.logprobs, groups["old"], groups["advantages"]))
+        return formulas.rebel(*compared, eta=self.config.eta)
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
         """Of pairs, [P, M]."""
@@ -274,3 +295,20 @@ class REBEL(PolicyGradient):
 
     def takes_part(self, groups: Groups) -> Tensor:
         return pairs(groups["loss_mask"]).all(-1)
+
+
+class CoPG(REBEL):
+    """Differences of rewards, less the KL of the policy as it is, weigh those of log-ratios to the reference."""
+
+    def losses(self, groups: Groups) -> Tensor:
+        return formulas.copg(*map(pairs, (groups.logprobs, groups["ref"], groups["rewards"])), beta=self.kl.value)
+
+
+class OAPL(PolicyGradient):
+    """Regression to optimal advantages: log-ratios of responses become their rewards less the optimal value."""
+
+    config: configs.OAPLConfig
+
+    def losses(self, groups: Groups) -> Tensor:
+        given = groups.logprobs, groups["old"], groups["advantages"]
+        return formulas.oapl(*given, beta1=self.config.beta1, beta2=self.config.beta2)

@@ -57,9 +57,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
-    """REINFORCE leave-one-out (Kool, van Hoof and Welling 2019; arXiv 2402.14740): r less the mean reward of the
-    prompt's other K − 1 responses, [P, K] -> [P, K]; K is 2 or more.
-    """
+    """r less the mean of the prompt's other K − 1 ≥ 1 rewards, [P, K] -> [P, K] (Kool et al. 2019; arXiv 2402.14740)."""
     K = rewards.shape[1]
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
 
@@ -85,10 +83,7 @@ def ppo_clip(
 
 
 def ppo_penalty(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, coef: float) -> Tensor:
-    """PPO's loss with a penalty instead of clipping (arXiv 1707.06347, equation 8): −A ρ + coef KL(π_old ‖ π).
-
-    Any shape. The KL of each token, or response, is estimated as in `step_kl`.
-    """
+    """PPO with a penalty (arXiv 1707.06347, equation 8), any shape: −A ρ + coef KL(π_old ‖ π), the KL by `step_kl`."""
     ratios = (logprobs - old_logprobs.detach()).exp()
     return -advantages.detach() * ratios + coef * step_kl(logprobs, old_logprobs)
 
@@ -116,12 +111,9 @@ def overlong_penalty(lengths: Tensor, *, longest: int, margin: int) -> Tensor:
 
 
 def rebel(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, eta: float = 1.0) -> Tensor:
-    """Regression to relative rewards (REBEL, arXiv 2404.16767, equation 1) of pairs of responses, [P, 2] -> [P].
-
-    ((log ρ(y1) − log ρ(y2)) / η − (r1 − r2))².
-    """
+    """REBEL (arXiv 2404.16767, equation 1) of pairs, [..., 2] -> [...]: ((log ρ(y1) − log ρ(y2)) / η − (r1 − r2))²."""
     rewards = rewards.detach()
-    return (log_ratio_difference(logprobs, old_logprobs) / eta - (rewards[:, 0] - rewards[:, 1])).square()
+    return (log_ratio_difference(logprobs, old_logprobs) / eta - (rewards[..., 0] - rewards[..., 1])).square()
 
 
 def nash_md(logprobs: Tensor, ref_logprobs: Tensor, preferred: Tensor, *, tau: float = 0.1) -> Tensor:
@@ -134,15 +126,43 @@ def nash_md(logprobs: Tensor, ref_logprobs: Tensor, preferred: Tensor, *, tau: f
     return reinforce(logprobs, preferred - 0.5 - tau * (logprobs - ref_logprobs))
 
 
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, equation 4), any shape: −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) A log π."""
+    ratios = (logprobs.detach() - old_logprobs).exp()
+    return reinforce(logprobs, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def vespo_weights(log_ratios: Tensor, advantages: Tensor, k: tuple[float, float], decay: tuple[float, float]) -> Tensor:
+    """VESPO's weights in `reinforce` (arXiv 2602.10693), any shape: φ(ρ) = ρ^k e^(λ (1 − ρ)), ρ of whole responses.
+
+    log_ratios: log ρ. k, decay (λ): where A ≥ 0, and where it is below (authors: 2, 3 and 3, 2).
+    """
+    log_ratios, excess = log_ratios.detach(), torch.expm1(log_ratios.detach())
+    above, below = (power * log_ratios - rate * excess for power, rate in zip(k, decay, strict=True))
+    return above.where(advantages >= 0, below).exp()
+
+
+def oapl(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, beta1: float = 1.0, beta2: float = 1e-3) -> Tensor:
+    """OAPL (arXiv 2602.19362, equation 3), [P, K] -> [P, K]: (β2 log ρ − r + V)², V = β1 log mean e^(r / β1) of the K."""
+    values = beta1 * ((rewards / beta1).logsumexp(1, keepdim=True) - math.log(rewards.shape[1]))
+    return (beta2 * (logprobs - old_logprobs.detach()) - (rewards - values).detach()).square()
+
+
+def copg(logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, *, beta: float = 0.06) -> Tensor:
+    """CoPG (arXiv 2406.19185, equation 7) of pairs that any policy sampled, [..., 2] -> [...]: −(r1 − r2 − β/2 Δ) Δ."""
+    difference, rewards = log_ratio_difference(logprobs, ref_logprobs), rewards.detach()
+    return -(rewards[..., 0] - rewards[..., 1] - beta / 2 * difference) * difference
+
+
 # --- Preferences: losses of pairs, and of single responses (KTO) ------------------------------------------------------
 # Pairs are [P, 2]: column 0 is the chosen response, column 1 the rejected one. ℓ = log π/π_ref of a response; Δ is the
 # chosen response's ℓ less the rejected one's.
 
 
 def log_ratio_difference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Δ, [P, 2] -> [P]."""
+    """Δ, [..., 2] -> [...]."""
     log_ratios = logprobs - ref_logprobs.detach()
-    return log_ratios[:, 0] - log_ratios[:, 1]
+    return log_ratios[..., 0] - log_ratios[..., 1]
 
 
 def dpo(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
@@ -210,36 +230,24 @@ def cpo(logprobs: Tensor, *, beta: float = 0.1, weight: float = 1.0, label_smoot
 
 
 def slic(logprobs: Tensor, *, delta: float = 1.0, weight: float = 1.0) -> Tensor:
-    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425, equation 1), [P, 2] -> [P].
-
-    max(0, δ − log π_chosen + log π_rejected) − λ log π_chosen.
-    """
+    """SLiC-HF (2305.10425, equation 1), [P, 2] -> [P]: max(0, δ − log π_chosen + log π_rejected) − λ log π_chosen."""
     return (delta - logprobs[:, 0] + logprobs[:, 1]).clamp(min=0) - weight * logprobs[:, 0]
 
 
 def apo_zero(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:
-    """Anchored preference optimization (arXiv 2408.06266): (1 − σ(β ℓ_chosen)) + σ(β ℓ_rejected), [P, 2] -> [P].
-
-    Chosen responses become likelier, rejected ones less likely. For data better than the policy's own.
-    """
+    """APO-zero (arXiv 2408.06266), [P, 2] -> [P]: 1 − σ(β ℓ_chosen) + σ(β ℓ_rejected). For data better than π's own."""
     chosen, rejected = (beta * (logprobs - ref_logprobs.detach())).unbind(1)
     return (-chosen).sigmoid() + rejected.sigmoid()
 
 
 def apo_down(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:
-    """Anchored preference optimization (arXiv 2408.06266): σ(β ℓ_chosen) + 1 − σ(β Δ), [P, 2] -> [P].
-
-    Both become less likely, rejected responses more so. For data worse than the policy's own.
-    """
+    """APO-down (arXiv 2408.06266), [P, 2] -> [P]: σ(β ℓ_chosen) + 1 − σ(β Δ). For data worse than π's own."""
     chosen, rejected = (beta * (logprobs - ref_logprobs.detach())).unbind(1)
     return chosen.sigmoid() + (rejected - chosen).sigmoid()
 
 
 def discopop(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.05, tau: float = 0.05) -> Tensor:
-    """Discovered preference optimization, the log-ratio modulated loss (arXiv 2406.08414, equation 5), [P, 2] -> [P].
-
-    (1 − m) (−log σ(β Δ)) + m e^(−β Δ), m = σ(β Δ / τ). Not convex: for Δ slightly below 0 the blend has a bump.
-    """
+    """DiscoPOP (arXiv 2406.08414, equation 5), [P, 2] -> [P]: (1 − m) (−log σ(β Δ)) + m e^(−β Δ), m = σ(β Δ / τ)."""
     difference = beta * log_ratio_difference(logprobs, ref_logprobs)
     # m e^(−β Δ) in one exponential: far below 0 one factor is 0 and the other infinite.
     exponential = torch.exp(logsigmoid(difference / tau) - difference)

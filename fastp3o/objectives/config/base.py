@@ -52,7 +52,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64).", at_least=1
     )
     prompts_per_minibatch: int = option(
-        4, "Prompts of a step of all processes (first author: 4); 0: all, of DAPO a 16th, of GSPO a fourth.", at_least=0
+        4, "Prompts of a step of all processes (first author: 4); 0: as many steps a pass as in the paper.", at_least=0
     )
     responses_per_prompt: int = option(
         2, "K: responses to each prompt (paper: 2); more give all K (K − 1) / 2 pairs, averaged.", at_least=2

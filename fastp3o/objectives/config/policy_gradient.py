@@ -66,7 +66,7 @@ class ClippedConfig(PolicyGradientConfig):
     responses_per_prompt: int = option(
         8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
     )
-    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, below=1, changeable=True)
+    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, at_most=1, changeable=True)
     clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
@@ -115,6 +115,29 @@ class GSPOConfig(ClippedConfig, objective="gspo"):
     kl_coef: float = 0.0
 
 
+class CISPOConfig(DAPOConfig, objective="cispo"):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): DAPO, but clipped ratios weigh log π, up to 5 (ScaleRL, 2510.13786)."""
+
+    objective_class: ClassVar[str] = "policy_gradient:CISPO"
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+
+class VESPOConfig(PolicyGradientConfig, objective="vespo"):
+    """VESPO (arXiv 2602.10693): a response's whole ratio ρ weighs its log π by ρ^k e^(λ (1 − ρ))."""
+
+    objective_class: ClassVar[str] = "policy_gradient:VESPO"
+    paper_minibatches: ClassVar[int] = 8
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+    responses_per_prompt: int = option(8, "K: responses to a prompt (authors: 8).", at_least=2)
+    kl_coef: float = 0.0
+    k_pos: float = option(2.0, "k where advantages are at least 0 (authors: 2).", at_least=0, changeable=True)
+    lambda_pos: float = option(3.0, "Lambda of the same (authors: 3).", above=0, changeable=True)
+    k_neg: float = option(3.0, "k where they are below (authors: 3).", at_least=0, changeable=True)
+    lambda_neg: float = option(2.0, "Lambda of the same (authors: 2).", above=0, changeable=True)
+
+
 class REBELConfig(PolicyGradientConfig, objective="rebel"):
     """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 
@@ -124,3 +147,25 @@ class REBELConfig(PolicyGradientConfig, objective="rebel"):
         1.0, "Step size: pairs' log-ratios are drawn to eta times the difference of rewards.", above=0, changeable=True
     )
     kl_coef: float = 0.0
+
+
+class CoPGConfig(PolicyGradientConfig, objective="copg"):
+    """CoPG (arXiv 2406.19185): an off-policy gradient, in which each response of a pair is the other one's baseline."""
+
+    objective_class: ClassVar[str] = "policy_gradient:CoPG"
+    compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
+    kl_coef: float = option(0.06, "Beta, the weight of the KL (paper: 0.03 to 0.1).", above=0, changeable=True)
+    kl_estimator: Literal["k1"] = option("k1", "The KL of the policy in each step, in its rewards.")
+
+
+class OAPLConfig(PolicyGradientConfig, objective="oapl"):
+    """OAPL (arXiv 2602.19362): regression of log-ratios to what sampled, however old, on optimal advantages."""
+
+    objective_class: ClassVar[str] = "policy_gradient:OAPL"
+    assumes_own_samples: ClassVar[bool] = False
+    old_logprobs: Literal["policy", "sampler"] = "sampler"
+    responses_per_prompt: int = option(8, "K: responses to a prompt, which estimate its value.", at_least=2)
+    kl_coef: float = 0.0
+    beta1: float = option(1.0, "Of the value, beta1 log mean exp(r / beta1) (paper: 1).", above=0, changeable=True)
+    beta2: float = option(1e-3, "Log-ratios are drawn to (r - value) / beta2 (paper: 1e-3).", above=0, changeable=True)
