@@ -57,7 +57,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
-    """r less the mean of the prompt's other K − 1 ≥ 1 rewards, [P, K] -> [P, K] (Kool et al. 2019; arXiv 2402.14740)."""
+    """r less the mean of the prompt's other K − 1 ≥ 1 rewards, [P, K] -> [P, K] (Kool et al. 2019; 2402.14740)."""
     K = rewards.shape[1]
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
 
@@ -143,7 +143,7 @@ def vespo_weights(log_ratios: Tensor, advantages: Tensor, k: tuple[float, float]
 
 
 def oapl(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, beta1: float = 1.0, beta2: float = 1e-3) -> Tensor:
-    """OAPL (arXiv 2602.19362, equation 3), [P, K] -> [P, K]: (β2 log ρ − r + V)², V = β1 log mean e^(r / β1) of the K."""
+    """OAPL (arXiv 2602.19362, equation 3), [P, K] -> [P, K]: (β2 log ρ − r + V)², V = β1 log mean e^(r / β1) over K."""
     values = beta1 * ((rewards / beta1).logsumexp(1, keepdim=True) - math.log(rewards.shape[1]))
     return (beta2 * (logprobs - old_logprobs.detach()) - (rewards - values).detach()).square()
 
