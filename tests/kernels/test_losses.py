@@ -37,6 +37,10 @@ PAIRS = {
         lambda x, known: losses.rebel(x, known, 2 * known, eta=0.7),
         lambda a, b, s, t: ((s - t) / 0.7 - 2 * ((a - s) - (b - t)).detach()) ** 2,
     ),
+    "copg": (
+        lambda x, known: losses.copg(x, known, 2 * known, beta=0.3),
+        lambda a, b, s, t: (0.3 / 2 * (s - t) - 2 * ((a - s) - (b - t)).detach()) * (s - t),
+    ),
     "dpo": (lambda x, known: losses.dpo(x, known, beta=0.3), lambda a, b, s, t: -log(sigmoid(0.3 * (s - t)))),
     "smoothed dpo": (
         lambda x, known: losses.dpo(x, known, beta=0.3, label_smoothing=0.2),
@@ -89,6 +93,11 @@ def clipped(x, old, A, low, high):
     return max(-A * ratio, -A * torch.clamp(ratio, 1 - low, 1 + high))
 
 
+def vespo(x, o, A):
+    ratio, k, decay = exp(x - o).detach(), *((1.5, 0.7) if A >= 0 else (2.5, 1.2))
+    return -A * ratio**k * exp(decay * (1 - ratio)) * x
+
+
 def kto(x, o, A):
     return 1.1 * (1 - sigmoid(0.3 * (x - o - 0.2))) if A > 0 else 0.9 * (1 - sigmoid(0.3 * (0.2 - (x - o))))
 
@@ -113,6 +122,11 @@ SINGLES = {
         lambda x, o, A: losses.nash_md(x, o, A.sigmoid(), tau=0.2),
         lambda x, o, A: -(sigmoid(A) - 0.5 - 0.2 * (x.detach() - o)) * x,
     ),
+    "cispo": (
+        lambda x, o, A: losses.cispo(x, o, A, clip_low=0.1, clip_high=0.3),
+        lambda x, o, A: -A * torch.clamp(exp(x - o).detach(), 0.9, 1.3) * x,
+    ),
+    "vespo": (lambda x, o, A: losses.reinforce(x, A * losses.vespo_weights(x - o, A, (1.5, 2.5), (0.7, 1.2))), vespo),
     "k1": (lambda x, o, A: losses.k1(x, o), lambda x, o, A: x - o),
     "k2": (lambda x, o, A: losses.k2(x, o), lambda x, o, A: (x - o) ** 2 / 2),
     "k3": (lambda x, o, A: losses.k3(x, o), lambda x, o, A: exp(o - x) - 1 - (o - x)),
@@ -163,6 +177,15 @@ def test_pairs_that_are_far_apart_have_a_finite_loss_and_gradient(name, worse):
     values.sum().backward()
     assert values.isfinite().all()
     assert logprobs.grad.isfinite().all()
+
+
+def test_vespos_weights_end_at_0_and_oapls_value_is_between_the_mean_reward_and_the_best():
+    far = torch.tensor([0.0, 3000.0, -3000.0])
+    assert losses.vespo_weights(far, far, (2, 3), (3, 2)).tolist() == [1, 0, 0]
+    rewards, zeros = torch.tensor([[900.0, 1000.0, 1100.0]]), torch.zeros(1, 3)
+    for beta1, value in ((1e-3, 1100.0), (1e6, 1000.0)):
+        loss = losses.oapl(zeros, zeros, rewards, beta1=beta1)
+        torch.testing.assert_close(loss, (rewards - value).square(), rtol=0.02, atol=1)
 
 
 def test_advantages_within_a_group():

@@ -83,6 +83,19 @@ def gspo(y: Response, a: float) -> Tensor:
     return weight(y) * clip_loss((y.now - y.old).mean(), a, 3e-4, 4e-4)
 
 
+def vespo(y: Response, a: float) -> Tensor:
+    ratio, k, decay = (y.now - y.old).sum().exp().detach(), *((1.5, 3.0) if a >= 0 else (3.0, 0.5))
+    return weight(y) * ratio**k * torch.exp(decay * (1 - ratio)) * -a * y.now.sum() * y.counts
+
+
+def oapl(y: Response, a: float) -> Tensor:
+    return weight(y) * (0.2 * (y.now - y.old).sum() - a) ** 2
+
+
+def less_optimal_value(rewards: list[float]) -> list[float]:
+    return [r - 0.5 * math.log(sum(math.exp(other / 0.5) for other in rewards) / K) for r in rewards]
+
+
 def masked_rloo(y: Response, a: float) -> Tensor:
     return -a * y.now.sum() * y.counts * weight(y)
 
@@ -100,6 +113,12 @@ def grpo_plus(groups: Groups) -> Tensor:
     counted = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True) if y.counts]
     losses = [token_weights(y) * clip_loss(y.now - y.old, a, 0.2, 0.28) - 0.03 * y.entropy for y, a in counted]
     return torch.cat(losses).mean()
+
+
+def cispo(groups: Groups) -> Tensor:
+    every = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True)]
+    clipped = [(y.now - y.old).exp().detach().clamp(0.8, 1.1) for y, _ in every]
+    return -torch.cat([token_weights(y) * w * a * y.now for (y, a), w in zip(every, clipped, strict=True)]).mean()
 
 
 def reinforce(groups: Groups) -> Tensor:
@@ -139,6 +158,11 @@ def masked_rebel(first: Response, second: Response) -> Tensor:
     return (log_ratio / 3 - (first.reward - second.reward)) ** 2 * (first.counts and second.counts)
 
 
+def masked_copg(first: Response, second: Response) -> Tensor:
+    gained = (first.now - first.ref).sum() - (second.now - second.ref).sum()
+    return -(first.reward - second.reward - 0.3 / 2 * gained) * gained * (first.counts and second.counts)
+
+
 def ppg(first: Response, second: Response) -> Tensor:
     """Equation 6; the KL to the reference is a part of the rewards."""
     worth = [y.reward - 0.05 * (y.now - y.ref).sum().item() for y in (first, second)]
@@ -174,6 +198,16 @@ CASES = {
     ),
     "reinforce": (WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
     "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labelled=False)),
+    "cispo": (WEIGHTED | {"clip_low": 0.2, "clip_high": 0.1}, cispo),
+    "vespo": (
+        WEIGHTED | {"mask_truncated": True, "k_pos": 1.5, "lambda_neg": 0.5},
+        of_responses(lambda g: less_mean(rewards(g)), vespo),
+    ),
+    "copg": (WEIGHTED | {"mask_truncated": True, "kl_coef": 0.3}, of_pairs(masked_copg, labelled=False)),
+    "oapl": (
+        WEIGHTED | K1 | {"old_logprobs": "policy", "beta1": 0.5, "beta2": 0.2},
+        of_responses(lambda g: less_optimal_value(rewards(g, 0.05)), oapl),
+    ),
     "online_dpo": (
         WEIGHTED | {"kl_coef": 0.3},
         of_pairs(lambda y, n: dpo(0.3 * ((y.now - y.ref).sum() - (n.now - n.ref).sum()))),

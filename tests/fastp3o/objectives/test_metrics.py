@@ -53,13 +53,14 @@ def row_metrics(objective: str, counted, tokens_per_row, apart: float | None = N
 @packings
 @counted_or_all
 def test_on_the_policy_that_sampled_ratios_are_1_and_pairs_half_right_on_average(counted, tokens_per_row):
-    settings = [(name, {}) for name in ("grpo", "dr_grpo", "dapo", "gspo", "ppo")]
+    settings = [(name, {}) for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo")]
     settings += [("p3o", {"clipping": clipping}) for clipping in ("joint", "separate", "token")]
     settings += [("rloo", {"clipping": clipping}) for clipping in ("response", "token")]
     for name, options in settings:
         metrics = row_metrics(name, counted, tokens_per_row, **options)
         assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
         assert metrics["clip_fraction"] == 0
+    assert row_metrics("vespo", counted, tokens_per_row)["weight_mean"] == pytest.approx(1, abs=1e-5)
     metrics = row_metrics("online_dpo", counted, tokens_per_row)
     assert metrics["accuracy"] == pytest.approx(0.5)
     assert metrics["margin"] == pytest.approx(0, abs=1e-5)
@@ -73,11 +74,12 @@ def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, t
     tokens = [exp(0.05)]
     responses = [exp(0.05 * LENGTHS[p][k]) for p in range(P) for k in range(K) if takes_part[p][k]]
     pairs = [exp(0.05 * sum(LENGTHS[p])) for p in range(P) if all(takes_part[p])]
-    weighed = dict.fromkeys(("grpo", "dapo", "ppo"), tokens) | dict.fromkeys(("rloo", "gspo"), responses)
-    weighed |= dict.fromkeys(("online_dpo", "rebel", "p3o"), pairs)
+    weighed = dict.fromkeys(("grpo", "dapo", "cispo", "ppo"), tokens)
+    weighed |= dict.fromkeys(("rloo", "gspo", "vespo", "oapl"), responses)
+    weighed |= dict.fromkeys(("online_dpo", "rebel", "copg", "p3o"), pairs)
     for name, options in [(name, {}) for name in weighed] + [("p3o", {"clipping": "token"})]:
         for cap in (1.04, 1.5):
-            options |= {"sampler_ratio_cap": cap}
+            options |= {"sampler_ratio_cap": cap, "old_logprobs": "policy"}
             metrics = row_metrics(name, counted, tokens_per_row, apart=0.05, **options)
             capped = [min(ratio, cap) for ratio in weighed[name]]
             share = sum(ratio >= cap for ratio in weighed[name]) / len(capped)
@@ -89,5 +91,5 @@ def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, t
 
 def test_nothing_is_divided_by_zero_where_nothing_counts():
     nothing = torch.zeros(P, K, dtype=torch.bool)
-    for name, options in (("p3o", {"clipping": "token"}), ("p3o", {}), ("dapo", {}), ("gspo", {})):
+    for name, options in (("p3o", {"clipping": "token"}), ("p3o", {}), ("dapo", {}), ("gspo", {}), ("vespo", {})):
         assert set(row_metrics(name, nothing, 30, **options).values()) == {0.0}

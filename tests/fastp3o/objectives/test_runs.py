@@ -40,6 +40,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, 
     assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
 
+def test_rivals_where_rollouts_are_stale_move_the_adapters_of_a_policy(workplace, tiny_model):
+    for name in ("cispo", "vespo", "copg", "oapl"):
+        settings = {"rounds_ahead": 1, "lora_rank": 2, "temperature": 0.8, "kl_coef": 0.01, "updates": 3, **VARIED}
+        train(config(tiny_model, name, OBJECTIVES[name], **settings))
+        moved = [abs(step["kl"]) for step in metrics(name)]
+        assert moved[0] < 1e-4 < moved[2] < 10, name
+
+
 @pytest.mark.parametrize(
     ("name", "changes"), [("online_dpo", {}), ("p3o", {"reward_clip": 1.0, "responses_per_prompt": 4})]
 )

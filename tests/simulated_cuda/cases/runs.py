@@ -28,7 +28,7 @@ def assert_finite(folder: str, steps: int, name: str = "metrics.jsonl") -> None:
 
 def online(model: str, folder: str, config_class=P3OConfig, **changes) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    settings = SMALL | {"sampler": "transformers", "precision": "bf16"} | changes
+    settings = SMALL | {"sampler": "transformers", "old_logprobs": "policy", "precision": "bf16"} | changes
     train(config(model, folder, config_class, **settings))
 
 
