@@ -180,8 +180,10 @@ def test_pairs_that_are_far_apart_have_a_finite_loss_and_gradient(name, worse):
 
 
 def test_vespos_weights_end_at_0_and_oapls_value_is_between_the_mean_reward_and_the_best():
-    far = torch.tensor([0.0, 3000.0, -3000.0])
-    assert losses.vespo_weights(far, far, (2, 3), (3, 2)).tolist() == [1, 0, 0]
+    far = torch.tensor([0.0, 3000.0, -3000.0], requires_grad=True)
+    weights = losses.vespo_weights(far, far, (2, 3), (3, 2))
+    assert weights.tolist() == [1, 0, 0]
+    assert not weights.requires_grad
     rewards, zeros = torch.tensor([[900.0, 1000.0, 1100.0]]), torch.zeros(1, 3)
     for beta1, value in ((1e-3, 1100.0), (1e6, 1000.0)):
         loss = losses.oapl(zeros, zeros, rewards, beta1=beta1)
