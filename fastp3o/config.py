@@ -280,12 +280,8 @@ class SamplerConfig(Flags):
 
     temperature: float = option(1.0, "The policy is softmax(logits / temperature), in rollouts and log-probs.", above=0)
     top_k: int = option(0, "Sample only from the k most likely tokens; 0: from all.", at_least=0)
-    top_p: float = option(
-        1.0, "Sample only from the most likely tokens that together have this probability.", above=0, at_most=1
-    )
-    min_p: float = option(
-        0.0, "Sample only tokens with this share of the likeliest one's probability, or more.", at_least=0, at_most=1
-    )
+    top_p: float = option(1.0, "Sample only the likeliest tokens of this probability together.", above=0, at_most=1)
+    min_p: float = option(0.0, "Sample tokens of this share of the likeliest's probability.", at_least=0, at_most=1)
     stop_strings: str | None = option(
         None,
         'Texts that end a response, as a JSON list: ["</answer>", "\\n\\n"]. The response keeps the first of them and '
@@ -306,9 +302,7 @@ class SamplerConfig(Flags):
     vllm_folder: str | None = option(
         None, "Folder of new weights that servers share; by default in memory here.", needs="vllm_url", changeable=True
     )
-    vllm_requests: int = option(
-        64, "Prompts that each process asks the servers for at once.", at_least=1, needs="vllm_url", changeable=True
-    )
+    vllm_requests: int = option(64, "Prompts under way of a process.", at_least=1, needs="vllm_url", changeable=True)
     vllm_time_limit: float = option(
         1800.0, "Seconds that a server has to answer, or to load weights.", above=0, needs="vllm_url", changeable=True
     )
@@ -356,9 +350,7 @@ class OptimizerConfig(Flags):
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
     lr_schedule: ScheduleName = option("constant", "Schedule after warm-up, by transformers' name.", changeable=True)
-    warmup_steps: int = option(
-        0, "Optimizer steps over which the learning rate rises from 0, in every schedule.", at_least=0, changeable=True
-    )
+    warmup_steps: int = option(0, "Optimizer steps in which the rate rises from 0.", at_least=0, changeable=True)
     adam_beta1: float = option(0.9, "AdamW beta 1 (first author's setting).", at_least=0, below=1, changeable=True)
     adam_beta2: float = option(0.95, "AdamW beta 2 (first author's setting).", at_least=0, below=1, changeable=True)
     # Not 0: a parameter without a gradient would move by 0 / eps.
@@ -372,21 +364,15 @@ class DataConfig(Flags):
 
     split: str = option("train", "Split of the data, for hub data sets and folders that have several.")
     limit: int | None = option(None, "Use only this many examples, the first.", at_least=1)
-    max_prompt_tokens: int = option(
-        512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.", at_least=1
-    )
-    max_characters: int = option(
-        LONGEST_TEXT, "Longest prompt or response, in characters: far longer ones take minutes to tokenise.", at_least=1
-    )
+    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning.", at_least=1)
+    max_characters: int = option(LONGEST_TEXT, "Longest text, in characters; more take minutes to encode.", at_least=1)
     chat_template_kwargs: str | None = option(
         None,
         'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, in a '
         "field of this name. They change prompts that are messages; text has no template.",
         python=dict,
     )
-    skip_bad_records: bool = option(
-        False, "Skip and count records that cannot be used. Off: the first one stops the run.", changeable=True
-    )
+    skip_bad_records: bool = option(False, "Skip and count bad records. Off: the first stops the run.", changeable=True)
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
 
     def __post_init__(self) -> None:
@@ -419,18 +405,12 @@ class DataConfig(Flags):
 class TrainableConfig(Flags):
     """Options that choose the parameters of a policy that train."""
 
-    trainable_layers: int = option(
-        0, "Train only this many top layers of the body (first author: 2); 0 trains everything.", at_least=0
-    )
+    trainable_layers: int = option(0, "Train only so many top layers (first author: 2); 0: everything.", at_least=0)
     lora_rank: int = option(0, "Rank of LoRA adapters; only adapters train then (needs peft). 0 for none.", at_least=0)
     lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
     use_rslora: bool = option(False, "LoRA's scale is alpha / √rank (rsLoRA, arXiv 2312.03732).", needs="lora_rank")
-    lora_targets: str = option(
-        "all-linear", "Adapted modules, comma-separated; all-linear: all but the head.", needs="lora_rank", python=list
-    )
-    lora_dropout: float = option(
-        0.0, "Dropout of the adapters' inputs, in training passes alone.", at_least=0, below=1, needs="lora_rank"
-    )
+    lora_targets: str = option("all-linear", "Adapted modules, comma-separated.", needs="lora_rank", python=list)
+    lora_dropout: float = option(0.0, "Dropout of adapters' inputs.", at_least=0, below=1, needs="lora_rank")
     quantize: Literal["4bit", "8bit"] | None = option(
         None, "Bits of the frozen base, by bitsandbytes: 4bit (QLoRA: NF4) or 8bit. In one process.", needs="lora_rank"
     )
@@ -450,9 +430,7 @@ class TrainableConfig(Flags):
 class LoadingConfig(Flags):
     """How models are loaded, and their attention."""
 
-    trust_remote_code: bool = option(
-        False, "Run model code that comes with a checkpoint. Only for sources you trust.", changeable=True
-    )
+    trust_remote_code: bool = option(False, "Run a checkpoint's own code; for sources you trust.", changeable=True)
     chat_template: str | None = option(
         None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
     )
@@ -486,16 +464,12 @@ class ModelConfig(LoadingConfig):
         "On a GPU the same bits each time, more slowly; without it last bits of attention's gradients differ.",
         changeable=True,
     )
-    tokens_per_row: int = option(
-        TOKENS_PER_ROW, "Tokens of a packed row, prompts included, which is one pass.", at_least=1, changeable=True
-    )
+    tokens_per_row: int = option(TOKENS_PER_ROW, "Tokens of a row, prompts included.", at_least=1, changeable=True)
     share_prompts: bool = option(True, "Compute the prompt of several responses once.", changeable=True)
     shard_size: int = option(
         0, "Processes that hold a model together (HSDP), such as those of a node; 0: all.", at_least=0, changeable=True
     )
-    gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass to save memory.", changeable=True
-    )
+    gradient_checkpointing: bool = option(False, "Recompute activations backward to save memory.", changeable=True)
     compile_layers: bool = option(
         False,
         "Compile the layers of what trains or samples and of the reference, which fuses norms, rotary positions, gates "
@@ -523,13 +497,9 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
 class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
-    environment: str | None = option(
-        None, "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md)."
-    )
+    environment: str | None = option(None, "Class that answers turns, as module:Class (fastp3o/rollouts/README.md).")
     max_turns: int = option(8, "Turns of a response at most.", at_least=1, needs="environment")
-    max_turn_tokens: int = option(
-        128, "Tokens of a turn; --max_response_tokens: of all turns and observations.", at_least=1, needs="environment"
-    )
+    max_turn_tokens: int = option(128, "One turn's tokens, of --max_response_tokens.", at_least=1, needs="environment")
     observation_role: Literal["text", "user", "tool"] = option(
         "text", "Observations are plain text behind the turn, or messages of this role in a chat.", needs="environment"
     )
@@ -545,15 +515,11 @@ class EvaluationConfig(Flags):
     """Evaluations during a run, and what they decide."""
 
     eval_split: str = option("train", "Split of the evaluation data.", needs=EVALUATION_DATA)
-    eval_limit: int | None = option(
-        None, "Use only this many evaluation examples, the first.", at_least=1, needs=EVALUATION_DATA
-    )
+    eval_limit: int | None = option(None, "Use only so many evaluation examples.", at_least=1, needs=EVALUATION_DATA)
     eval_every: int = option(
         0, "Evaluate every this many steps; 0: only first and last.", at_least=0, needs=EVALUATION_DATA, changeable=True
     )
-    keep_best: str | None = option(
-        None, "Keep the best model by this metric of evaluations, in best/.", needs=EVALUATION_DATA, changeable=True
-    )
+    keep_best: str | None = option(None, "Metric of the model kept in best/.", needs=EVALUATION_DATA, changeable=True)
     best_is: Literal["highest", "lowest"] | None = option(
         None, "Which value is best; by default the lowest loss, else the highest.", needs="keep_best", changeable=True
     )
@@ -570,9 +536,7 @@ class RunConfig(Flags):
 
     output_dir: str = required("Folder of the run: what it makes, and what --resume needs.", changeable=True)
     seed: int = option(0, "Seed of random choices; the same seed gives the same run.", at_least=0, below=LARGEST_INT)
-    resume: bool = option(
-        False, "Continue the run in output_dir, on a GPU exactly with --deterministic; or begin it.", changeable=True
-    )
+    resume: bool = option(False, "Go on in output_dir, or begin; exact on GPUs if --deterministic.", changeable=True)
     overwrite: bool = option(False, "Remove what an earlier run left in output_dir, and begin anew.", changeable=True)
 
     def __post_init__(self) -> None:
@@ -590,21 +554,13 @@ class RunConfig(Flags):
 class TrainingRunConfig(RunConfig):
     """What a run that trains keeps, reports and uploads."""
 
-    save_every: int = option(
-        0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
-    )
+    save_every: int = option(0, "Steps between checkpoints of the model; 0: the last.", at_least=0, changeable=True)
     keep_checkpoints: int = option(
-        0, "Newest checkpoints of --save_every that are kept; 0: all.", at_least=0, needs="save_every", changeable=True
+        0, "Newest checkpoints kept; 0: all.", at_least=0, needs="save_every", changeable=True
     )
-    save_minutes: float = option(
-        10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
-    )
-    hang_minutes: float = option(
-        10.0, "End a run of processes when one does nothing for so many minutes; 0 never.", at_least=0, changeable=True
-    )
-    report_to: str = option(
-        "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True, python=list
-    )
+    save_minutes: float = option(10.0, "Minutes between saves of --resume's state; 0 no.", at_least=0, changeable=True)
+    hang_minutes: float = option(10.0, "End if a process does nothing so long; 0 no.", at_least=0, changeable=True)
+    report_to: str = option("tensorboard", "accelerate's trackers by commas, or none.", changeable=True, python=list)
     run_name: str | None = option(None, "Name of the run for wandb and trackio.", changeable=True)
     push_to_hub: str | None = option(
         None, "Upload the finished model to this repository of the Hugging Face Hub (`hf auth login`).", changeable=True
@@ -630,14 +586,10 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
 class SupervisedConfig(StageConfig):
     """Options of stages that pass over a fixed data set."""
 
-    train_data: str = required(
-        "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
-    )
+    train_data: str = required("Training data by commas: a hub name (or name:config), JSONL or parquet files.")
     eval_data: str | None = option(
         None, "Held-out data of the same layout. Several sets with metrics of their own: NAME=SOURCE,NAME=SOURCE."
     )
-    max_response_tokens: int = option(
-        512, "Tokens kept of a response; longer ones lose their end and are counted.", at_least=1
-    )
+    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end.", at_least=1)
     epochs: int = option(1, "Passes over the training data.", at_least=1, changeable=True)
     batch_size: int = option(32, "Examples of one optimizer step, over all processes.", at_least=1)

@@ -14,9 +14,7 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
     """The prompts that are responded to, and how their responses are rewarded."""
 
     prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
-    prefix: str | None = option(
-        None, "File of text before every sampled prompt (URIAL, arXiv 2312.01552), which rewards and data do not see."
-    )
+    prefix: str | None = option(None, "File of text before each prompt (URIAL, 2312.01552) that rewards do not see.")
     offload: bool = option(False, "Keep reward models on the CPU between uses.", changeable=True)
 
     @property
@@ -32,17 +30,13 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
 class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
-    judge: str | None = option(
-        None, "A judge, as module:function (see FunctionJudge in evaluation/judge.py).", needs=JUDGED, changeable=True
-    )
+    judge: str | None = option(None, "A judge: module:function (evaluation/judge.py).", needs=JUDGED, changeable=True)
     judge_url: str | None = option(
         None, "OpenAI-compatible URL of a judge; OPENAI_API_KEY holds its key, if any.", needs=JUDGED, changeable=True
     )
     judge_model: str | None = option(None, "Name of the model at judge_url.", changeable=True)
     judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url", changeable=True)
-    verdicts: str | None = option(
-        None, "JSONL file of judge_url's verdicts, which are not asked for again.", needs="judge_url", changeable=True
-    )
+    verdicts: str | None = option(None, "JSONL file of verdicts that are kept.", needs="judge_url", changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,9 +53,7 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
         "Checkpoints (Hugging Face causal LMs, hub names or folders), separated by commas: all are compared in pairs.",
         python=list,
     )
-    reward: str | None = option(
-        None, "Higher reward wins: a reward model (folder or hub name), module:function, a URL, or environment."
-    )
+    reward: str | None = option(None, "Higher reward wins: a reward model, module:function, a URL, or environment.")
     output: str | None = option(None, "JSON file to write the result to.")
     responses_per_prompt: int = option(1, "Responses to each prompt; k of one against k of the other.", at_least=1)
     seed: int = option(0, "Seed of all checkpoints' responses.", at_least=0, below=LARGEST_INT)
@@ -87,9 +79,7 @@ class EvaluateConfig(SamplingConfig):
     """Rewards of a model's samples, without training."""
 
     model: str = required("The model that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
-    reward: str = required(
-        "Reward models (folders or hub names), functions, as module:function, URLs, environment: with commas between."
-    )
+    reward: str = required("Rewards by commas: models, functions (module:function), URLs, environment.")
     responses_per_prompt: int = option(1, "Responses to each prompt.", at_least=1)
     greedy: bool = option(False, "Take the likeliest token each time, instead of sampling.")
     output: str | None = option(None, "JSON file to write the means to.")

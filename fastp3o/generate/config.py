@@ -27,9 +27,7 @@ class SelectionConfig(Flags):
         changeable=True,
     )
     threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
-    min_gap: float = option(
-        0.0, "Kept pairs differ by more (RS-DPO: τ log(η/(1-η))).", at_least=0, needs="keep=rs_dpo", changeable=True
-    )
+    min_gap: float = option(0.0, "Least gap (RS-DPO: τ log(η/(1-η)))", at_least=0, needs="keep=rs_dpo", changeable=True)
     beta: float = option(
         0.5,
         "KL coefficient: a response is accepted with probability exp((r - highest r) / beta) (RSO: 0.5).",
@@ -37,12 +35,8 @@ class SelectionConfig(Flags):
         needs=REJECTION_SAMPLING,
         changeable=True,
     )
-    accept: int = option(
-        2, "Accepted responses to each prompt (RSO: 8 of 64).", at_least=1, needs=REJECTION_SAMPLING, changeable=True
-    )
-    keep_unfinished: bool = option(
-        False, "Also keep responses that were cut off: training on them teaches to stop there.", changeable=True
-    )
+    accept: int = option(2, "Accepted responses (RSO: 8 of 64).", at_least=1, needs=REJECTION_SAMPLING, changeable=True)
+    keep_unfinished: bool = option(False, "Also keep cut responses, which teach to stop there.", changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,9 +61,7 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     )
     revisions: int = option(1, "Rounds of a critique and a revision.", at_least=1, needs="principles")
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
-    precision: PrecisionName = option(
-        "auto", "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32."
-    )
+    precision: PrecisionName = option("auto", "Arithmetic. auto: on a GPU fp16, as P3O samples, else fp32.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,12 +25,8 @@ URL_OR_FUNCTION = Condition(
 class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
-    reward_columns: str = option(
-        "", "Columns of the data, separated by commas, for endpoints and **columns.", needs="reward", python=list
-    )
-    reward_requests: int = option(
-        8, "Concurrent requests of one process to an endpoint.", at_least=1, needs=URL, changeable=True
-    )
+    reward_columns: str = option("", "Columns for endpoints and **columns.", needs="reward", python=list)
+    reward_requests: int = option(8, "Concurrent requests of a process.", at_least=1, needs=URL, changeable=True)
     reward_batch_size: int = option(16, "Responses in one request to a URL.", at_least=1, needs=URL, changeable=True)
     reward_timeout: float | None = option(
         None,
@@ -39,9 +35,7 @@ class RemoteConfig(Flags):
         needs=URL_OR_FUNCTION,
         changeable=True,
     )
-    reward_retries: int = option(
-        5, "Further attempts where an endpoint fails, after 1, 2, 4, ... s.", at_least=0, needs=URL, changeable=True
-    )
+    reward_retries: int = option(5, "Further attempts, after 1, 2, 4, ... s.", at_least=0, needs=URL, changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,12 +73,8 @@ class RewardConfig(RemoteConfig):
         "What is maximised: a reward model (folder or hub name), a function, as module:function, or a URL. The "
         "weighted sum of several, separated by commas. In `A else B`, B rewards the responses for which A says None."
     )
-    reward_weights: str = option(
-        "", "A weight of each reward, separated by commas, by default 1. 0: only logged.", needs="reward", python=list
-    )
-    gold_reward: str | None = option(
-        None, "A second reward, of evaluations only: the one that the first stands for, if known.", needs="eval_prompts"
-    )
+    reward_weights: str = option("", "Weights of rewards by commas; 0: only logged.", needs="reward", python=list)
+    gold_reward: str | None = option(None, "The reward that --reward stands for, in evaluations.", needs="eval_prompts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,24 +114,14 @@ class RewardConfig(RemoteConfig):
 class PenaltyConfig(Flags):
     """Penalties on responses, in the reward's unit; 0 for none."""
 
-    missing_eos_penalty: float = option(
-        0.0, "Subtracted from the reward of a response without an end-of-sequence.", at_least=0, changeable=True
-    )
-    length_penalty: float = option(
-        0.0, "Subtracted for each token of a response beyond --length_penalty_after.", at_least=0, changeable=True
-    )
+    missing_eos_penalty: float = option(0.0, "Subtracted where a response has no end.", at_least=0, changeable=True)
+    length_penalty: float = option(0.0, "Subtracted a token after --length_penalty_after.", at_least=0, changeable=True)
     length_penalty_after: int = option(
         0, "Tokens of a response that length_penalty leaves free.", at_least=0, needs="length_penalty", changeable=True
     )
-    ngram_penalty: float = option(
-        0.0, "Subtracted times the share of a response's n-grams that repeat earlier ones.", at_least=0, changeable=True
-    )
-    ngram_length: int = option(
-        3, "n of the n-grams that ngram_penalty counts, in tokens.", at_least=1, needs="ngram_penalty", changeable=True
-    )
-    overlong_margin: int = option(
-        0, "DAPO's overlong shaping: a penalty from 0 to 1 over this many last tokens.", at_least=0, changeable=True
-    )
+    ngram_penalty: float = option(0.0, "Subtracted times the share of repeated n-grams.", at_least=0, changeable=True)
+    ngram_length: int = option(3, "n of these n-grams, in tokens.", at_least=1, needs="ngram_penalty", changeable=True)
+    overlong_margin: int = option(0, "DAPO: a penalty up to 1 over so many last tokens.", at_least=0, changeable=True)
 
 
 def reward_names(names: str) -> list[str]:

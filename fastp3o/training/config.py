@@ -13,9 +13,7 @@ class SFTConfig(SupervisedConfig):
         "Turns of a conversation's assistant that train: the last, or all of them, each an example with what came "
         "before it as the template writes it there.",
     )
-    train_on_prompt: bool = option(
-        False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
-    )
+    train_on_prompt: bool = option(False, "Also learn the prompts' tokens, for models trained from scratch.")
 
 
 class RewardModelConfig(SupervisedConfig):

@@ -27,51 +27,33 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     paper_minibatches: ClassVar[int] = 1
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
-    eval_prompts: str | None = option(
-        None, "Prompts of the evaluation. Several sets with their own metrics: NAME=SOURCE,NAME=SOURCE."
-    )
-    reference: str | None = option(
-        None, "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA."
-    )
-    reference_every: int = option(
-        0, "The policy's own weights become the reference after every this many updates; 0: it stays.", at_least=0
-    )
+    eval_prompts: str | None = option(None, "Prompts of evaluations; several sets: NAME=SOURCE,NAME=SOURCE.")
+    reference: str | None = option(None, "The KL's reference; by default the starting model, which is free with LoRA.")
+    reference_every: int = option(0, "Updates after which the policy becomes the reference; 0: it stays.", at_least=0)
     reference_decay: float = option(
         0.0, "Each update makes the reference decay * itself + (1 - decay) * policy; 0: it stays.", at_least=0, below=1
     )
     offload: bool = option(False, "Keep reference and reward model on the CPU between uses.", changeable=True)
 
-    learning_rate: float = option(
-        1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).", above=0, changeable=True
-    )
+    learning_rate: float = option(1e-6, "Peak rate of AdamW (first author: 1e-6 at 1 B).", above=0, changeable=True)
     kl_per_update: float | None = option(
         None, "Nats per response of an update, which learning_rate follows; None: fixed.", above=0, changeable=True
     )
     updates: int = option(500, "Rounds of rollouts and inner epochs.", at_least=1, changeable=True)
-    prompts_per_update: int = option(
-        64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64).", at_least=1
-    )
+    prompts_per_update: int = option(64, "Prompts of a round of all processes (first author: 64).", at_least=1)
     prompts_per_minibatch: int = option(
         4, "Prompts of a step of all processes (first author: 4); 0: as many steps a pass as in the paper.", at_least=0
     )
-    responses_per_prompt: int = option(
-        2, "K: responses to each prompt (paper: 2); more give all K (K − 1) / 2 pairs, averaged.", at_least=2
-    )
+    responses_per_prompt: int = option(2, "K: responses to each prompt (paper: 2), in K (K − 1) / 2 pairs.", at_least=2)
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
 
     old_logprobs: Literal["policy", "sampler"] = option(
         "policy", "What ratios compare with: log-probs of the policy before an update's steps, or the sampler's own."
     )
-    sampler_ratio_cap: float = option(
-        0.0, "Cap of the losses' importance weights pi_old / pi_sampler (Yao et al. 2025: 2); 0: none.", at_least=0
-    )
+    sampler_ratio_cap: float = option(0.0, "Cap of weights pi_old / pi_sampler (Yao et al. 2025: 2); 0 no.", at_least=0)
 
-    ptx_data: str | None = option(
-        None, "Texts of a pretraining mix, in the layouts of demonstrations. All of --split are used, whatever --limit."
-    )
-    ptx_coef: float = option(
-        1.0, "Weight of the mix's added loss, in nats per token.", above=0, needs="ptx_data", changeable=True
-    )
+    ptx_data: str | None = option(None, "Texts of a pretraining mix, in layouts of demonstrations, whatever --limit.")
+    ptx_coef: float = option(1.0, "The mix's weight, nats per token.", above=0, needs="ptx_data", changeable=True)
     ptx_batch_size: int = option(8, "Texts of the mix in each step, over all processes.", at_least=1, needs="ptx_data")
 
     rounds_ahead: int = option(
@@ -80,30 +62,16 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         "servers sample while the round before trains; fastp3o's own samplers gain nothing.",
         at_least=0,
     )
-    interrupt_rollouts: bool = option(
-        False, "New weights do not wait for responses under way, which go on from them.", needs="rounds_ahead"
-    )
-    mask_truncated: bool = option(
-        False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
-    )
-    dynamic_sampling: int = option(
-        0, "Sample a prompt's responses again while all have one reward, at most this many times; 0 never.", at_least=0
-    )
+    interrupt_rollouts: bool = option(False, "Responses under way go on from new weights.", needs="rounds_ahead")
+    mask_truncated: bool = option(False, "Responses without an end are in baselines, but have no loss.")
+    dynamic_sampling: int = option(0, "Times that responses of equal rewards are sampled again.", at_least=0)
 
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.", at_least=1, changeable=True)
     eval_responses_per_prompt: int = option(1, "Responses to each evaluated prompt.", at_least=1, needs="eval_prompts")
-    eval_greedy: bool = option(
-        False, "Also evaluate the likeliest responses, as greedy/reward etc.", needs="eval_prompts", changeable=True
-    )
-    eval_at: str = option(
-        "", "Evaluate after these updates too, separated by commas.", needs="eval_prompts", python=list, changeable=True
-    )
-    samples_every: int = option(
-        20, "Print a table of sample responses every this many updates; 0 never.", at_least=0, changeable=True
-    )
-    log_rollouts: int = option(
-        1, "Log rollouts every this many updates, for scripts/rollouts.py; 0 never.", at_least=0, changeable=True
-    )
+    eval_greedy: bool = option(False, "Also evaluate the likeliest responses.", needs="eval_prompts", changeable=True)
+    eval_at: str = option("", "Also evaluate after these updates.", needs="eval_prompts", python=list, changeable=True)
+    samples_every: int = option(20, "Updates between tables of samples; 0 no.", at_least=0, changeable=True)
+    log_rollouts: int = option(1, "Updates between logs of rollouts; 0 no.", at_least=0, changeable=True)
     log_rollouts_prompts: int = option(
         8, "Prompts of an update whose rollouts are logged; 0: all.", at_least=0, needs="log_rollouts", changeable=True
     )
@@ -203,17 +171,13 @@ class RewardScalingConfig(OnlineConfig):
     reward_scaling: Literal["difference", "absolute", "none"] = option(
         "difference", "Divide rewards by the running deviation of their differences; absolute: of themselves; none."
     )
-    reward_clip: float = option(
-        10.0, "Bound on what is scaled, differences or rewards (first author: 10); 0 none.", at_least=0, changeable=True
-    )
+    reward_clip: float = option(10.0, "Bound on what is scaled (first author: 10); 0 no.", at_least=0, changeable=True)
 
 
 class MixtureConfig(OnlineConfig):
     """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
 
-    mixture: float = option(
-        0.0, "Beta: the reference's share in the sampled pi^(1 - beta) pi_ref^beta; 0: none.", at_least=0, at_most=1
-    )
+    mixture: float = option(0.0, "Beta of the sampled pi^(1 - beta) pi_ref^beta; 0: none.", at_least=0, at_most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,9 +16,7 @@ class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
     )
     clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).", above=0, changeable=True)
     ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1)
-    kl_coef: float = option(
-        0.05, "Beta, the weight of the KL to the reference (first author: 0.05).", at_least=0, changeable=True
-    )
+    kl_coef: float = option(0.05, "Beta, the KL's weight (first author: 0.05).", at_least=0, changeable=True)
     kl_reward: Literal["current", "rollout"] = option(
         "current", "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box)."
     )

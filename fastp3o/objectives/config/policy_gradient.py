@@ -23,9 +23,7 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
         "cost GRPO reward − KL in the study: so k1 is the default.",
         needs="kl_coef",
     )
-    entropy_coef: float = option(
-        0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.", at_least=0, changeable=True
-    )
+    entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats.", at_least=0, changeable=True)
 
 
 class RLOOConfig(PolicyGradientConfig, objective="rloo"):
@@ -51,9 +49,7 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
     """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
     objective_class: ClassVar[str] = "policy_gradient:REINFORCE"
-    reward_scaling: Literal["absolute", "none"] = option(
-        "none", "absolute: divide rewards by their running standard deviation; none."
-    )
+    reward_scaling: Literal["absolute", "none"] = option("none", "absolute: divided by their running deviation; none.")
 
 
 class ClippedConfig(PolicyGradientConfig):
@@ -76,9 +72,7 @@ class GRPOConfig(ClippedConfig, objective="grpo"):
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
     kl_coef: float = 0.04
-    loss_mean: LossMean = option(
-        "sequence", "Over a response's tokens; token: a minibatch's (DAPO); constant: by max_response_tokens (Dr. GRPO)"
-    )
+    loss_mean: LossMean = option("sequence", "Over a response; token: all; constant: max_response_tokens (Dr. GRPO).")
 
 
 class DrGRPOConfig(GRPOConfig, objective="dr_grpo"):
@@ -143,9 +137,7 @@ class REBELConfig(PolicyGradientConfig, objective="rebel"):
 
     objective_class: ClassVar[str] = "policy_gradient:REBEL"
     assumes_own_samples: ClassVar[bool] = False
-    eta: float = option(
-        1.0, "Step size: pairs' log-ratios are drawn to eta times the difference of rewards.", above=0, changeable=True
-    )
+    eta: float = option(1.0, "Pairs' log-ratios are drawn to eta times rewards' difference.", above=0, changeable=True)
     kl_coef: float = 0.0
 
 

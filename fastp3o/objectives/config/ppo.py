@@ -13,21 +13,11 @@ CLIP = ("step_bound=clip", "step_bound=both")
 class CriticConfig(KLConfig):
     """A critic, and the advantages of tokens that come of it."""
 
-    gae_lambda: float = option(
-        0.95, "Lambda of generalised advantage estimation, without discount.", at_least=0, at_most=1, changeable=True
-    )
-    process_rewards: bool = option(
-        True, "Rewards of turns and of tokens come where they arise, and advantages see them. Off: at the last token."
-    )
-    critic_learning_rate: float = option(
-        1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
-    )
-    value_coef: float = option(
-        0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
-    )
-    value_clip_range: float = option(
-        0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
-    )
+    gae_lambda: float = option(0.95, "Lambda of GAE, without discount.", at_least=0, at_most=1, changeable=True)
+    process_rewards: bool = option(True, "Rewards of turns and tokens come where they arise. Off: at the end.")
+    critic_learning_rate: float = option(1e-5, "The critic's peak rate (OpenRLHF: 9e-6).", above=0, changeable=True)
+    value_coef: float = option(0.1, "Weight of the value loss (TRL: 0.1).", at_least=0, changeable=True)
+    value_clip_range: float = option(0.2, "How far values move before their loss is cut.", above=0, changeable=True)
     reward_scaling: Literal["absolute", "none"] = option(
         "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
     )
@@ -38,9 +28,7 @@ class PPOConfig(CriticConfig, objective="ppo"):
     """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 
     objective_class: ClassVar[str] = "ppo:PPO"
-    clip_range: float = option(
-        0.2, "Epsilon of the clip of a token's ratio (Schulman et al. 2017: 0.2).", above=0, needs=CLIP, changeable=True
-    )
+    clip_range: float = option(0.2, "Epsilon of tokens' ratios (paper: 0.2).", above=0, needs=CLIP, changeable=True)
     step_bound: Literal["clip", "penalty", "both"] = option(
         "clip", "clip: ratios count within 1 ± clip_range; penalty: a KL to the policy before, in the loss; both."
     )

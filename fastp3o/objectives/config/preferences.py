@@ -24,15 +24,11 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedCo
         ),
     }
 
-    reference: str | None = option(
-        None, "The reference policy; by default the starting model, as in each stage of sDPO (arXiv 2403.19270)."
-    )
+    reference: str | None = option(None, "The reference; by default the starting model, as in sDPO (arXiv 2403.19270).")
     reference_logprobs: str | None = option(
         None, "Folder of the reference's log-probs, for runs on the same data; by default output_dir.", changeable=True
     )
-    eval_prompts: str | None = option(
-        None, "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward."
-    )
+    eval_prompts: str | None = option(None, "Prompts of evaluations, whose responses have a KL and a --reward.")
     reward: str = option("", "Reward of sampled responses in evaluations, as of online stages.", needs="eval_prompts")
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
@@ -60,9 +56,7 @@ class PairConfig(PairLoss, PreferenceConfig):
 class PairWithSFTConfig(PairConfig):
     """Learning from fixed pairs by a loss that has no likelihood of its own."""
 
-    sft_coef: float = option(
-        0.0, "Weight of the chosen response's NLL per token (RPO, arXiv 2404.19733: 1).", at_least=0, changeable=True
-    )
+    sft_coef: float = option(0.0, "Weight of the chosen's NLL per token (RPO: 1).", at_least=0, changeable=True)
 
 
 class FreshPairConfig(PairLoss, OnlineConfig):
@@ -74,24 +68,18 @@ class FreshPairConfig(PairLoss, OnlineConfig):
 
 
 class LogisticLoss(PairLoss):
-    label_smoothing: float = option(
-        0.0, "How likely a label is wrong (conservative DPO, Mitchell 2023).", at_least=0, below=0.5, changeable=True
-    )
+    label_smoothing: float = option(0.0, "How likely a label is wrong.", at_least=0, below=0.5, changeable=True)
 
 
 class DPOConfig(LogisticLoss, PairWithSFTConfig, objective="dpo"):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
-    beta: float = option(
-        0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
-    )
+    beta: float = option(0.1, "Beta: a larger one stays closer (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True)
 
 
 class IPO(PairLoss):
     per_token: ClassVar[bool] = True
-    tau: float = option(
-        0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
-    )
+    tau: float = option(0.1, "Tau: log-ratios per token differ by 1 / (2 tau) (paper: 0.1).", above=0, changeable=True)
 
 
 class IPOConfig(IPO, PairWithSFTConfig, objective="ipo"):
@@ -121,9 +109,7 @@ class ORPO(PairLoss):
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
-    odds_weight: float = option(
-        0.1, "Lambda, the odds ratio's weight; the chosen's likelihood has 1 (paper: 0.1).", at_least=0, changeable=True
-    )
+    odds_weight: float = option(0.1, "Lambda, the odds ratio's weight (paper: 0.1).", at_least=0, changeable=True)
 
 
 class ORPOConfig(ORPO, PairConfig, objective="orpo"): ...
@@ -191,9 +177,7 @@ class DiscoPOP(PairLoss):
     """
 
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
-    tau: float = option(
-        0.05, "Tau: the blend's width (paper: 0.05). From 0.11 on, steps favour the chosen.", above=0, changeable=True
-    )
+    tau: float = option(0.05, "Tau, the blend's width (paper: 0.05); 0.11 obeys labels.", above=0, changeable=True)
 
 
 class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig, objective="discopop"): ...
@@ -208,12 +192,8 @@ class KTOConfig(PreferenceConfig, objective="kto"):
     z0, the reference point, is the mean of log π/π_ref over a batch's prompts, each with the response to another.
     """
 
-    beta: float = option(
-        0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
-    )
-    desirable_weight: float = option(
-        1.0, "Weight of desirable responses (paper: 1 to 4/3 times the others', by number).", above=0, changeable=True
-    )
+    beta: float = option(0.1, "Beta: how fast utility saturates (paper: 0.1).", above=0, changeable=True)
+    desirable_weight: float = option(1.0, "Weight of desirable responses (paper: 1 to 4/3).", above=0, changeable=True)
     undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
 
 
