@@ -299,8 +299,17 @@ class SamplerConfig(Flags):
         needs="sampler=vllm",
         changeable=True,
     )
+    vllm_weights: Literal["folder", "nccl"] = option(
+        "folder",
+        "New weights go to the servers through a folder, or over NCCL, with vllm here, too (never run on GPUs by us).",
+        needs="vllm_url",
+        changeable=True,
+    )
     vllm_folder: str | None = option(
-        None, "Folder of new weights that servers share; by default in memory here.", needs="vllm_url", changeable=True
+        None,
+        "Folder of new weights that servers share; by default in memory here.",
+        needs=("vllm_url", "vllm_weights=folder"),
+        changeable=True,
     )
     vllm_requests: int = option(64, "Prompts under way of a process.", at_least=1, needs="vllm_url", changeable=True)
     vllm_time_limit: float = option(

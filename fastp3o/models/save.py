@@ -5,7 +5,9 @@
 
 import copy
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
-from fastp3o.models.trainable import whole_model
+from fastp3o.models.trainable import whole_model, whole_weights, without_adapters
 from fastp3o.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
+# Up to the number of a layer, or up to the module. What is fused or renamed in memory is so within one of these.
+LAYER = re.compile(r".*?\.\d+(?=\.)|.*(?=\.)|.*")
 
 
 def write_model(
@@ -42,6 +47,16 @@ def write_model(
         tokenizer.save_pretrained(folder)
 
     on_main_process(accelerator, write)
+
+
+def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """The weights that `write_model` would write, by the same names, a layer at a time, so that there is no second
+    whole copy; parameters, also merged ones, in `dtype`. All processes iterate together.
+    """
+    plain = without_adapters(model, dtype)
+    for _, layer in groupby(whole_weights(model, dtype), key=lambda weight: LAYER.findall(weight[0][0])[0]):
+        weights = {names[0]: weight.to(dtype) if merged else weight for names, weight, merged in layer}
+        yield revert_weight_conversion(plain, weights)
 
 
 def base_name(model: PreTrainedModel) -> str | None:

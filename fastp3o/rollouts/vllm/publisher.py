@@ -5,6 +5,8 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +27,7 @@ from fastp3o.models.save import write_model
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.processes import on_every_process, on_main_process, whole_folder
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.vllm.nccl_transfer import NCCLTransfer
 from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Question, Servers, completion_settings
 
 IN_MEMORY = Path("/dev/shm")
@@ -77,6 +80,10 @@ class Publisher:
         on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
         if logprobs_as_drawn:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
+        self.transfer: NCCLTransfer | None = None
+        if config.vllm_weights == "nccl":
+            self.transfer = NCCLTransfer(self.accelerator, policy, passes, self.servers)
+            return
         shared = shared_folder(config)
         on_main_process(self.accelerator, lambda: remove_abandoned_weights(shared))
         self.folder = shared / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}"
@@ -99,7 +106,10 @@ class Publisher:
         self.servers.lost -= found
         if not self.servers.present:
             raise EndpointError(f"no server answers any more: {', '.join(self.servers.urls)}")
-        self.bring()
+        if self.transfer:
+            self.change_weights(partial(self.transfer, anew=bool(found)))
+        else:
+            self.bring()
         if self.reloads < 2 or self.probes_always or found:
             self.probe(version)
         self.servers.lost |= on_main_process(self.accelerator, lambda: self.servers.lost)
@@ -112,15 +122,27 @@ class Publisher:
             on_main_process(self.accelerator, self.folder.mkdir)
             with whole_folder(self.accelerator, place) as unfinished:
                 write_model(self.accelerator, self.policy, self.tokenizer, unfinished, self.precision.weights)
-            on_main_process(self.accelerator, lambda: self.servers.load(str(place)))
-            # Before they go on, all processes know whose answers no longer count.
-            self.servers.lost |= on_main_process(self.accelerator, lambda: self.servers.lost)
-            on_main_process(self.accelerator, self.servers.resume)
+            load = partial(self.servers.load, str(place))
+            self.change_weights(lambda: on_main_process(self.accelerator, load))
         except OSError as error:  # such as a folder that is gone, or memory that is full
             raise EndpointError(f"the weights cannot be brought to the servers through {place}: {error}") from error
         finally:
             if self.accelerator.is_main_process:
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+    def change_weights(self, load: Callable[[], None]) -> None:
+        """Calls `load` on all processes, by which the servers get weights, while requests under way are paused."""
+        try:
+            on_main_process(self.accelerator, self.servers.pause)
+            load()
+            on_main_process(self.accelerator, self.servers.drop_keys)
+            # Before they go on, all processes know whose answers no longer count.
+            self.servers.lost |= on_main_process(self.accelerator, lambda: self.servers.lost)
+            on_main_process(self.accelerator, self.servers.resume)
+        finally:
+            if self.accelerator.is_main_process:
+                with suppress(EndpointError):  # the first error says more
+                    self.servers.resume()
 
     def require_logprobs_as_drawn(self) -> None:
         """Raises UserError if log-probs are before temperature and truncation. After them a top_k of 1 has 0."""

@@ -157,29 +157,33 @@ class Servers:
         self.under_way.append(answers)
         return answers
 
-    def load(self, folder: str) -> None:
-        """Has every server that is there read its weights from a folder, and drop older keys and values. Requests under
-        way wait for `resume` if they may be interrupted, else there may be none. Raises EndpointError if one cannot.
+    def pause(self) -> None:
+        """Requests under way wait for `resume` if new weights may interrupt them, else there may be none. This, `load`
+        and `drop_keys` raise EndpointError if a server refuses, or if none is left.
         """
         self.paused = self.present if self.interrupts else []
+        self.post_to_all("/pause", {}, self.paused, query={"mode": "keep"})
+
+    def load(self, folder: str) -> None:
+        """Has every server that is there read its weights from a folder."""
+        self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+
+    def drop_keys(self) -> None:
+        """Has every server that is there drop keys and values of older weights."""
         query = {"reset_running_requests": "true"} if self.interrupts else None
-        try:
-            self.post_to_all("/pause", {}, self.paused, query={"mode": "keep"})
-            self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-            for url, answer in self.post_to_all("/reset_prefix_cache", {}, query=query).items():
-                if not (isinstance(answer, dict) and answer.get("success") is True):
-                    raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
-        except BaseException:
-            with suppress(EndpointError):  # the first error says more
-                self.resume()
-            raise
+        for url, answer in self.post_to_all("/reset_prefix_cache", {}, query=query).items():
+            if not (isinstance(answer, dict) and answer.get("success") is True):
+                raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
 
     def resume(self) -> None:
         """Has the servers that were paused go on, also one that was lost since. Raises EndpointError if one cannot."""
-        self.post_to_all("/resume", {}, self.paused, timeout=QUICK)
+        paused, self.paused = self.paused, []
+        self.post_to_all("/resume", {}, paused, timeout=QUICK)
 
-    def post_to_all(self, path: str, body: object, urls: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
-        """The answers of `urls`, or of all that are there. Raises EndpointError if one refuses, or if none is left."""
+    def post_to_all(
+        self, path: str, body: object | None, urls: Sequence[str] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The answers of `urls`, or of all that are there, to a GET without a body. Raises EndpointError if one refuses, or if none is left."""
 
         def ask(url: str, stopped: threading.Event) -> dict[str, Any]:
             try:

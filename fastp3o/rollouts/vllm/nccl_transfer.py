@@ -1,0 +1,187 @@
+"""New weights for vLLM servers over NCCL, from GPU to GPU, by the trainer's side of vLLM's own weight transfer.
+
+Tested with vLLM's classes and without the network: it has not run on GPUs.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import cached_property, partial
+from itertools import accumulate
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastp3o.endpoint import Answers, EndpointError
+from fastp3o.errors import UserError
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.save import hub_weights
+from fastp3o.processes import on_main_process
+from fastp3o.rollouts.vllm.servers import QUICK, Servers, dotted, read_version
+
+DEVICE = "cuda"  # that has NCCL
+VERSIONS = (0, 32), (0, 33)
+POLL = 0.01  # seconds
+
+
+class NCCLTransfer:
+    """Sends a policy's weights to all servers that are there. All processes call it: they gather a layer at a time,
+    which the main one sends to all at once. It and all GPUs of the servers are one group, made anew for other servers.
+
+    dtype: in which parameters are sent. Raises UserError without a GPU, and without the servers' version of vLLM here.
+    """
+
+    def __init__(self, accelerator: Accelerator, policy: PackedModel, dtype: torch.dtype, servers: Servers):
+        if accelerator.device.type != DEVICE:
+            raise UserError("--vllm_weights nccl needs GPUs on both sides")
+        self.accelerator, self.policy, self.dtype, self.servers = accelerator, policy, dtype, servers
+        on_main_process(accelerator, lambda: require_same_vllm(servers))
+        self.described: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self.gpus: dict[str, int] = {}  # of each server in the group
+        self.engine: Any = None
+
+    def __call__(self, *, anew: bool) -> None:
+        """anew: whether a server has been started anew. Raises EndpointError on all processes if one fails, or if not
+        all is sent within the servers' time limit. The others may wait for the rest then, and be of no more use.
+        """
+        if not self.described:
+            weights = (weight for layer in self.layers() for weight in layer.items())
+            self.described = [(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
+        on_main_process(self.accelerator, partial(self.begin, anew))
+        for layer in self.layers():
+            on_main_process(self.accelerator, partial(self.send, layer))
+        on_main_process(self.accelerator, partial(self.send, None))
+
+    def layers(self) -> Iterator[dict[str, Tensor]]:
+        device = self.accelerator.device
+        for layer in hub_weights(self.policy.model, self.dtype):
+            yield {name: weight.to(device) for name, weight in layer.items()}
+
+    def begin(self, anew: bool) -> None:
+        """Begins to send in a thread, which is given up if it hangs in NCCL."""
+        # Who is gone is found now: a group would wait for it.
+        answers = self.servers.post_to_all("/get_world_size", None, timeout=QUICK)
+        gpus = {url: answers[url]["world_size"] for url in self.servers.present}
+        self.queue: Queue[dict[str, Tensor] | None] = Queue()
+        self.running: Future[None] = Future()
+        self.deadline = time.monotonic() + self.servers.time_limit
+        device = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
+
+        def run(running: Future[None]) -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                if anew or gpus != self.gpus:
+                    self.join(gpus)
+                self.engine.send_weights()
+                running.set_result(None)
+            except Exception as error:
+                self.fail(running, f"vLLM's transfer has failed: {type(error).__name__}: {error}")
+
+        threading.Thread(target=run, args=[self.running], daemon=True).start()
+
+    def join(self, gpus: dict[str, int]) -> None:
+        """Makes the group of this process, which is its rank 0, and the servers."""
+        from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        self.leave()
+        self.gpus = gpus
+        metadata = [ParamMeta(*weight) for weight in self.described]
+        if hasattr(WeightSource, "iter_full"):  # from 0.33 on
+            members: dict[str, Any] = {"metadata": cached_property(lambda _: metadata), "iter_full": self.sent}
+        else:
+            members = {"metadata": lambda _: metadata, "__iter__": self.sent}
+        ranks = dict(zip(gpus, accumulate(gpus.values(), initial=1), strict=False))
+
+        def join_servers(info: dict[str, Any]) -> None:
+            self.ask("/shutdown_weight_transfer_engine", lambda _: {})  # an older group
+            self.ask("/init_weight_transfer_engine", lambda url: {"init_info": {**info, "rank_offset": ranks[url]}})
+
+        client = SimpleNamespace(
+            init_weight_transfer_engine=join_servers,
+            start_weight_update=lambda: self.ask("/start_weight_update", lambda _: {}),
+            update_weights=lambda info: self.ask("/update_weights", lambda _: {"update_info": info}),
+            finish_weight_update=lambda: self.ask("/finish_weight_update", lambda _: {}),
+        )
+        # The first one that is not of this machine alone.
+        address = min(map(own_address, gpus), key=lambda address: address.startswith("127."))
+        with socket.socket() as held:
+            # A socket that is bound and does not listen leaves its port to the next with this option, and to no other.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((address, 0))
+            info = NCCLTrainerInitInfo(address, held.getsockname()[1], 1 + sum(gpus.values()), rank=0)
+            source = type("PolicyWeights", (WeightSource,), members)()
+            self.engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+
+    def leave(self) -> None:
+        """Ends what is under way on the GPU."""
+        if self.engine:
+            self.engine.shutdown()
+        self.engine, self.gpus = None, {}
+
+    def send(self, layer: dict[str, Tensor] | None) -> None:
+        """Hands over a layer, once there is one to go before it at most. None: waits for the end."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # vLLM copies on streams of its own
+        self.queue.put(layer)
+        while (layer is None or self.queue.qsize() > 1) and not wait([self.running], timeout=POLL).done:
+            if time.monotonic() > self.deadline:
+                late = f"{', '.join(self.gpus)} did not take the weights within {self.servers.time_limit:g} s"
+                self.fail(self.running, f"{late} (--vllm_time_limit)")
+        if self.running.done() and self.running.exception():
+            self.leave()
+            self.running.result()
+
+    def fail(self, running: Future[None], what: str) -> None:
+        """Ends the wait for vLLM's engine, which may itself wait for ever for a server that has refused."""
+        if not running.done():
+            running.set_exception(EndpointError(f"{what}. The servers must be started anew"))
+
+    def sent(self, _: object) -> Iterator[tuple[str, Tensor]]:
+        while layer := self.queue.get():
+            for name, weight in layer.items():
+                if weight.is_cuda:
+                    weight.record_stream(torch.cuda.current_stream())  # which copies it
+                yield name, weight
+
+    def ask(self, path: str, body: Callable[[str], object]) -> None:
+        """Asks all servers of the group at once."""
+
+        def post(url: str, stopped: threading.Event) -> Any:
+            return self.servers.endpoint(url, path, retries=0, abandons=True).post(body(url), json.loads, stopped)
+
+        try:
+            list(Answers(post, self.gpus, len(self.gpus)))
+        except EndpointError as error:
+            self.fail(self.running, f'{error}. It needs --weight-transfer-config \'{{"backend": "nccl"}}\'')
+            raise
+
+
+def require_same_vllm(servers: Servers) -> None:
+    try:
+        import vllm
+        import vllm.distributed.weight_transfer.nccl_engine
+    except ImportError as error:
+        raise UserError(f"--vllm_weights nccl needs vllm in this environment, too: {error}") from error
+    own = read_version(json.dumps({"version": vllm.__version__}).encode())
+    for url in servers.urls:
+        version = servers.endpoint(url, "/version", timeout=QUICK).get(read_version)
+        if version != own or version not in VERSIONS:
+            known, both = " or ".join(map(dotted, VERSIONS)), f"{dotted(own)} here and {dotted(version)} at {url}"
+            raise UserError(f"--vllm_weights nccl needs vLLM {known} on both sides, got {both}")
+
+
+def own_address(url: str) -> str:
+    """This machine's address towards a server. That of its name may be 127.0.1.1."""
+    with socket.socket(type=socket.SOCK_DGRAM) as towards:
+        towards.connect((httpx.URL(url).host, httpx.URL(url).port or 80))  # sends nothing
+        return towards.getsockname()[0]
