@@ -301,7 +301,7 @@ class SamplerConfig(Flags):
     )
     vllm_weights: Literal["folder", "nccl"] = option(
         "folder",
-        "New weights go to the servers through a folder, or over NCCL, with vllm here, too (never run on GPUs by us).",
+        "New weights go through a folder, or over NCCL (never run on GPUs).",
         needs="vllm_url",
         changeable=True,
     )

@@ -23,7 +23,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
-from fastp3o.models.trainable import whole_model, whole_weights, without_adapters
+from fastp3o.models.trainable import whole_model, whole_weights
 from fastp3o.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
@@ -53,10 +53,9 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[dict[str
     """The weights that `write_model` would write, by the same names, a layer at a time, so that there is no second
     whole copy; parameters, also merged ones, in `dtype`. All processes iterate together.
     """
-    plain = without_adapters(model, dtype)
     for _, layer in groupby(whole_weights(model, dtype), key=lambda weight: LAYER.findall(weight[0][0])[0]):
         weights = {names[0]: weight.to(dtype) if merged else weight for names, weight, merged in layer}
-        yield revert_weight_conversion(plain, weights)
+        yield revert_weight_conversion(model, weights)
 
 
 def base_name(model: PreTrainedModel) -> str | None:

@@ -124,13 +124,24 @@ def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tup
         if number_of_processes() > 1:
             weight = weight.cpu() if is_main_process() else weight.new_empty(0)
         weights |= dict.fromkeys(names, weight)
-    return without_adapters(model, dtype), weights
+    merged = getattr(model, "_hf_peft_config_loaded", False)
+    if dtype in (None, model.dtype) and not merged:
+        return model, weights
+    # Saving writes the dtype into the configuration, and the given model goes on with its own.
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are no longer
+    with torch.device("meta"):
+        plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    return plain, weights
 
 
 @torch.no_grad()
 def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[tuple[list[str], Tensor, bool]]:
-    """The weights of `named_weights`, whole on all processes, which iterate together: the names of each; itself; and
-    whether an adapter is merged into it, so that it is in fp32. dtype: of the other parameters; None for their own.
+    """The weights of `named_weights`, whole on all processes, which iterate together: the names of each; itself, in
+    `dtype`; and whether an adapter is merged into it, which is then in fp32. Buffers, and all for None, keep theirs.
     """
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):
@@ -141,22 +152,6 @@ def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator
         if adapted:
             weight = weight.float() + lora_delta(model.get_submodule(adapted), model.active_adapters()[0], dtype)
         yield names, weight, bool(adapted)
-
-
-def without_adapters(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model itself if it has none and this dtype, else one like it without weights."""
-    merged = getattr(model, "_hf_peft_config_loaded", False)
-    if dtype in (None, model.dtype) and not merged:
-        return model
-    # Saving writes the dtype into the configuration, and the given model goes on with its own.
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are no longer
-    with torch.device("meta"):
-        plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
-    if model.can_generate():
-        plain.generation_config = model.generation_config
-    return plain
 
 
 def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]:

@@ -5,13 +5,14 @@ Tested with vLLM's classes and without the network: it has not run on GPUs.
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
 from queue import Queue
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ POLL = 0.01  # seconds
 
 class NCCLTransfer:
     """Sends a policy's weights to all servers that are there. All processes call it: they gather a layer at a time,
-    which the main one sends to all at once. It and all GPUs of the servers are one group, made anew for other servers.
+    which the main one sends to all at once. It and the servers' GPUs are one group, made anew when others are there.
 
     dtype: in which parameters are sent. Raises UserError without a GPU, and without the servers' version of vLLM here.
     """
@@ -42,11 +43,25 @@ class NCCLTransfer:
     def __init__(self, accelerator: Accelerator, policy: PackedModel, dtype: torch.dtype, servers: Servers):
         if accelerator.device.type != DEVICE:
             raise UserError("--vllm_weights nccl needs GPUs on both sides")
-        self.accelerator, self.policy, self.dtype, self.servers = accelerator, policy, dtype, servers
-        on_main_process(accelerator, lambda: require_same_vllm(servers))
-        self.described: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self.accelerator, self.servers = accelerator, servers
+        self.layers = partial(hub_weights, policy.model, dtype)
+        self.described: list[tuple[str, torch.dtype, torch.Size]] = []
         self.gpus: dict[str, int] = {}  # of each server in the group
         self.engine: Any = None
+        on_main_process(accelerator, self.require_same_vllm)
+
+    def require_same_vllm(self) -> None:
+        try:
+            import vllm
+            import vllm.distributed.weight_transfer.nccl_engine
+        except ImportError as error:
+            raise UserError(f"--vllm_weights nccl needs vllm in this environment, too: {error}") from error
+        own = read_version(json.dumps({"version": vllm.__version__}).encode())
+        for url in self.servers.urls:
+            version = self.servers.endpoint(url, "/version", timeout=QUICK).get(read_version)
+            if version != own or version not in VERSIONS:
+                found = f"{dotted(own)} here and {dotted(version)} at {url}"
+                raise UserError(f"--vllm_weights nccl needs vLLM 0.32, or 0.33, on both sides, got {found}")
 
     def __call__(self, *, anew: bool) -> None:
         """anew: whether a server has been started anew. Raises EndpointError on all processes if one fails, or if not
@@ -54,16 +69,11 @@ class NCCLTransfer:
         """
         if not self.described:
             weights = (weight for layer in self.layers() for weight in layer.items())
-            self.described = [(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
-        on_main_process(self.accelerator, partial(self.begin, anew))
+            self.described = [(name, weight.dtype, weight.shape) for name, weight in weights]
+        on_main_process(self.accelerator, lambda: self.begin(anew))
         for layer in self.layers():
             on_main_process(self.accelerator, partial(self.send, layer))
-        on_main_process(self.accelerator, partial(self.send, None))
-
-    def layers(self) -> Iterator[dict[str, Tensor]]:
-        device = self.accelerator.device
-        for layer in hub_weights(self.policy.model, self.dtype):
-            yield {name: weight.to(device) for name, weight in layer.items()}
+        on_main_process(self.accelerator, lambda: self.send(None))
 
     def begin(self, anew: bool) -> None:
         """Begins to send in a thread, which is given up if it hangs in NCCL."""
@@ -73,44 +83,36 @@ class NCCLTransfer:
         self.queue: Queue[dict[str, Tensor] | None] = Queue()
         self.running: Future[None] = Future()
         self.deadline = time.monotonic() + self.servers.time_limit
-        device = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # each thread has its own
 
         def run(running: Future[None]) -> None:
             try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                if anew or gpus != self.gpus:
-                    self.join(gpus)
-                self.engine.send_weights()
-                running.set_result(None)
+                with torch.cuda.device(device):
+                    if anew or gpus != self.gpus:
+                        self.join(gpus)
+                    self.engine.send_weights()
+                    running.set_result(None)
             except Exception as error:
-                self.fail(running, f"vLLM's transfer has failed: {type(error).__name__}: {error}")
+                self.fail(running, f"{type(error).__name__} in vLLM's transfer: {error}")
 
-        threading.Thread(target=run, args=[self.running], daemon=True).start()
+        Thread(target=run, args=[self.running], daemon=True).start()
 
     def join(self, gpus: dict[str, int]) -> None:
-        """Makes the group of this process, which is its rank 0, and the servers."""
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         self.leave()
         self.gpus = gpus
+        self.ask("shutdown_weight_transfer_engine")  # an older group
         metadata = [ParamMeta(*weight) for weight in self.described]
+        members: dict[str, Any] = {"metadata": lambda _: metadata, "__iter__": lambda _: self.sent()}
         if hasattr(WeightSource, "iter_full"):  # from 0.33 on
-            members: dict[str, Any] = {"metadata": cached_property(lambda _: metadata), "iter_full": self.sent}
-        else:
-            members = {"metadata": lambda _: metadata, "__iter__": self.sent}
-        ranks = dict(zip(gpus, accumulate(gpus.values(), initial=1), strict=False))
-
-        def join_servers(info: dict[str, Any]) -> None:
-            self.ask("/shutdown_weight_transfer_engine", lambda _: {})  # an older group
-            self.ask("/init_weight_transfer_engine", lambda url: {"init_info": {**info, "rank_offset": ranks[url]}})
-
+            members = {"metadata": cached_property(lambda _: metadata), "iter_full": lambda _: self.sent()}
         client = SimpleNamespace(
-            init_weight_transfer_engine=join_servers,
-            start_weight_update=lambda: self.ask("/start_weight_update", lambda _: {}),
-            update_weights=lambda info: self.ask("/update_weights", lambda _: {"update_info": info}),
-            finish_weight_update=lambda: self.ask("/finish_weight_update", lambda _: {}),
+            init_weight_transfer_engine=lambda info: self.ask("init_weight_transfer_engine", init_info=info),
+            start_weight_update=lambda: self.ask("start_weight_update"),
+            update_weights=lambda info: self.ask("update_weights", update_info=info),
+            finish_weight_update=lambda: self.ask("finish_weight_update"),
         )
         # The first one that is not of this machine alone.
         address = min(map(own_address, gpus), key=lambda address: address.startswith("127."))
@@ -129,8 +131,8 @@ class NCCLTransfer:
         self.engine, self.gpus = None, {}
 
     def send(self, layer: dict[str, Tensor] | None) -> None:
-        """Hands over a layer, once there is one to go before it at most. None: waits for the end."""
-        if self.accelerator.device.type == "cuda":
+        """Hands over a layer, and waits until at most one is left to be sent. None: waits for the end."""
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # vLLM copies on streams of its own
         self.queue.put(layer)
         while (layer is None or self.queue.qsize() > 1) and not wait([self.running], timeout=POLL).done:
@@ -142,42 +144,30 @@ class NCCLTransfer:
             self.running.result()
 
     def fail(self, running: Future[None], what: str) -> None:
-        """Ends the wait for vLLM's engine, which may itself wait for ever for a server that has refused."""
-        if not running.done():
+        with suppress(InvalidStateError):  # it has ended before
             running.set_exception(EndpointError(f"{what}. The servers must be started anew"))
 
-    def sent(self, _: object) -> Iterator[tuple[str, Tensor]]:
+    def sent(self) -> Iterator[tuple[str, Tensor]]:
+        """What vLLM's engine asks for."""
         while layer := self.queue.get():
             for name, weight in layer.items():
                 if weight.is_cuda:
                     weight.record_stream(torch.cuda.current_stream())  # which copies it
-                yield name, weight
+                yield name, weight.to(self.accelerator.device)
 
-    def ask(self, path: str, body: Callable[[str], object]) -> None:
-        """Asks all servers of the group at once."""
+    def ask(self, name: str, **body: dict[str, Any]) -> None:
+        """Asks all servers of the group at once. If one refuses, vLLM's engine may wait for it for ever."""
+        ranks = dict(zip(self.gpus, accumulate(self.gpus.values(), initial=1), strict=False))
 
-        def post(url: str, stopped: threading.Event) -> Any:
-            return self.servers.endpoint(url, path, retries=0, abandons=True).post(body(url), json.loads, stopped)
+        def post(url: str, stopped: Event) -> Any:
+            own = {"init_info": body["init_info"] | {"rank_offset": ranks[url]}} if "init_info" in body else body
+            return self.servers.endpoint(url, f"/{name}", retries=0, abandons=True).post(own, json.loads, stopped)
 
         try:
             list(Answers(post, self.gpus, len(self.gpus)))
         except EndpointError as error:
             self.fail(self.running, f'{error}. It needs --weight-transfer-config \'{{"backend": "nccl"}}\'')
             raise
-
-
-def require_same_vllm(servers: Servers) -> None:
-    try:
-        import vllm
-        import vllm.distributed.weight_transfer.nccl_engine
-    except ImportError as error:
-        raise UserError(f"--vllm_weights nccl needs vllm in this environment, too: {error}") from error
-    own = read_version(json.dumps({"version": vllm.__version__}).encode())
-    for url in servers.urls:
-        version = servers.endpoint(url, "/version", timeout=QUICK).get(read_version)
-        if version != own or version not in VERSIONS:
-            known, both = " or ".join(map(dotted, VERSIONS)), f"{dotted(own)} here and {dotted(version)} at {url}"
-            raise UserError(f"--vllm_weights nccl needs vLLM {known} on both sides, got {both}")
 
 
 def own_address(url: str) -> str:

@@ -180,10 +180,9 @@ class Servers:
         paused, self.paused = self.paused, []
         self.post_to_all("/resume", {}, paused, timeout=QUICK)
 
-    def post_to_all(
-        self, path: str, body: object | None, urls: Sequence[str] | None = None, **options: Any
-    ) -> dict[str, Any]:
-        """The answers of `urls`, or of all that are there, to a GET without a body. Raises EndpointError if one refuses, or if none is left."""
+    def post_to_all(self, path: str, body: object, urls: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
+        """The answers of `urls`, or of all that are there; None: to a GET. Raises EndpointError if one refuses, or if
+        none is left."""
 
         def ask(url: str, stopped: threading.Event) -> dict[str, Any]:
             try:

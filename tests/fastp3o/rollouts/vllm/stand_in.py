@@ -27,13 +27,18 @@ class StandIn(LocalServer):
     """
 
     fault, from_completion, version, room, processed, away, paused = "", 0, "0.32.0", 1024, False, 0, False
+    gpus = 1
 
     def __init__(self, folder: str, **options):
         super().__init__(Handler)
         vars(self).update(options)
         self.tokenizer, self.completions = load_tokenizer(folder), 0
         self.changed, self.policies = threading.Condition(self.lock), []
+        self.folder = folder
         self.load(folder)
+
+    def transfer(self, path: str, body: dict) -> dict | None:
+        """The answer to a request that belongs to a transfer over NCCL; None for 404."""
 
     def load(self, folder: str) -> None:
         with LOADING:
@@ -115,6 +120,7 @@ class Handler(LocalHandler):
         if self.command == "GET":
             models = [{"id": "policy", "max_model_len": server.room}]
             answers = {"/version": {"version": server.version}, "/v1/models": {"data": models}}
+            answers["/get_world_size"] = {"world_size": server.gpus}
             return self.send(answers.get(self.path))
         body, (path, _, query) = json.loads(sent), self.path.partition("?")
         with server.lock:
@@ -132,7 +138,7 @@ class Handler(LocalHandler):
                 dropped = query == ("reset_running_requests=true" if server.paused else "")
                 return self.send({"success": dropped and server.fault != "busy"})
             if path != "/v1/completions":
-                return self.send(None)
+                return self.send(server.transfer(path, body))
             server.changed.wait_for(lambda: not server.paused)
             answer = server.complete(body)
         if server.broken() == "dead":
