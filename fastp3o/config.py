@@ -301,7 +301,7 @@ class SamplerConfig(Flags):
     )
     vllm_weights: Literal["folder", "nccl"] = option(
         "folder",
-        "New weights go through a folder, or over NCCL (never run on GPUs).",
+        "New weights go through a folder, or over NCCL (no GPU has run it).",
         needs="vllm_url",
         changeable=True,
     )

@@ -4,6 +4,7 @@ import math
 import shutil
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -67,7 +68,7 @@ class Wire:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((address, port))
             listening.listen()
-            listening.settimeout(20.0)
+            listening.settimeout(5.0)
             self.peers = [listening.accept()[0] for _ in range(size - 1)]
         assert sorted(peer.recv(1)[0] for peer in self.peers) == [*range(1, size)]
 
@@ -112,21 +113,29 @@ class Trainer:
 
 
 class NCCLStandIn(StandIn):
-    """gpus: that it joins with; all must receive the same. refuses: a path that it does not answer well."""
+    """gpus: that it joins with; all must receive the same. refuses, stops, hangs: paths that have no good answer.
+    checks: vLLM's classes of what its workers are told, or none.
+    """
 
-    gpus, refuses, info, wires, scratch = 1, "", {}, (), "received"  # noqa: RUF012
+    refuses, stops, hangs, wires, checks = "", "", "", (), (dict, dict)
 
     def transfer(self, path: str, body: dict) -> dict | None:
         """The answer to a request of the transfer; None for one that is refused."""
         if path == self.refuses:
             return None
+        if path == self.stops:
+            raise ConnectionError
+        if path == self.hangs:
+            time.sleep(5.0)
         if path == "/init_weight_transfer_engine":
             joined = body["init_info"]
+            self.checks[0](**joined)
             address = joined["master_address"], joined["master_port"]
             self.wires = [socket.create_connection(address) for _ in range(self.gpus)]
             for rank, wire in enumerate(self.wires, joined["rank_offset"]):
                 wire.sendall(bytes([rank]))
         elif path == "/update_weights":
+            self.checks[1](**body["update_info"])
             self.info = body["update_info"] if body["update_info"]["names"] else self.info
             dtypes = [getattr(torch, name) for name in self.info["dtype_names"]]
             sizes = [math.prod(shape) * d.itemsize for shape, d in zip(self.info["shapes"], dtypes, strict=True)]
@@ -136,7 +145,7 @@ class NCCLStandIn(StandIn):
             described = zip(self.info["names"], parts, dtypes, self.info["shapes"], strict=True)
             self.received = {name: part.clone().view(dtype).view(shape) for name, part, dtype, shape in described}
         elif path == "/finish_weight_update":
-            folder = f"{self.scratch}-{self.server_port}"
+            folder = f"received-{self.server_port}"
             shutil.copytree(self.folder, folder, dirs_exist_ok=True)
             save_file(self.received, Path(folder) / "model.safetensors", metadata={"format": "pt"})
             self.load(folder)
