@@ -29,7 +29,6 @@ from fastp3o.processes import on_main_process
 from fastp3o.rollouts.vllm.servers import QUICK, Servers, dotted, read_version
 
 DEVICE = "cuda"  # that has NCCL
-VERSIONS = (0, 32), (0, 33)
 POLL = 0.01  # seconds
 
 
@@ -48,20 +47,7 @@ class NCCLTransfer:
         self.described: list[tuple[str, torch.dtype, torch.Size]] = []
         self.gpus: dict[str, int] = {}  # of each server in the group
         self.engine: Any = None
-        on_main_process(accelerator, self.require_same_vllm)
-
-    def require_same_vllm(self) -> None:
-        try:
-            import vllm
-            import vllm.distributed.weight_transfer.nccl_engine
-        except ImportError as error:
-            raise UserError(f"--vllm_weights nccl needs vllm in this environment, too: {error}") from error
-        own = read_version(json.dumps({"version": vllm.__version__}).encode())
-        for url in self.servers.urls:
-            version = self.servers.endpoint(url, "/version", timeout=QUICK).get(read_version)
-            if version != own or version not in VERSIONS:
-                found = f"{dotted(own)} here and {dotted(version)} at {url}"
-                raise UserError(f"--vllm_weights nccl needs vLLM 0.32, or 0.33, on both sides, got {found}")
+        on_main_process(accelerator, lambda: require_same_vllm(servers))
 
     def __call__(self, *, anew: bool) -> None:
         """anew: whether a server has been started anew. Raises EndpointError on all processes if one fails, or if not
@@ -85,17 +71,17 @@ class NCCLTransfer:
         self.deadline = time.monotonic() + self.servers.time_limit
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # each thread has its own
 
-        def run(running: Future[None]) -> None:
+        def run() -> None:
             try:
                 with torch.cuda.device(device):
                     if anew or gpus != self.gpus:
                         self.join(gpus)
                     self.engine.send_weights()
-                    running.set_result(None)
+                    self.running.set_result(None)
             except Exception as error:
-                self.fail(running, f"{type(error).__name__} in vLLM's transfer: {error}")
+                self.fail(f"{type(error).__name__} in vLLM's transfer: {error}")
 
-        Thread(target=run, args=[self.running], daemon=True).start()
+        Thread(target=run, daemon=True).start()
 
     def join(self, gpus: dict[str, int]) -> None:
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
@@ -138,14 +124,14 @@ class NCCLTransfer:
         while (layer is None or self.queue.qsize() > 1) and not wait([self.running], timeout=POLL).done:
             if time.monotonic() > self.deadline:
                 late = f"{', '.join(self.gpus)} did not take the weights within {self.servers.time_limit:g} s"
-                self.fail(self.running, f"{late} (--vllm_time_limit)")
+                self.fail(f"{late} (--vllm_time_limit)")
         if self.running.done() and self.running.exception():
             self.leave()
             self.running.result()
 
-    def fail(self, running: Future[None], what: str) -> None:
+    def fail(self, what: str) -> None:
         with suppress(InvalidStateError):  # it has ended before
-            running.set_exception(EndpointError(f"{what}. The servers must be started anew"))
+            self.running.set_exception(EndpointError(f"{what}. The servers must be started anew"))
 
     def sent(self) -> Iterator[tuple[str, Tensor]]:
         """What vLLM's engine asks for."""
@@ -166,8 +152,22 @@ class NCCLTransfer:
         try:
             list(Answers(post, self.gpus, len(self.gpus)))
         except EndpointError as error:
-            self.fail(self.running, f'{error}. It needs --weight-transfer-config \'{{"backend": "nccl"}}\'')
+            self.fail(f'{error}. It needs --weight-transfer-config \'{{"backend": "nccl"}}\'')
             raise
+
+
+def require_same_vllm(servers: Servers) -> None:
+    try:
+        from vllm import __version__
+        from vllm.distributed.weight_transfer import nccl_engine  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"--vllm_weights nccl needs vllm in this environment, too: {error}") from error
+    found = [read_version(json.dumps({"version": __version__}).encode())]
+    found += [servers.endpoint(url, "/version", timeout=QUICK).get(read_version) for url in servers.urls]
+    if set(found) not in ({(0, 32)}, {(0, 33)}):
+        found_here, *there = map(dotted, found)
+        both = f"{found_here} here, {', '.join(there)} there"
+        raise UserError(f"--vllm_weights nccl needs vLLM 0.32, or 0.33, on both sides, got {both}")
 
 
 def own_address(url: str) -> str:
