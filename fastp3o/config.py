@@ -306,10 +306,7 @@ class SamplerConfig(Flags):
         changeable=True,
     )
     vllm_folder: str | None = option(
-        None,
-        "Folder of new weights that servers share; by default in memory here.",
-        needs=("vllm_url", "vllm_weights=folder"),
-        changeable=True,
+        None, "Their folder; by default in memory here.", needs=("vllm_url", "vllm_weights=folder"), changeable=True
     )
     vllm_requests: int = option(64, "Prompts under way of a process.", at_least=1, needs="vllm_url", changeable=True)
     vllm_time_limit: float = option(

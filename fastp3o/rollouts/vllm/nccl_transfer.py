@@ -165,8 +165,8 @@ def require_same_vllm(servers: Servers) -> None:
     found = [read_version(json.dumps({"version": __version__}).encode())]
     found += [servers.endpoint(url, "/version", timeout=QUICK).get(read_version) for url in servers.urls]
     if set(found) not in ({(0, 32)}, {(0, 33)}):
-        found_here, *there = map(dotted, found)
-        both = f"{found_here} here, {', '.join(there)} there"
+        here, *there = map(dotted, found)
+        both = f"{here} here, {', '.join(there)} there"
         raise UserError(f"--vllm_weights nccl needs vLLM 0.32, or 0.33, on both sides, got {both}")
 
 

@@ -46,6 +46,7 @@ FLAGS = [
     ("p3o", "--eval_prompts p --eval_at=-1", "--eval_at must be whole numbers separated by commas"),
     ("p3o", "--eval_prompts p --eval_at 1,2", "--eval_at must be updates of the run, at most 1"),
     ("p3o", "--sampler vllm", "--sampler vllm needs --vllm_url, the servers that sample"),
+    ("p3o", "--vllm_weights nccl", "--vllm_weights does nothing without --vllm_url"),
     ("p3o", "--rounds_ahead 1 --interrupt_rollouts", "--interrupt_rollouts does nothing without --sampler vllm"),
     ("p3o", "--sampler_ratio_cap 0.5", "--sampler_ratio_cap must be 0 or at least 1, got 0.5"),
     ("p3o", "--sampler_ratio_cap 2 --sampler transformers", "--sampler_ratio_cap needs log-probs of the sampler"),
