@@ -5,9 +5,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+from p3o_policy_loss import p3o_policy_loss
 from torch import Tensor, nn
 
-from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
 # Before the imports that another version may not have.

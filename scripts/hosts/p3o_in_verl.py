@@ -5,9 +5,9 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
+from p3o_policy_loss import p3o_policy_loss
 from torch import Tensor
 
-from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
 # Before the imports that another version may not have.

@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings, p3o_loss
+from scripts.hosts.p3o_policy_loss import p3o_policy_loss
 
 pytestmark = pytest.mark.hosts
 P, K, PROCESSES = 8, 4, 2
