@@ -9,6 +9,7 @@ from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.head.linear_distillation import linear_distillation
 from fastp3o_kernels.head.linear_logprobs import linear_logprobs
 from fastp3o_kernels.head.linear_loss import Groups, LinearLossOutput, linear_loss
+from fastp3o_kernels.head.vocabulary_shard import VocabularyShard
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
 from fastp3o_kernels.p3o.losses import logits_p3o_loss, p3o_loss, token_p3o_loss
 from fastp3o_kernels.p3o.settings import P3OLossOutput, P3OSettings
@@ -25,6 +26,7 @@ __all__ = [
     "P3OSettings",
     "ResponseTokens",
     "TokenOutputs",
+    "VocabularyShard",
     "expose_head",
     "linear_distillation",
     "linear_logprobs",

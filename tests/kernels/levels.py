@@ -14,7 +14,7 @@ from tests.kernels.problems import DEVICE, random_hidden_states, random_pairs
 # P3O's losses by what they take of the policy. "its own": the old log-probs are the policy's, and not given.
 P3O_LEVELS = ["responses", "tokens", "logits", "logits, its own", "hidden", "hidden, its own"]
 # Losses of hidden states and a head, which never have all logits at once.
-FUSED = ["hidden", "hidden, its own", "objective", "log-probs"]
+FUSED = ["hidden", "hidden, its own", "objective", "log-probs", "log-probs, outputs"]
 IMPLEMENTATIONS = [None, "triton", "eager"]
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
@@ -84,9 +84,12 @@ class Batch:
             policy = own, self.policy([own, *leaves[1:]]).head, labels
         else:
             given.pop("memory_budget", None)
-        if self.level == "log-probs":
-            logprobs = kernels.linear_logprobs(*policy, cu_seqlens=offsets, responses_per_prompt=K, **given)
-            return kernels.P3OLossOutput(logprobs.square().sum(), {"logprobs": logprobs.detach()}, {})
+        if self.level.startswith("log-probs"):
+            given |= {"outputs": STATISTICS if self.level.endswith("outputs") else ()}
+            values = kernels.linear_logprobs(*policy, cu_seqlens=offsets, responses_per_prompt=K, **given)
+            loss = values.logprobs.square().sum() + (0.0 if values.entropy is None else values.entropy.exp().sum())
+            known = {name: value.detach() for name, value in values._asdict().items() if value is not None}
+            return kernels.P3OLossOutput(loss, known, {})
         if self.level == "objective":
             tensors = {
                 "token_tensors": {"old tokens": pairs.old_token_logprobs[tokens]},

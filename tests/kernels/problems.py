@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastp3o_kernels import Head
+from fastp3o_kernels import Head, VocabularyShard
 from fastp3o_kernels.head import backward, forward
 from fastp3o_kernels.head import head as head_module
 from fastp3o_kernels.head import oracle as head_oracle
@@ -122,10 +122,12 @@ class HiddenStates:
     bias: Tensor | None = None
     softcap: float | None = None
     temperature: float = 1.0
+    shard: VocabularyShard | None = None
 
     @property
     def head(self) -> Head:
-        return Head(self.weight, bias=self.bias, softcap=self.softcap, temperature=self.temperature)
+        settings = {"bias": self.bias, "softcap": self.softcap, "temperature": self.temperature}
+        return Head(self.weight, shard=self.shard, **settings)
 
     def to(self, dtype: torch.dtype) -> "HiddenStates":
         bias = None if self.bias is None else self.bias.to(dtype)

@@ -53,7 +53,7 @@ class HeadGradients:
         self.dlogits_buffer = hidden.new_empty(rows, plan.row_elements, dtype=plan.dtypes.dlogits)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
-        self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
+        self.dbias = hidden.new_zeros(len(head.weight), dtype=self.logits_dtype) if needs_bias else None
         # Factor of the gradients until `results`, 0-d on the device; None: 1.
         fp16 = plan.dtypes.dlogits == torch.float16
         self.scale = torch.full((), HIGHEST_SCALE, device=hidden.device) if fp16 else None
@@ -111,7 +111,7 @@ class HeadGradients:
             end = min(span.stop, begin + len(self.dlogits_buffer) - self.filled)
             part = slice(begin - span.start, end - span.start)
             given, entropies = coefficients[part], None if entropy_coefficients is None else entropy_coefficients[part]
-            out = self.dlogits_buffer[self.filled : self.filled + end - begin, : chunked.plan.V]
+            out = self.dlogits_buffer[self.filled : self.filled + end - begin, : rows.logits.shape[1]]
             chunked.write_dlogits(rows.part(part), slice(begin, end), given, entropies, out)
             self.waiting.append(torch.arange(begin, end))
             self.filled += end - begin
@@ -121,7 +121,7 @@ class HeadGradients:
         """The gradients' products over all tokens that wait. No token waits afterwards."""
         if not self.waiting:
             return
-        dlogits, tokens = self.dlogits_buffer[: self.filled, : self.chunked.plan.V], torch.cat(self.waiting)
+        dlogits, tokens = self.dlogits_buffer[: self.filled, : len(self.chunked.weight)], torch.cat(self.waiting)
         self.waiting, self.filled = [], 0
         # Neighbours are read and written in place.
         adjacent = bool((tokens.diff() == 1).all())
@@ -155,6 +155,8 @@ class HeadGradients:
             self.chunked.release()
         if self.needs_weight and self.dweight is None:
             self.dweight = torch.zeros_like(self.chunked.weight, memory_format=torch.contiguous_format)
+        if self.dhidden is not None and self.chunked.head.shard is not None:
+            self.chunked.head.shard.sum(self.dhidden)
         del self.chunked, self.dlogits_buffer
 
     def results(self, incoming: Tensor | None = None) -> list[Tensor | None]:

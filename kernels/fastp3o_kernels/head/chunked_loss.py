@@ -85,6 +85,6 @@ def chunked_loss(
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     budget = budget_on(hidden.device, memory_budget)
-    plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), budget, triton=triton)
+    plan = plan_chunks(bounds, head.widest, HeadDtypes.for_hidden(hidden), budget, triton=triton)
     chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=bool(loss.outputs))
     return ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)

@@ -44,7 +44,6 @@ class HeadPlan(NamedTuple):
     """Dtypes, buffers [rows, row_elements] and chunks in which tokens go through the head."""
 
     dtypes: HeadDtypes
-    V: int
     row_elements: int  # V, aligned
     logits_rows: int  # of the buffer for logits
     dlogits_rows: int  # of the buffer for gradients of logits that wait for their products; in place: that would fit
@@ -107,7 +106,7 @@ def plan_chunks(
         # Even chunks: each reads the weight, and its gradient again, however few its tokens are.
         even = ceil(N / max(round(N / ROWS_IN_PLACE), 1)) + longest - 1
         chunks = list(divide(bounds, min(even, fitting)))
-        return HeadPlan(dtypes, V, row_elements, longest_span(chunks), fitting, chunks, in_place)
+        return HeadPlan(dtypes, row_elements, longest_span(chunks), fitting, chunks, in_place)
     sizes = [N * logits_bytes]
     if memory_budget < N * (logits_bytes + dlogits_bytes):
         shares = [memory_budget * share // SHARES for share in range(LEAST_SHARE, SHARES)]
@@ -124,7 +123,7 @@ def plan_chunks(
         most = (memory_budget - logits_rows * logits_bytes) // dlogits_bytes
         # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
         tiles = ceil(N / max(ceil(N / most), 1) / TILE)
-        plans.append(HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
+        plans.append(HeadPlan(dtypes, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
     return min(plans, key=lambda plan: modelled_time(plan, shown=SHOWN))
 
 

@@ -25,8 +25,9 @@ if HAS_TRITON:
 class ChunkedHead:
     """One evaluation of the head over N tokens with these labels.
 
-    logprobs, and with Triton row_max and log_sum: [N], filled in span by span. statistics: entropy, mean_logit and
-    is_top, [N] each and filled in likewise, or nothing. One buffer has the logits of the tokens `resident`.
+    logprobs, and unless exponentials take the logits' place row_max and log_sum: [N], filled in span by span.
+    statistics: entropy, mean_logit and is_top, [N] each and filled in likewise, or nothing. One buffer has the logits
+    of the tokens `resident`.
 
     keeps: whether the buffer has room for all logits, if the budget has. exponentials: whether e^(x − max) may take the
     place of logits.
@@ -68,7 +69,7 @@ class ChunkedHead:
             self.gradient_operands = self.hidden, self.weight
             if dtypes.dlogits != dtypes.multiplied:
                 self.gradient_operands = hidden.to(dtypes.dlogits), head.weight.to(dtypes.dlogits)
-            self.exponential = self.takes_exponentials and head.softcap is None
+            self.exponential = self.takes_exponentials and head.softcap is None and head.shard is None
             try:
                 yield
             finally:
@@ -92,8 +93,11 @@ class ChunkedHead:
             follows = self.keeps and span.start == resident.stop
             self.resident = resident = slice(resident.start if follows else span.start, span.stop)
         first = span.start - resident.start
-        logits = self.logits_buffer[first : first + span.stop - span.start, : plan.V]
+        logits = self.logits_buffer[first : first + span.stop - span.start, : len(self.weight)]
         rows = Rows(logits, self.labels[span], self.head, self.ignore_index)
+        if self.head.shard is not None:
+            first = self.head.shard.first
+            rows = rows._replace(labels=rows.labels - first, ignore_index=self.ignore_index - first)
         if not held:
             multiply(self.hidden[span], self.weight.T, out=logits)
             if self.exponential:
@@ -102,18 +106,18 @@ class ChunkedHead:
 
     def forward(self, span: slice) -> None:
         """Fills in the log-probs of a span, and its statistics."""
-        rows = self.rows(span)
-        statistics: Any = ()
-        if self.triton:
-            logprobs, row_max, log_sum = launch_logprobs(rows)
-            self.row_max[span], self.log_sum[span] = row_max, log_sum
-            if self.statistics:
-                statistics = launch_statistics(rows, row_max, log_sum)
-        else:
-            logprobs = self.logprobs[span] if self.exponential else oracle.logprobs_in_parts(rows)
-            if self.statistics:
-                statistics = oracle.statistics_in_parts(rows)
-        self.logprobs[span] = logprobs
+        rows, shard = self.rows(span), self.head.shard
+        if self.exponential:  # `rows` has filled in the log-probs
+            return
+        numbers = launch_logprobs(rows) if self.triton else oracle.logprobs_in_parts(rows)
+        if shard is not None:
+            numbers = shard.whole_logprobs(rows, *numbers)
+        self.logprobs[span], self.row_max[span], self.log_sum[span] = numbers
+        if not self.statistics:
+            return
+        statistics = (launch_statistics if self.triton else oracle.statistics_in_parts)(rows, *numbers[1:])
+        if shard is not None:
+            statistics = shard.whole_statistics(rows, *statistics)
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
             all_tokens[span] = values
 
@@ -121,11 +125,9 @@ class ChunkedHead:
         self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
     ) -> None:
         """out [n, V] = the gradients of rows within `resident`, given dL/d(log-prob) and dL/d(entropy)."""
-        if self.triton:
-            entropy = self.statistics[0][tokens] if self.statistics else None
-            known = self.row_max[tokens], self.log_sum[tokens]
-            launch_dlogits(rows, *known, coefficients, out, entropy, entropy_coefficients)
-        elif self.exponential:
+        if self.exponential:
             oracle.dlogits_of_exponentials(rows, coefficients, self.sums[tokens])
-        else:
-            oracle.dlogits(rows, coefficients, entropy_coefficients, out)
+            return
+        entropy = self.statistics[0][tokens] if self.statistics else None
+        write = launch_dlogits if self.triton else oracle.dlogits
+        write(rows, self.row_max[tokens], self.log_sum[tokens], coefficients, out, entropy, entropy_coefficients)

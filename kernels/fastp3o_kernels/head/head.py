@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastp3o_kernels import onednn
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
+from fastp3o_kernels.head.vocabulary_shard import VocabularyShard
 from fastp3o_kernels.rows.rows import LogitsTransform
 
 
@@ -23,12 +24,15 @@ class Head(LogitsTransform):
         bias: [V] of any floating dtype, or None.
         softcap: Gemma's cap on logits, applied before the temperature, or None.
         temperature: divides the logits.
+        shard: if processes share the vocabulary: weight and bias are this one's part. Losses, log-probs and gradients
+            of hidden states are those of the whole head on each; gradients of weight and bias are of its own rows.
 
     Raises:
         ValueError: for a soft cap or a temperature that is no finite number above 0.
     """
 
     weight: Tensor
+    shard: VocabularyShard | None = None
 
     @classmethod
     def from_weight(cls, head: "Head | Tensor") -> "Head":
@@ -37,6 +41,11 @@ class Head(LogitsTransform):
 
     def detach(self) -> "Head":
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+
+    @property
+    def widest(self) -> int:
+        """Rows of weight; of processes that share the vocabulary, those of the widest part: all plan the same chunks."""
+        return len(self.weight) if self.shard is None else self.shard.widest
 
 
 def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | None) -> None:
@@ -47,6 +56,8 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
         check_whole(name, tensor)
     check_gradient_placements(head.weight)
     V, D = head.weight.shape
+    if head.shard is not None and head.shard.rows != V:
+        raise ValueError(f"weight must have the {head.shard.rows} rows of its shard, got {V}")
     if hidden.shape[1] != D:
         raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")
     # Autocast brings both to its own dtype, except fp64.
@@ -58,6 +69,7 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
         check_shape("bias", head.bias, (V,), "one entry for each row of weight")
         check_floating("bias", head.bias)
     check_same_device(hidden=hidden, weight=head.weight, labels=labels, bias=head.bias)
+    V = V if head.shard is None else head.shard.vocabulary
     check_labels(labels, len(hidden), V, ignore_index, "one label for each row of hidden")
 
 

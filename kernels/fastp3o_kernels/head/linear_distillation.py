@@ -130,6 +130,8 @@ def linear_distillation(
     for name, student, teacher in ("tokens", hidden, teacher_hidden), ("vocabulary", head.weight, teacher_head.weight):
         if student.shape[:1] != teacher.shape[:1]:
             raise ValueError(f"teacher and student must share the {name}: {list(teacher.shape)}, {list(student.shape)}")
+    if head.shard is not None or teacher_head.shard is not None:
+        raise ValueError("linear_distillation takes whole heads, and got a shard of one")
     if divergence not in DIVERGENCES or not 0 < beta < 1:
         expected = f"one of {', '.join(DIVERGENCES)}, and beta above 0 and below 1"
         raise ValueError(f"divergence must be {expected}, got {divergence!r} and {beta}")

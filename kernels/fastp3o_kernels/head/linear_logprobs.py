@@ -121,7 +121,7 @@ def linear_logprobs(
         return values.logprobs if outputs is None else values
     N = len(hidden)
     bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
-    plan = plan_chunks(bounds, len(head.weight), dtypes, budget_on(hidden.device, memory_budget), triton=triton)
+    plan = plan_chunks(bounds, head.widest, dtypes, budget_on(hidden.device, memory_budget), triton=triton)
     labels = labels.contiguous()
     keeps = torch.is_grad_enabled()
     chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs), keeps=keeps)

@@ -24,6 +24,8 @@ def linear_outputs(
     hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, rounded: torch.dtype, outputs: Collection[str] = ()
 ) -> TokenOutputs:
     """hidden [N, D], labels [N] -> log-probs [N], and the statistics that are asked for."""
+    if head.shard is not None and len(hidden) > 0:
+        raise ValueError('impl="eager" takes a whole head, and got a shard of one; use impl=None or "triton"')
     with torch.autocast(hidden.device.type, enabled=False):
         logits = products(hidden, head, rounded)
         if head.softcap is not None:

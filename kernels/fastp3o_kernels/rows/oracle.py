@@ -3,10 +3,13 @@
 N tokens, n of them in a part, V vocabulary, S sequences. fp64 inputs are computed in fp64; narrower ones in fp32.
 """
 
+from collections.abc import Iterator
+from math import nan
+
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.rows.rows import NO_LABEL, Rows, gather_indices, slope, transformed
+from fastp3o_kernels.rows.rows import NO_LABEL, Rows, capped, gather_indices, slope
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
@@ -48,19 +51,42 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(at_least_fp32(token_logprobs), "sum", lengths=lengths, unsafe=True)
 
 
-# The kernels' work follows, for the chunked head where they do not run. A few rows go at a time, so that temporaries
-# stay small.
+# The kernels' work follows, with their arguments and results, for the chunked head where they do not run. A few rows go
+# at a time, so that temporaries stay small.
 ROWS_AT_ONCE = 32
 
 
-def logprobs_in_parts(rows: Rows) -> Tensor:
-    """[n]."""
-    ignored, indices = gather_indices(rows.labels, rows.ignore_index)
-    label_logprobs = [
-        transformed(logits, rows.transform).log_softmax(dim=1).gather(1, index)
-        for logits, index in zip(rows.logits.split(ROWS_AT_ONCE), indices.split(ROWS_AT_ONCE), strict=True)
-    ]
-    return torch.cat(label_logprobs).squeeze(1).masked_fill(ignored, 0.0)
+def parts(rows: Rows) -> Iterator[slice]:
+    return (slice(first, first + ROWS_AT_ONCE) for first in range(0, len(rows.logits), ROWS_AT_ONCE))
+
+
+def label_indices(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Flags of the labels within the vocabulary [n, 1], and indices [n, 1] into it, 0 for the others."""
+    labels = rows.labels.unsqueeze(1)
+    within = (labels >= 0) & (labels < rows.logits.shape[1])
+    return within, labels.masked_fill(~within, 0).long()
+
+
+def below_max(logits: Tensor, row_max: Tensor, temperature: float) -> Tensor:
+    """Logits before the temperature [n, V] -> what is left of them below the maxima, after it."""
+    below = logits - row_max.unsqueeze(1)
+    return below if temperature == 1 else below.div_(temperature)
+
+
+def logprobs_in_parts(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the labels, row maxima before the temperature and log-sums, [n] each. A label outside the vocabulary
+    gives NaN.
+    """
+    within, indices = label_indices(rows)
+    logprobs, row_max, log_sum = (rows.logits.new_empty(len(rows.logits)) for _ in range(3))
+    for part in parts(rows):
+        logits = capped(rows.logits[part], rows.transform)
+        row_max[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # -inf minus it is -inf, and not NaN
+        below = below_max(logits, row_max[part], rows.transform.temperature)
+        logprobs[part] = below.gather(1, indices[part]).squeeze(1)
+        log_sum[part] = below.exp_().sum(1).log_()
+    logprobs.sub_(log_sum).masked_fill_(~within.squeeze(1), nan)
+    return logprobs.masked_fill_(rows.labels == rows.ignore_index, 0.0), row_max, log_sum
 
 
 def exponentials_in_place(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -96,39 +122,48 @@ def dlogits_of_exponentials(rows: Rows, coefficients: Tensor, sums: Tensor) -> N
         rows.logits.masked_fill_(nothing, 0.0)
 
 
-def statistics_in_parts(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def statistics_in_parts(rows: Rows, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Entropies, mean logits and is_top, [n] each."""
-    parts = [
-        statistics(transformed(logits, rows.transform), labels, rows.ignore_index)
-        for logits, labels in zip(rows.logits.split(ROWS_AT_ONCE), rows.labels.split(ROWS_AT_ONCE), strict=True)
-    ]
-    entropy, mean_logit, is_top = (torch.cat(values) for values in zip(*parts, strict=True))
-    return entropy, mean_logit, is_top
+    within, indices = label_indices(rows)
+    entropy, mean_logit, label_logits = (torch.empty_like(row_max) for _ in range(3))
+    for part in parts(rows):
+        logits = capped(rows.logits[part], rows.transform)
+        logprobs = below_max(logits, row_max[part], rows.transform.temperature).sub_(log_sum[part].unsqueeze(1))
+        p = logprobs.exp()
+        entropy[part] = -p.mul_(logprobs.masked_fill_(p == 0, 0.0)).sum(1)
+        mean_logit[part] = logits.mean(1) / rows.transform.temperature
+        label_logits[part] = logits.gather(1, indices[part]).squeeze(1)
+    counts = rows.labels != rows.ignore_index
+    is_top = counts & within.squeeze(1) & (label_logits >= row_max)
+    return entropy.masked_fill_(~counts, 0.0), mean_logit.masked_fill_(~counts, 0.0), is_top
 
 
-def dlogits(rows: Rows, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor) -> None:
+def dlogits(
+    rows: Rows,
+    row_max: Tensor,
+    log_sum: Tensor,
+    coefficients: Tensor,
+    out: Tensor,
+    entropy: Tensor | None,
+    entropy_coefficients: Tensor | None,
+) -> None:
     """out [n, V] = the gradient of the logits, which stay, given dL/d(log-prob) and maybe dL/d(entropy) of each row."""
-    ignored, indices = gather_indices(rows.labels, rows.ignore_index)
+    ignored = rows.labels == rows.ignore_index
+    within, indices = label_indices(rows)
     coefficients = coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
     if entropy_coefficients is not None:
         entropy_coefficients = entropy_coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
-    for begin in range(0, len(out), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
+    shares, labels = (-log_sum).exp().unsqueeze(1), coefficients * within
+    for part in parts(rows):
         # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
-        scaled = transformed(rows.logits[part], rows.transform)
-        gradient = torch.softmax(scaled, dim=1)
-        gradient.scatter_add_(1, indices[part], gradient.new_full((len(gradient), 1), -1.0)).mul_(-coefficients[part])
-        gradient += 0.0 if entropy_coefficients is None else entropy_coefficients[part] * entropy_slope(scaled)
+        below = below_max(capped(rows.logits[part], rows.transform), row_max[part], rows.transform.temperature)
+        p, factors = below.exp().mul_(shares[part]), -coefficients[part]
+        if entropy is not None and entropy_coefficients is not None:
+            # d entropy / d logits = −p (log p + entropy)
+            log_p_and_entropy = below.add_((entropy - log_sum)[part].unsqueeze(1)).masked_fill_(p == 0, 0.0)
+            factors = log_p_and_entropy.mul_(-entropy_coefficients[part]).add_(factors)
+        gradient = p.mul_(factors).scatter_add_(1, indices[part], labels[part])
         out[part] = gradient.mul_(slope(rows.logits[part], rows.transform))
     # Rows of zero coefficient hold 0 times what may be NaN.
     nothing = coefficients == 0
     out.masked_fill_(nothing if entropy_coefficients is None else nothing & (entropy_coefficients == 0), 0.0)
-
-
-def entropy_slope(logits: Tensor) -> Tensor:
-    """d entropy / d logits = −p (log p + entropy), [n, V]."""
-    logprobs = logits.log_softmax(1)
-    p = logprobs.exp()
-    logprobs = logprobs.masked_fill_(p == 0, 0.0)
-    entropy = -(p * logprobs).sum(1, keepdim=True)
-    return -p * (logprobs + entropy)

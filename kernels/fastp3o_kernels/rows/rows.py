@@ -69,11 +69,14 @@ def gather_indices(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return ignored, labels.masked_fill(ignored, 0).long().unsqueeze(1)
 
 
-def transformed(products: Tensor, transform: LogitsTransform) -> Tensor:
-    """The transform of rows [n, V] of fp32 or fp64, which stay as they are."""
+def capped(products: Tensor, transform: LogitsTransform) -> Tensor:
+    """The transform of rows [n, V] of fp32 or fp64, which stay as they are, before the temperature."""
     logits = with_bias(products, transform)
-    if transform.softcap is not None:
-        logits = (logits / transform.softcap).tanh_().mul_(transform.softcap)
+    return logits if transform.softcap is None else (logits / transform.softcap).tanh_().mul_(transform.softcap)
+
+
+def transformed(products: Tensor, transform: LogitsTransform) -> Tensor:
+    logits = capped(products, transform)
     return logits / transform.temperature if transform.temperature != 1 else logits
 
 
