@@ -44,7 +44,7 @@ class Head(LogitsTransform):
 
     @property
     def widest(self) -> int:
-        """Rows of weight; of processes that share the vocabulary, those of the widest part: all plan the same chunks."""
+        """Rows of weight, in the widest shard where there are several: their processes plan the same chunks."""
         return len(self.weight) if self.shard is None else self.shard.widest
 
 

@@ -153,7 +153,7 @@ def dlogits(
     coefficients = coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
     if entropy_coefficients is not None:
         entropy_coefficients = entropy_coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
-    shares, labels = (-log_sum).exp().unsqueeze(1), coefficients * within
+    shares, labels = (-log_sum).exp().unsqueeze(1), coefficients.masked_fill(~within, 0.0)
     for part in parts(rows):
         # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
         below = below_max(capped(rows.logits[part], rows.transform), row_max[part], rows.transform.temperature)
