@@ -126,8 +126,7 @@ class HiddenStates:
 
     @property
     def head(self) -> Head:
-        settings = {"bias": self.bias, "softcap": self.softcap, "temperature": self.temperature}
-        return Head(self.weight, shard=self.shard, **settings)
+        return Head(**{name: value for name, value in vars(self).items() if name != "hidden"})
 
     def to(self, dtype: torch.dtype) -> "HiddenStates":
         bias = None if self.bias is None else self.bias.to(dtype)

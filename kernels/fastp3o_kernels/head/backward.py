@@ -156,7 +156,7 @@ class HeadGradients:
         if self.needs_weight and self.dweight is None:
             self.dweight = torch.zeros_like(self.chunked.weight, memory_format=torch.contiguous_format)
         if self.dhidden is not None and self.chunked.head.shard is not None:
-            self.chunked.head.shard.sum(self.dhidden)
+            self.chunked.head.shard.summed(self.dhidden)
         del self.chunked, self.dlogits_buffer
 
     def results(self, incoming: Tensor | None = None) -> list[Tensor | None]:

@@ -25,9 +25,9 @@ if HAS_TRITON:
 class ChunkedHead:
     """One evaluation of the head over N tokens with these labels.
 
-    logprobs, and unless exponentials take the logits' place row_max and log_sum: [N], filled in span by span.
-    statistics: entropy, mean_logit and is_top, [N] each and filled in likewise, or nothing. One buffer has the logits
-    of the tokens `resident`.
+    logprobs, and unless exponentials take the logits' place row_max and log_sum: [N], filled in span by span, and of
+    the whole vocabulary where the head is a shard. statistics: entropy, mean_logit and is_top, [N] each and likewise,
+    or nothing. One buffer has the logits of the tokens `resident`.
 
     keeps: whether the buffer has room for all logits, if the budget has. exponentials: whether e^(x − max) may take the
     place of logits.
@@ -95,9 +95,8 @@ class ChunkedHead:
         first = span.start - resident.start
         logits = self.logits_buffer[first : first + span.stop - span.start, : len(self.weight)]
         rows = Rows(logits, self.labels[span], self.head, self.ignore_index)
-        if self.head.shard is not None:
-            first = self.head.shard.first
-            rows = rows._replace(labels=rows.labels - first, ignore_index=self.ignore_index - first)
+        if (shard := self.head.shard) is not None:  # where labels are counted from its first row
+            rows = rows._replace(labels=rows.labels - shard.first, ignore_index=self.ignore_index - shard.first)
         if not held:
             multiply(self.hidden[span], self.weight.T, out=logits)
             if self.exponential:
@@ -117,7 +116,7 @@ class ChunkedHead:
             return
         statistics = (launch_statistics if self.triton else oracle.statistics_in_parts)(rows, *numbers[1:])
         if shard is not None:
-            statistics = shard.whole_statistics(rows, *statistics)
+            statistics = shard.whole_statistics(*statistics)
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
             all_tokens[span] = values
 

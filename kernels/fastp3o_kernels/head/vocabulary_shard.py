@@ -1,6 +1,6 @@
-"""A head whose rows are spread over processes: what these tell each other, a few numbers a token.
+"""A head whose rows are spread over processes: what these tell each other, a few numbers a token, none of size V.
 
-n tokens of a span, V vocabulary.
+n tokens of a span, N tokens, D hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from fastp3o_kernels.rows.rows import Rows
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
-    """The part of a head's rows that this process of a group has. All have the same hidden states, labels and further
-    arguments. Parts are as torch.chunk cuts them, and none is empty: all have `widest` rows, the last one the rest.
+    """The part of a head's rows that this process of a group has. Parts are as torch.chunk cuts them: all have `widest`
+    rows, the last one has the rest, and none is empty.
 
-    group: the processes.
+    group: the processes; all call with the same hidden states, labels and further arguments.
     vocabulary: V, the rows of all.
-    first: which of them is this part's first one.
-    widest: the most rows that a process has.
+    first: the row of the whole head that is this part's first.
+    widest: the most rows that a process has, V over the number of processes rounded up.
 
-    Raises ValueError where a process would have no rows.
+    Raises ValueError where a process would have no rows, or a row no process.
     """
 
     group: "dist.ProcessGroup"
@@ -35,44 +35,40 @@ class VocabularyShard:
         processes = dist.get_world_size(self.group)
         if not (processes - 1) * self.widest < self.vocabulary <= processes * self.widest:
             raise ValueError(
-                f"{processes} processes with up to {self.widest} rows each must all have rows of a vocabulary of "
-                f"{self.vocabulary}, and have all of it"
+                f"a vocabulary of {self.vocabulary} is not cut into {processes} parts, all with rows, of at most "
+                f"{self.widest}"
             )
 
     @property
     def rows(self) -> int:
-        """Rows of this process's part."""
         return min(self.widest, self.vocabulary - self.first)
 
     def whole_logprobs(
         self, rows: Rows, logprobs: Tensor, row_max: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, row maxima and log-sums [n] over this part -> over the whole vocabulary."""
-        V = rows.logits.shape[1]
+        """Log-probs of the labels, row maxima before the temperature and log-sums, [n] each, of this part -> of all V.
+        One MAX reduction of [n], and one SUM of [2, n].
+        """
         largest = row_max.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         below = (row_max - largest) / rows.transform.temperature
-        # A part of nothing but -inf has a log-sum of -inf.
+        # A part of nothing but -inf has a log-sum of -inf, and NaN for log-probs.
         label_logits = torch.where(log_sum == -inf, -inf, logprobs + log_sum) + below
-        within = (rows.labels >= 0) & (rows.labels < V)
-        sums = torch.stack([(log_sum + below).exp(), torch.where(within, label_logits, 0.0)])
-        dist.all_reduce(sums, group=self.group)
+        own = (rows.labels >= 0) & (rows.labels < self.rows)
+        sums = self.summed(torch.stack([(log_sum + below).exp(), torch.where(own, label_logits, 0.0)]))
         log_sum = sums[0].log()
+        logprobs = (sums[1] - log_sum).clamp_(max=0.0)  # which rounding by several processes may exceed
         outside = (rows.labels < -self.first) | (rows.labels >= self.vocabulary - self.first)
-        # Terms of different processes are rounded apart.
-        logprobs = (sums[1] - log_sum).clamp_(max=0.0).masked_fill_(outside, nan)
-        logprobs.masked_fill_(rows.labels == rows.ignore_index, 0.0)
+        logprobs.masked_fill_(outside, nan).masked_fill_(rows.labels == rows.ignore_index, 0.0)
         return logprobs, torch.where(log_sum.isnan(), nan, largest), log_sum
 
-    def whole_statistics(
-        self, rows: Rows, entropy: Tensor, mean_logit: Tensor, is_top: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Statistics [n] of this part, by the whole one's maxima and log-sums -> of the whole vocabulary."""
-        share = rows.logits.shape[1] / self.vocabulary
-        sums = torch.stack([entropy, mean_logit * share, is_top.to(entropy.dtype)])
-        dist.all_reduce(sums, group=self.group)
-        return sums[0], sums[1], sums[2] > 0
+    def whole_statistics(self, entropy: Tensor, mean_logit: Tensor, is_top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Statistics [n] of this part, by maxima and log-sums over all V -> of all V. One SUM reduction of [3, n]."""
+        shares = entropy, mean_logit * (self.rows / self.vocabulary), is_top.to(entropy.dtype)
+        entropy, mean_logit, tops = self.summed(torch.stack(shares))
+        return entropy, mean_logit, tops > 0
 
-    def sum(self, values: Tensor) -> None:
-        """Over all processes, in place."""
+    def summed(self, values: Tensor) -> Tensor:
+        """values, in place, over all processes. Of hidden states [N, D], each has the gradient through its own rows."""
         dist.all_reduce(values, group=self.group)
+        return values

@@ -95,8 +95,7 @@ def exponentials_in_place(rows: Rows) -> tuple[Tensor, Tensor]:
     """
     ignored, indices = gather_indices(rows.labels, rows.ignore_index)
     logprobs, sums = (rows.logits.new_empty(len(rows.logits)) for _ in range(2))
-    for begin in range(0, len(logprobs), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
+    for part in parts(rows):
         logits = rows.logits[part]
         if rows.transform.bias is not None:
             logits += rows.transform.bias
@@ -114,8 +113,7 @@ def dlogits_of_exponentials(rows: Rows, coefficients: Tensor, sums: Tensor) -> N
     ignored, indices = gather_indices(rows.labels, rows.ignore_index)
     factors = (coefficients / rows.transform.temperature).masked_fill(ignored, 0.0).unsqueeze(1)
     shares = -factors / sums.unsqueeze(1)
-    for begin in range(0, len(factors), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
+    for part in parts(rows):
         rows.logits[part].mul_(shares[part]).scatter_add_(1, indices[part], factors[part])
     # Rows of zero coefficient hold 0 times what may be NaN.
     if (nothing := factors == 0).any():
