@@ -14,7 +14,7 @@ from tests.kernels.problems import DEVICE, random_hidden_states, random_pairs
 # P3O's losses by what they take of the policy. "its own": the old log-probs are the policy's, and not given.
 P3O_LEVELS = ["responses", "tokens", "logits", "logits, its own", "hidden", "hidden, its own"]
 # Losses of hidden states and a head, which never have all logits at once.
-FUSED = ["hidden", "hidden, its own", "objective", "log-probs", "log-probs, outputs"]
+FUSED = ["hidden", "hidden, its own", "objective", "log-probs"]
 IMPLEMENTATIONS = [None, "triton", "eager"]
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
@@ -42,8 +42,8 @@ class Batch:
             return {name: options.pop(name) for name in names if name in options}
 
         settings, known = chosen("clipping", "kl_reward", "kl_coef"), chosen("masked", "apart")
-        self.level, self.K, self.settings = level, K, kernels.P3OSettings(**settings)
-        self.own = level.endswith("its own")
+        self.level, self.K, self.settings = level.removesuffix(", outputs"), K, kernels.P3OSettings(**settings)
+        self.own, self.outputs = level.endswith("its own"), STATISTICS if level.endswith(", outputs") else ()
         self.states = random_hidden_states(sum(lengths), V, 8, DEVICE, dtype, seed=seed, **options)
         logits = self.states.to(torch.float64).logits()
         self.pairs = random_pairs(lengths, V, DEVICE, logits=logits, K=K, seed=seed, **known)
@@ -84,9 +84,9 @@ class Batch:
             policy = own, self.policy([own, *leaves[1:]]).head, labels
         else:
             given.pop("memory_budget", None)
-        if self.level.startswith("log-probs"):
-            given |= {"outputs": STATISTICS if self.level.endswith("outputs") else ()}
-            values = kernels.linear_logprobs(*policy, cu_seqlens=offsets, responses_per_prompt=K, **given)
+        if self.level == "log-probs":
+            given |= {"cu_seqlens": offsets, "responses_per_prompt": K, "outputs": self.outputs}
+            values = kernels.linear_logprobs(*policy, **given)
             loss = values.logprobs.square().sum() + (0.0 if values.entropy is None else values.entropy.exp().sum())
             known = {name: value.detach() for name, value in values._asdict().items() if value is not None}
             return kernels.P3OLossOutput(loss, known, {})

@@ -16,7 +16,7 @@ from tests.fastp3o.together import together
 from tests.kernels.levels import FUSED, Batch
 from tests.kernels.problems import CLIPPINGS, budget_for, multiplied_as
 
-LOSSES = [*product(FUSED[:1], CLIPPINGS), *product(FUSED[1:], ["separate"])]
+LOSSES = [*product(FUSED[:1], CLIPPINGS), *product([*FUSED[1:], "log-probs, outputs"], ["separate"])]
 DRAWN = {"V": [31, 50, 67], "K": [2, 3], "seed": range(10**6), "masked": [False, True]}
 DRAWN |= {"bias": [False, True], "softcap": [None, 5.0], "temperature": [1.0, 0.7]}
 # Dtypes, how halves are multiplied, and how exact values and gradients are beside those of eager PyTorch.
