@@ -7,7 +7,8 @@ choices depend on seed and step only, but a reward function may draw from the gl
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from fastp3o.files import remove, sync, temporary_sibling, write_file
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
 from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, read_manifest, require_files
-from fastp3o.run.tensors import load_tensors, save_tensors
+from fastp3o.run.tensors import copied_to_write, load_tensors
 
 
 def generator_states() -> dict[str, Any]:
@@ -95,13 +96,18 @@ class RunState:
 
 
 class States:
-    """The states of a run in `folder`. The newest two stay, and files with other names are not touched."""
+    """The states of a run in `folder`. The newest two stay, and files with other names are not touched.
+
+    `save` copies a state, which a thread of each process writes while the run goes on. `place` waits for the threads
+    of all processes, at the same point of the run on each.
+    """
 
     def __init__(self, folder: Path, optimizer: Optimizer, carried: RunState):
         self.accelerator, self.folder, self.optimizer = optimizer.accelerator, folder, optimizer
         self.other_tensors, self.pending = carried.tensors, carried.pending
         self.parts = {"optimizer": optimizer, **carried.parts}
         self.newest: Path | None = None  # the newest state that is known to be whole
+        self.writing: Iterator[None] = iter(())  # waits for the state that is being written, and places it
         self.corrupt: list[Path] = []
 
     def progress(self, step: int, *, evaluated: bool) -> Progress:
@@ -114,18 +120,36 @@ class States:
         return replace(progress, counters=progress.counters | {"optimizer": optimizer})
 
     def save(self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]) -> None:
-        """Writes a state and removes all but the last two. The optimizer must stand where `progress` was taken. Raises
-        NotFiniteError, with nothing written, if a weight or a moment is not finite.
+        """Copies a state, which is then written until `place`. The optimizer must stand where `progress` was taken.
+        Raises NotFiniteError, with nothing written, if a weight or a moment is not finite.
         """
+        self.place()
+        if self.folder / f"step-{progress.step:06}" != self.newest:
+            self.writing = self.write_and_place(progress, config, fingerprints)
+            next(self.writing)
+
+    def place(self) -> None:
+        """Puts the state that is being written in its place once it is whole, and removes all but the last two. Raises
+        the error of any process's thread on all of them.
+        """
+        writing, self.writing = self.writing, iter(())
+        next(writing, None)
+
+    def write_and_place(
+        self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]
+    ) -> Iterator[None]:
+        """Yields once the state is copied: what it has may change then."""
         place = self.folder / f"step-{progress.step:06}"
-        if place == self.newest:
-            return
         tensors = self.optimizer.tensors() | self.other_tensors()
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
-        pending = {} if self.pending is None else self.pending.saved(progress.step)
-        with whole_folder(self.accelerator, place) as unfinished:
-            sums = save_tensors(unfinished / f"{self.process}.safetensors", tensors)
-            sums |= on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress, pending))
+        texts = self.texts(progress)
+        with whole_folder(self.accelerator, place) as unfinished, ThreadPoolExecutor(1) as thread:
+            write_tensors = copied_to_write(unfinished / f"{self.process}.safetensors", tensors)
+            written = thread.submit(
+                lambda: write_tensors() | {name: write_file(unfinished / name, text) for name, text in texts.items()}
+            )
+            yield
+            sums = on_every_process(self.accelerator, written.result)
             checksums = dict(gather_object([*sums.items()]))
             processes = self.accelerator.num_processes
             manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
@@ -138,12 +162,13 @@ class States:
         """The name of this process's files."""
         return f"process-{self.accelerator.process_index:05}"
 
-    def write_numbers(self, folder: Path, progress: Progress, pending: dict[str, Any]) -> dict[str, str]:
-        """Returns the SHA-256 of each file that this process has written."""
+    def texts(self, progress: Progress) -> dict[str, str]:
+        """The contents of this process's JSON files, by name."""
+        pending = {} if self.pending is None else self.pending.saved(progress.step)
         contents: dict[str, Any] = {f"{self.process}.json": progress.generators}
         if self.accelerator.is_main_process:
             contents |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
-        return {name: write_file(folder / name, json.dumps(content)) for name, content in contents.items()}
+        return {name: json.dumps(content) for name, content in contents.items()}
 
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""

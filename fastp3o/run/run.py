@@ -163,6 +163,7 @@ class Run:
                     self.hang_watch.step = f"{self.steps.name} {step}"
                     yield step
                     self.hang_watch.at("after it")
+                    self.states.place()
                     if self.unread is None:
                         self.require_finite_weights(step)
                         self.note_progress(step, evaluated=False)
@@ -171,7 +172,7 @@ class Run:
                     self.evaluate_after(step)
                     if checkpoint := self.checkpoint_after(step):
                         self.read_late_step()
-                        self.save_state()
+                        self.save_state(wait=False)
                         self.save_model(checkpoint)
                         on_main_process(
                             self.accelerator, lambda: keep_newest(self.folder, self.config.keep_checkpoints)
@@ -188,6 +189,8 @@ class Run:
             finally:
                 if self.pending is not None:
                     self.pending.close()
+                if self.accelerator.num_processes == 1:  # others may be elsewhere
+                    self.states.place()
                 release(self.folder)
 
     def finish(self, address: str | None) -> None:
@@ -226,6 +229,8 @@ class Run:
         except FunctionInterruptedError as error:
             self.stop(signal.SIGINT, str(error))
         except (NotFiniteError, EndpointError, FunctionError) as error:
+            self.hang_watch.at("saving")
+            self.states.place()
             where = f"{self.steps.name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
             try:
@@ -408,7 +413,7 @@ class Run:
             return
         if number:
             self.stop(number, signal.Signals(number).name)
-        self.save_state()
+        self.save_state(wait=False)
 
     def stop(self, number: int, why: str) -> NoReturn:
         """Saves the state and ends the run as after the signal with this number."""
@@ -418,13 +423,15 @@ class Run:
         self.accelerator.print(f"{place}; --resume goes on from there")
         raise StoppedError(number, place)
 
-    def save_state(self) -> None:
-        """Writes the state of the noted progress, after syncing the logs."""
+    def save_state(self, *, wait: bool = True) -> None:
+        """Writes the state of the noted progress, after syncing the logs; without `wait` it is placed a step later."""
         self.hang_watch.at("saving")
         assert not self.moved
         on_main_process(self.accelerator, lambda: require_claimed(self.folder))
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, self.config.plain(), self.fingerprints)
+        if wait:
+            self.states.place()
         self.saved_at = time.monotonic()
         self.stops.exchange = None  # a stop that is handled now is not handled again
 

@@ -1,16 +1,19 @@
 """The tensors of a state: a safetensors file from each process, which any number of processes reads.
 
 This is torch's distributed checkpoint, whose plan says which process writes which parts. Its own writer of safetensors
-holds each file twice in memory, and its others write pickles.
+holds each file twice in memory, and its others write pickles. Its `async_save` needs process groups of its own.
 """
 
 import json
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -21,20 +24,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fastp3o.files import write_file
+from fastp3o.models.sharding import pin
 
 ELEMENTS_AT_ONCE = 2**20
 # safetensors' names.
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Writes plain tensors, which are equal on every process, and DTensors, of which each process writes its shards.
-    path: of this process's file, beside the others'. Returns its SHA-256 by its name; nothing without a part of it.
+def copied_to_write(path: Path, tensors: dict[str, Tensor]) -> Callable[[], dict[str, str]]:
+    """Copies what this process writes: its shards of DTensors, and a share of plain tensors, which are equal on every
+    process. Returns what writes the copies to `path`, beside the others' files, and gives the file's SHA-256 by its
+    name; nothing without a part. Where host memory has no room for copies the file is already written.
     """
-    writer = StreamingWriter(path)
+    writer = CopyingWriter(path)
     with plain_errors():
         checkpoint.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    return writer.checksums
+    return writer.write
 
 
 def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -55,23 +60,36 @@ def plain_errors() -> Iterator[None]:
             raise next(iter(error.failures.values()))[0] from error
 
 
-class StreamingWriter(HuggingFaceStorageWriter):
-    """Writes what the plan gives this process into one file, without a copy of it in memory."""
+class CopyingWriter(HuggingFaceStorageWriter):
+    """Copies what the plan gives this process, for `write`."""
 
     def __init__(self, path: Path):
         super().__init__(str(path.parent), save_distributed=True)
         self.file = path
-        self.checksums: dict[str, str] = {}
+        self.write: Callable[[], dict[str, str]] = dict
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         parts = {item.index.fqn: cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items}
         offsets = {item.index.fqn: list(cast(Any, item.tensor_data).chunk.offsets) for item in plan.items}
         assert len(parts) == len(plan.items), "a process has one part of a tensor"
         if parts:
-            self.checksums[self.file.name] = write_file(self.file, blocks(parts, offsets))
+            # Processes of one machine share what is free.
+            room = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            fits = sum(part.nbytes for part in parts.values()) < room
+            written = copies(parts) if fits else parts
+            self.write = cache(lambda: {self.file.name: write_file(self.file, blocks(written, offsets))})
+            if not fits:
+                self.write()
         nothing_to_add: Future[list[WriteResult]] = Future()
         nothing_to_add.set_result([])
         return nothing_to_add
+
+
+def copies(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Complete copies in host memory: of a GPU's tensors in pinned memory, which torch keeps for the next copies."""
+    copied = {name: part.detach() if part.is_cuda else part.clone() for name, part in parts.items()}
+    pin(copy for copy in copied.values() if copy.is_cuda)
+    return copied
 
 
 def blocks(parts: dict[str, Tensor], offsets: dict[str, list[int]]) -> Iterator[bytes | memoryview]:

@@ -1,10 +1,13 @@
 """States of a small model load as they were saved, and only whole ones are taken."""
 
+import errno
 import json
 import os
 import random
+import threading
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastp3o.config import StageConfig
+from fastp3o.files import write_file
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES, OnlineDPOConfig
@@ -67,6 +71,8 @@ class Trainer:
             self.scaler(torch.randn(4, 2))
             if save:
                 self.states.save(self.states.progress(step, evaluated=True), CONFIG, {})
+        if save:
+            self.states.place()
         return self
 
     def resume(self) -> tuple[int, list[str]]:
@@ -88,16 +94,52 @@ def test_a_loaded_state_goes_on_as_the_saved_one_would_have(tmp_path, precision,
     assert resumed.train(4, 6, save=False).all() == whole
 
 
-def test_tensors_are_written_block_by_block_without_pickle(tmp_path, monkeypatch):
-    """Of any dtype and layout, and aligned, although some have an odd number of bytes."""
+@pytest.mark.parametrize("full", [False, True], ids=["room on the disk", "none"])
+def test_a_run_goes_on_while_its_state_is_written(tmp_path, monkeypatch, full):
+    """The state has the bits of its step. Where it cannot be written the one before it stays."""
+    Trainer(tmp_path / "at once").train(1, 2)
+    beside = Trainer(tmp_path / "beside").train(1, 1)
+    went_on = threading.Event()
+
+    def write(path: Path, content: object) -> str:
+        assert went_on.wait(60)
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write_file(path, content)
+
+    monkeypatch.setattr(store, "write_file", write)
+    beside.train(2, 2, save=False).states.save(beside.states.progress(2, evaluated=True), CONFIG, {})
+    beside.train(3, 5, save=False)
+    before, unfinished = sorted(os.listdir(tmp_path / "beside"))
+    assert (before, unfinished[:23]) == ("step-000001", "step-000002.unfinished-")
+    went_on.set()
+    if full:
+        with pytest.raises(OSError, match=r"No space left on device: .*/step-000002.*/process-00000\.safetensors"):
+            beside.states.place()
+        assert os.listdir(tmp_path / "beside") == [before]
+        return
+    beside.states.place()
+    files = [
+        {file.name: file.read_bytes() for file in tmp_path.glob(f"{name}/step-000002/*")}
+        for name in ("at once", "beside")
+    ]
+    assert files[0] == files[1] != {}
+
+
+@pytest.mark.parametrize("room", [0, 2**40])
+def test_tensors_are_written_block_by_block_without_pickle(tmp_path, monkeypatch, room):
+    """Of any dtype and layout, and aligned, although some have an odd number of bytes. At once without room."""
     monkeypatch.setattr(store, "ELEMENTS_AT_ONCE", 20)
+    monkeypatch.setattr(store.psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
     tensors = {f"{n}{kind}": torch.randn(n, 7).to(kind).T for n in (1, 5, 0) for kind in store.DTYPES}
     tensors["step"] = torch.tensor(3.0)
     header, *rest = store.blocks(tensors, {})
     assert max(map(len, rest)) == 20 * 8
     places = {name: json.loads(header[8:])[name]["data_offsets"] for name in tensors}
     assert not any(begin % tensors[name].element_size() for name, (begin, _) in places.items())
-    sums = store.save_tensors(tmp_path / "part.safetensors", tensors)
+    write = store.copied_to_write(tmp_path / "part.safetensors", tensors)
+    assert any(tmp_path.iterdir()) == (not room)
+    sums = write()
     assert sums == {path.name: checksum(path) for path in tmp_path.iterdir()}
     store.load_tensors(tmp_path, filled := {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     for read in (load_file(tmp_path / "part.safetensors"), filled):
