@@ -119,6 +119,24 @@ def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_m
     assert Path("run/state").exists() == (optimizer_steps == 0)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_is_placed_after_the_next_step_or_before_its_error_names_it(workplace, tiny_model, tokenizer, fails):
+    steps = iter(run := start(tiny_model, tokenizer, save_every=2))
+    for _ in range(2):
+        next(steps)
+        take_step(run)
+    assert next(steps) == 3
+    assert [name[:23] for name in os.listdir("run/state")] == ["step-000002.unfinished-"]
+    take_step(run)
+    if fails:
+        says = "step 3: a loss is NaN; .* The last good state is run/state/step-000002: --resume goes on"
+        with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(3):
+            raise NotFiniteError("a loss is NaN")
+    else:
+        next(steps)
+    assert os.listdir("run/state") == ["step-000002"]
+
+
 @pytest.mark.parametrize(("kept", "left"), [(0, [1, 2, 3, 4]), (2, [3, 4])])
 def test_so_many_checkpoints_are_kept_and_states_are_saved_by_time(workplace, tiny_model, tokenizer, kept, left):
     finish(start(tiny_model, tokenizer, save_every=1, keep_checkpoints=kept, save_minutes=1e-9))
