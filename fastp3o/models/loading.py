@@ -9,11 +9,12 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -43,10 +44,11 @@ from fastp3o.files import read_text
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import checked, quantized_loading
-from fastp3o.models.sharding import is_main_process
+from fastp3o.models.sharding import computed_in, is_main_process, number_of_processes
 
 CPU = torch.device("cpu")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 NAMED = 3  # weights or tokens in an error
 # Endings of settings that make passes in training mode random: dropout, and noise of the routers of experts.
 NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
@@ -117,10 +119,12 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     trains: bool = False,
+    as_stored: bool = False,
     quantize: str | None = None,
 ) -> PackedModel:
     """Loads a causal LM without dropout or router noise: a policy's log-probabilities must not be random. LoRA adapters
-    are merged into it. quantize: bits of its linear layers, 4bit or 8bit.
+    are merged into it. as_stored: for a model that `shard` spreads, half-precision weights of a checkpoint stay in its
+    mapped file until then. quantize: bits of its linear layers, 4bit or 8bit.
 
     Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows, and if a model that
     trains still gives other log-probabilities in training mode.
@@ -135,15 +139,17 @@ def load_policy(
             with suppress(OSError):  # it has none of its own
                 model.generation_config = GenerationConfig.from_pretrained(base, **at(base))
         return PackedModel(named(model, name, base))
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
-    model, loading = from_checkpoint(AutoModelForCausalLM, base, **options)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
+    model, loading = from_checkpoint(AutoModelForCausalLM, base, as_stored and base == name, **options)
     require_whole(base, loading)
     require_finite_weights(base, model)
     if base != name:
         model = with_adapters(model, name)
     checked(model)
-    policy = require_packable(PackedModel(named(model, name, base)).to(device), name)
-    return require_trainable(policy, name) if trains else policy
+    policy = PackedModel(named(model, name, base)).to(device)
+    with computed_in(dtype, policy) if as_stored else nullcontext():
+        require_packable(policy, name)
+        return require_trainable(policy, name) if trains else policy
 
 
 def quantized_options(name: str, base: str, quantize: str | None) -> dict[str, Any]:
@@ -167,12 +173,13 @@ def load_reward_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    as_stored: bool = False,
     quantize: str | None = None,
 ) -> PackedModel:
     """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may be saved with them.
 
-    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. quantize: as for
-    policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head was not trained,
+    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. as_stored and quantize:
+    as for policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head untrained,
     if the model has no linear `score` head over hidden states, or several outputs, and if packed rows cannot run it.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
@@ -183,7 +190,8 @@ def load_reward_model(
         return PackedModel(named(model, name, base))
     if quantized := quantized_options(name, base, quantize):
         quantized["quantization_config"].llm_int8_skip_modules = ["score"]
-    model, loading = from_checkpoint(AutoModelForSequenceClassification, base, **options, **quantized)
+    options |= quantized
+    model, loading = from_checkpoint(AutoModelForSequenceClassification, base, as_stored and base == name, **options)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
@@ -205,10 +213,12 @@ def load_reward_model(
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
     checked(model)
-    return require_packable(PackedModel(named(model, name, base).to(device)), name)
+    scorer = PackedModel(named(model, name, base).to(device))
+    with computed_in(dtype, scorer) if as_stored else nullcontext():
+        return require_packable(scorer, name)
 
 
-def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def from_checkpoint(model_class: Any, name: str, as_stored: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
     """A model without dropout or router noise, and transformers' lists of missing, unexpected, mismatched weights."""
     with errors_naming(name):
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
@@ -217,19 +227,37 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
             return name.content.copied(model_class, name.content.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name, **at(name))  # transformers ignores one that it cannot read
-        for file in weight_files(name):  # transformers would load other formats
-            require_floats(file)
+        # First, since transformers would load other formats.
+        stored = {dtype for file in weight_files(name) for dtype in dtypes_of_floats(file)}
+        dtype = HALF.get(stored.pop()) if as_stored and len(stored) == 1 and number_of_processes() > 1 else None
+        loaded = off | options | ({} if dtype is None else {"dtype": dtype})
         reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        return model_class.from_pretrained(name, **reported, **at(name), **off, **options)
+        model, loading = model_class.from_pretrained(name, **reported, **at(name), **loaded)
+        built = model if dtype is None else with_weights_of(model, without_weights(model_class, name, **options))
+        return built, loading
 
 
 def without_weights(model_class: Any, name: str, dtype: torch.dtype, trust_remote_code: bool, **settings: int) -> Any:
-    """Builds the model of `from_checkpoint` on the meta device."""
+    """Builds the model of `from_checkpoint` with parameters on the meta device."""
     with errors_naming(name):
         off = noise_off(load_config(name, trust_remote_code).to_dict())
         config = load_config(name, trust_remote_code, **settings, **off)
-        with torch.device("meta"):
-            return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        with init_empty_weights(include_buffers=False):
+            model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model.tie_weights()  # which this has parted
+        return model
+
+
+def with_weights_of(loaded: Any, built: Any) -> Any:
+    """A model as it was built, whose buffers have that dtype, with the weights as they were loaded, in theirs."""
+    for place, module in loaded.named_modules():
+        built.get_submodule(place)._parameters.update(module._parameters)
+    saved = loaded.state_dict()
+    for name, buffer in built.named_buffers():
+        buffer.copy_(saved.get(name, buffer))
+    if built.can_generate():
+        built.generation_config = loaded.generation_config
+    return built.eval()
 
 
 def noise_off(config: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +337,7 @@ def with_adapters(model: Any, name: str) -> Any:
 
     with errors_naming(name):
         (file,) = weight_files(name)  # peft would load other formats
-        require_floats(file)
+        dtypes_of_floats(file)
         config = PeftConfig.from_pretrained(name, **at(name))
         config.task_type = None  # a reward model may begin with a language model's adapters
         with warnings.catch_warnings():
@@ -345,13 +373,14 @@ def weight_files(name: str) -> list[Path]:
     raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
 
-def require_floats(file: Path) -> None:
+def dtypes_of_floats(file: Path) -> set[str]:
     """Raises ValueError for weights in whole numbers: transformers would take quantized ones without their scales."""
     with safe_open(file, framework="pt") as weights:
-        for key in weights.keys():  # noqa: SIM118
-            dtype = weights.get_slice(key).get_dtype()
+        dtypes = {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+        for key, dtype in dtypes.items():
             if key.endswith(".weight") and not dtype.startswith(("F", "BF")):
                 raise UserError(f"{file} has {key} in {dtype}; quantized weights are not loaded")
+        return set(dtypes.values())
 
 
 def load_config(name: str, trust_remote_code: bool, **settings: Any) -> PretrainedConfig:

@@ -9,7 +9,7 @@ a CPU where layers were thin or rows short.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -142,11 +142,16 @@ class RankZeroWeights:
 
     def __init__(self, model: nn.Module):
         is_main = is_main_process()
+        # The main process may have weights as they are stored; the others have built what they become.
+        dtypes = [{name: parameter.dtype for name, parameter in model.named_parameters()}]
+        dist.broadcast_object_list(dtypes, src=1)
         self.weights = dict(model.state_dict()) if is_main else {}
         # Some buffers are not in a state dict, such as the frequencies of rotary positions.
         buffers = model.named_buffers(remove_duplicate=False)
         self.buffers = [{name: buffer.cpu() for name, buffer in buffers} if is_main else None]
         empty(model)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[0][name])
 
     def put_into(self, model: nn.Module, device: torch.device, *, offload: bool) -> None:
         model.to_empty(device=device)
@@ -196,7 +201,7 @@ class FrozenModel:
     @torch.no_grad()
     def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Tensor]) -> list[Tensor]:
         """`compute` of the model and each row, on the device."""
-        with copied_to(self.device, self.model) if self.offloaded else nullcontext():
+        with copied_to(self.device, self.model.modules()) if self.offloaded else nullcontext():
             return map_rows_in_lockstep(rows, partial(compute, self.model))
 
 
@@ -219,15 +224,33 @@ def pin(tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def copied_to(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """In the block, the model has copies of its tensors on the device; tied ones stay tied. Nothing is copied back."""
-    owners: list[dict[str, Any]] = [held for part in model.modules() for held in (part._parameters, part._buffers)]
+def computed_in(dtype: torch.dtype, model: PackedModel) -> Iterator[None]:
+    """In the block, passes have parameters in this dtype: a layer's while it computes, the others' all the time."""
+    device, layers = model.model.device, [*model.layers()]
+    inside = {part for layer in layers for part in layer.modules()}
+    with ExitStack() as block:
+        block.enter_context(copied_to(device, [part for part in model.modules() if part not in inside], dtype))
+        own = block.enter_context(ExitStack())  # of the layer that computes
+        for layer in layers:
+            copied = partial(copied_to, device, [*layer.modules()], dtype)
+            block.callback(layer.register_forward_pre_hook(lambda *_, make=copied: own.enter_context(make())).remove)
+            block.callback(layer.register_forward_hook(lambda *_: own.close()).remove)
+        yield
+
+
+@contextmanager
+def copied_to(device: torch.device, parts: Iterable[nn.Module], dtype: torch.dtype | None = None) -> Iterator[None]:
+    """In the block, modules have copies of their tensors on the device; tied ones stay tied. Nothing is copied back.
+    dtype: of parameters there; None for their own.
+    """
+    owners: list[dict[str, Any]] = [held for part in parts for held in (part._parameters, part._buffers)]
     places = [(tensors, name, tensor) for tensors in owners for name, tensor in tensors.items() if tensor is not None]
     copies: dict[Tensor, Any] = {}
     try:
         for tensors, name, tensor in places:
             if tensor not in copies:
-                copies[tensor] = tensor.detach().to(device, non_blocking=True)
+                own = dtype if isinstance(tensor, nn.Parameter) else None
+                copies[tensor] = tensor.detach().to(device, own, non_blocking=True)
             tensors[name] = copies[tensor]
         yield
     finally:

@@ -142,7 +142,11 @@ class States:
         place = self.folder / f"step-{progress.step:06}"
         tensors = self.optimizer.tensors() | self.other_tensors()
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
-        texts = self.texts(progress)
+        pending = {} if self.pending is None else self.pending.saved(progress.step)
+        numbers: dict[str, Any] = {f"{self.process}.json": progress.generators}
+        if self.accelerator.is_main_process:
+            numbers |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
+        texts = {name: json.dumps(content) for name, content in numbers.items()}
         with whole_folder(self.accelerator, place) as unfinished, ThreadPoolExecutor(1) as thread:
             write_tensors = copied_to_write(unfinished / f"{self.process}.safetensors", tensors)
             written = thread.submit(
@@ -161,14 +165,6 @@ class States:
     def process(self) -> str:
         """The name of this process's files."""
         return f"process-{self.accelerator.process_index:05}"
-
-    def texts(self, progress: Progress) -> dict[str, str]:
-        """The contents of this process's JSON files, by name."""
-        pending = {} if self.pending is None else self.pending.saved(progress.step)
-        contents: dict[str, Any] = {f"{self.process}.json": progress.generators}
-        if self.accelerator.is_main_process:
-            contents |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
-        return {name: json.dumps(content) for name, content in contents.items()}
 
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""

@@ -73,23 +73,18 @@ class CopyingWriter(HuggingFaceStorageWriter):
         offsets = {item.index.fqn: list(cast(Any, item.tensor_data).chunk.offsets) for item in plan.items}
         assert len(parts) == len(plan.items), "a process has one part of a tensor"
         if parts:
+            written = parts
             # Processes of one machine share what is free.
             room = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            fits = sum(part.nbytes for part in parts.values()) < room
-            written = copies(parts) if fits else parts
+            if fits := sum(part.nbytes for part in parts.values()) < room:
+                written = {name: part if part.is_cuda else part.clone() for name, part in parts.items()}
+                pin(part for part in written.values() if part.is_cuda)  # torch keeps that memory for the next copies
             self.write = cache(lambda: {self.file.name: write_file(self.file, blocks(written, offsets))})
             if not fits:
                 self.write()
         nothing_to_add: Future[list[WriteResult]] = Future()
         nothing_to_add.set_result([])
         return nothing_to_add
-
-
-def copies(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Complete copies in host memory: of a GPU's tensors in pinned memory, which torch keeps for the next copies."""
-    copied = {name: part.detach() if part.is_cuda else part.clone() for name, part in parts.items()}
-    pin(copy for copy in copied.values() if copy.is_cuda)
-    return copied
 
 
 def blocks(parts: dict[str, Tensor], offsets: dict[str, list[int]]) -> Iterator[bytes | memoryview]:

@@ -52,7 +52,9 @@ WHILE_TRAINING = 16
 
 def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> PackedModel:
     """The model that trains. load: `load_policy` or `load_reward_model`."""
-    model = load(config.model, trust_remote_code=config.trust_remote_code, quantize=config.quantize).train()
+    as_stored = not config.lora_rank  # adapters get the dtype of the weights that are there
+    options = {"trust_remote_code": config.trust_remote_code, "quantize": config.quantize, "as_stored": as_stored}
+    model = load(config.model, **options).train()
     if isinstance(config, SamplerConfig):
         model.temperature = config.temperature
         # The saved generation_config.json says how the policy is sampled.

@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fastp3o.config import StageConfig
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import empty, is_main_process, pad_to_longest_rank, process_mesh, shard, whole
 from fastp3o.models.trainable import freeze_below
@@ -128,6 +129,26 @@ def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
     return not moved, scale, step(fails=False)[0]
 
 
+def as_stored(folder: Path, name: str) -> tuple[set[torch.dtype], bool]:
+    """A bf16 checkpoint: the main process's dtypes before it is spread, and whether it becomes the fp32 model then."""
+    if is_main_process():
+        plain("gemma3" if name == "tied" else "llama").model.bfloat16().save_pretrained(folder / name)
+    dist.barrier()
+    wide, stored = (load_policy(str(folder / name), trains=True, as_stored=stored) for stored in (False, True))
+    if name == "critic":
+        wide.critic, stored.critic = Critic(wide), Critic(stored)
+    dtypes = {parameter.dtype for parameter in stored.model.parameters()}
+    tensors = []
+    for model in (wide, stored):
+        shard(model, CPU, process_mesh(CPU))
+        tensors.append({n: whole(t.detach()) for n, t in [*model.named_parameters(), *model.named_buffers()]})
+    same = [
+        one.dtype == other.dtype and torch.equal(one, other)
+        for one, other in zip(*map(dict.values, tensors), strict=True)
+    ]
+    return dtypes, all(same) and tensors[0].keys() == tensors[1].keys()
+
+
 def main(file: Path) -> None:
     accelerator = Accelerator()
     errors = {name: largest_error(make) for name, make in MODELS.items()}
@@ -137,6 +158,7 @@ def main(file: Path) -> None:
     results = {"errors": errors}
     cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
     results["overflowed"] = gather_object(cases)
+    results["as stored"] = [as_stored(file.parent, name) for name in ("plain", "tied", "critic")]
     if accelerator.is_main_process:
         torch.save(results, file)
     accelerator.end_training()

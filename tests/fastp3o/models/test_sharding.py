@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fastp3o.models import sharding
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import process_mesh
-from tests.fastp3o.models.model_families import FAMILIES
+from tests.fastp3o.models.model_families import FAMILIES, PAIRS, random_model
 from tests.fastp3o.models.sharded_process import CPU
 from tests.fastp3o.together import together
 
@@ -30,6 +31,20 @@ def test_gradients_are_those_of_one_process(results):
 def test_a_gradient_that_overflows_in_one_process_is_left_out_by_all(results):
     """The scale is halved, and the next step moves something again."""
     assert results["overflowed"] == [(True, 2.0, True)] * 8
+
+
+def test_weights_stay_in_their_file_until_they_are_spread(results):
+    """Though the trial of the model and its buffers have the precision that was asked for."""
+    assert results["as stored"] == [({torch.bfloat16}, True)] * 3
+    stored, wide = (
+        PackedModel(random_model("gemma3").bfloat16().to(dtype)) for dtype in (torch.bfloat16, torch.float32)
+    )
+    layer = stored.layers()[0]
+    with torch.no_grad(), sharding.computed_in(torch.float32, stored):
+        assert {weight.dtype for weight in layer.parameters()} == {torch.bfloat16}
+        assert torch.equal(labelled_logprobs(stored, PAIRS.row()), labelled_logprobs(wide, PAIRS.row()))
+    assert {weight.dtype for weight in stored.parameters()} == {torch.bfloat16}
+    assert not layer._forward_hooks
 
 
 def test_processes_are_one_group_or_several(monkeypatch):
