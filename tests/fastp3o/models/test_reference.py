@@ -43,7 +43,7 @@ def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back
     frozen = FrozenModel(model, CPU, None, offload=True)
     weight = model.model.lm_head.weight
     before = weight.data_ptr(), weight.clone()
-    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, dtype, non_blocking: tensor.clone())
 
     def changes_the_copy(model: PackedModel, row: PackedRow) -> Tensor:
         copied = model.model.lm_head.weight
