@@ -289,9 +289,7 @@ class SamplerConfig(Flags):
         python=dict,
     )
     sampler: Literal["engine", "transformers", "vllm"] = option(
-        "engine",
-        "Samples responses with fastp3o's own engine, with transformers' generate, or on vLLM servers, which the user "
-        "starts (fastp3o/rollouts/README.md).",
+        "engine", "fastp3o's own engine, transformers' generate, or vLLM servers (fastp3o/rollouts/README.md)."
     )
     vllm_url: str | None = option(
         None,
@@ -300,10 +298,7 @@ class SamplerConfig(Flags):
         changeable=True,
     )
     vllm_weights: Literal["folder", "nccl"] = option(
-        "folder",
-        "New weights go through a folder, or over NCCL (no GPU has run it).",
-        needs="vllm_url",
-        changeable=True,
+        "folder", "Way of new weights; NCCL was not run on a GPU.", needs="vllm_url", changeable=True
     )
     vllm_folder: str | None = option(
         None, "Their folder; by default in memory here.", needs=("vllm_url", "vllm_weights=folder"), changeable=True
@@ -314,11 +309,7 @@ class SamplerConfig(Flags):
     )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)
     rollout_memory: float | None = option(
-        None,
-        "GB for the engine's keys and values on one device; by default a part of the free memory.",
-        above=0,
-        needs="sampler=engine",
-        changeable=True,
+        None, "GB of keys and values; by default a part of the free.", above=0, needs="sampler=engine", changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -421,10 +412,7 @@ class TrainableConfig(Flags):
         None, "Bits of the frozen base, by bitsandbytes: 4bit (QLoRA: NF4) or 8bit. In one process.", needs="lora_rank"
     )
     lora_save: Literal["both", "merged", "adapter"] = option(
-        "both",
-        "merged: the whole model, in model/. adapter: the adapter alone, which needs its base, in adapter/. both.",
-        needs="lora_rank",
-        changeable=True,
+        "both", "merged: the whole model; adapter: that alone; both.", needs="lora_rank", changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -466,9 +454,7 @@ class ModelConfig(LoadingConfig):
         changeable=True,
     )
     deterministic: bool = option(
-        False,
-        "On a GPU the same bits each time, more slowly; without it last bits of attention's gradients differ.",
-        changeable=True,
+        False, "On a GPU the same bits each time, more slowly: of attention's gradients, too.", changeable=True
     )
     tokens_per_row: int = option(TOKENS_PER_ROW, "Tokens of a row, prompts included.", at_least=1, changeable=True)
     share_prompts: bool = option(True, "Compute the prompt of several responses once.", changeable=True)

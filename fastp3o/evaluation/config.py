@@ -49,10 +49,7 @@ class JudgeConfig(Flags):
 class WinRateConfig(JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 
-    models: str = required(
-        "Checkpoints (Hugging Face causal LMs, hub names or folders), separated by commas: all are compared in pairs.",
-        python=list,
-    )
+    models: str = required("Causal LMs (hub names or folders) by commas, which are compared in pairs.", python=list)
     reward: str | None = option(None, "Higher reward wins: a reward model, module:function, a URL, or environment.")
     output: str | None = option(None, "JSON file to write the result to.")
     responses_per_prompt: int = option(1, "Responses to each prompt; k of one against k of the other.", at_least=1)

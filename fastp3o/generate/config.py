@@ -29,11 +29,7 @@ class SelectionConfig(Flags):
     threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
     min_gap: float = option(0.0, "Least gap (RS-DPO: τ log(η/(1-η)))", at_least=0, needs="keep=rs_dpo", changeable=True)
     beta: float = option(
-        0.5,
-        "KL coefficient: a response is accepted with probability exp((r - highest r) / beta) (RSO: 0.5).",
-        above=0,
-        needs=REJECTION_SAMPLING,
-        changeable=True,
+        0.5, "exp((r - highest r) / beta) is accepted (RSO: 0.5).", above=0, needs=REJECTION_SAMPLING, changeable=True
     )
     accept: int = option(2, "Accepted responses (RSO: 8 of 64).", at_least=1, needs=REJECTION_SAMPLING, changeable=True)
     keep_unfinished: bool = option(False, "Also keep cut responses, which teach to stop there.", changeable=True)

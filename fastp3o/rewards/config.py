@@ -29,11 +29,7 @@ class RemoteConfig(Flags):
     reward_requests: int = option(8, "Concurrent requests of a process.", at_least=1, needs=URL, changeable=True)
     reward_batch_size: int = option(16, "Responses in one request to a URL.", at_least=1, needs=URL, changeable=True)
     reward_timeout: float | None = option(
-        None,
-        f"Seconds of an endpoint's request (default {REQUEST_SECONDS:g}), or a function's call ({CALL_SECONDS:g}).",
-        above=0,
-        needs=URL_OR_FUNCTION,
-        changeable=True,
+        None, "Seconds of a request (60) or a function's call (1800).", above=0, needs=URL_OR_FUNCTION, changeable=True
     )
     reward_retries: int = option(5, "Further attempts, after 1, 2, 4, ... s.", at_least=0, needs=URL, changeable=True)
 

@@ -57,10 +57,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     ptx_batch_size: int = option(8, "Texts of the mix in each step, over all processes.", at_least=1, needs="ptx_data")
 
     rounds_ahead: int = option(
-        0,
-        "Sample the rollouts of a round this many rounds before it trains, from the policy as it is then. 1 lets vLLM "
-        "servers sample while the round before trains; fastp3o's own samplers gain nothing.",
-        at_least=0,
+        0, "Rounds by which rollouts are sampled early, so that servers work while the round before trains.", at_least=0
     )
     interrupt_rollouts: bool = option(False, "Responses under way go on from new weights.", needs="rounds_ahead")
     mask_truncated: bool = option(False, "Responses without an end are in baselines, but have no loss.")
@@ -152,11 +149,7 @@ class KLConfig(OnlineConfig):
 
     kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference.", at_least=0, changeable=True)
     target_kl: float | None = option(
-        None,
-        "KL of whole responses to the reference, in nats, that kl_coef is adapted to before each update: halved below "
-        "two thirds of it, doubled above one and a half times (Schulman et al. 2017). By default kl_coef is fixed.",
-        above=0,
-        changeable=True,
+        None, "KL (nats per response) that kl_coef is adapted to; None: fixed.", above=0, changeable=True
     )
 
     def __post_init__(self) -> None:

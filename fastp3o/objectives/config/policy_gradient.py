@@ -33,8 +33,7 @@ class RLOOConfig(PolicyGradientConfig, objective="rloo"):
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
     clipping: Literal["none", "response", "token"] = option(
-        "none",
-        "Ratios to the old policy: none, for one step a round; response (TRL) or token (verl, OpenRLHF), clipped.",
+        "none", "Clipped ratios: none, for one step a round; of a response (TRL), or a token (verl, OpenRLHF)."
     )
     clip_range: float = option(
         0.2, "Epsilon of the clipped ratios.", above=0, needs=("clipping=response", "clipping=token"), changeable=True
