@@ -31,8 +31,9 @@ def run(*arguments: str) -> None:
 
 
 def test_sample():
-    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "losses", "updates")]
-    run(*files, "-k", "rules or optimizer or losses and (launches or dpo) or updates and (fp16 or advantages)")
+    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "losses", "updates", "rollouts")]
+    some = "losses and (launches or dpo) or updates and (fp16 or advantages) or rollouts and (serves_until or excused)"
+    run(*files, "-k", f"rules or optimizer or {some}")
 
 
 # Cases, and tests marked `gpu`: steps of the engine take the interpreter seconds, so one family stands for all.

@@ -1,15 +1,18 @@
 """The engine on the pretended device: where the host waits, what a step launches, and graphs."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
 from fastp3o.rollouts.groups import SamplingSettings
+from fastp3o.rollouts.steps import StepGraph, logger
 from fastp3o.rollouts.turns.kept import KeptEngine
 from fastp3o_kernels.decoding import response_keys, sample_tokens
+from tests.fastp3o.models.model_families import random_model
 from tests.simulated_cuda.host import recorded
 
 PROMPTS, K, RESPONSE_TOKENS = [[3, 4, 5], [6, 7]], 2, 12
@@ -20,12 +23,8 @@ STEP, LAYER = 48, 40
 LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.decode"), ("fastp3o/rollouts/queue.py", "Queue.results")
 
 
-def make_policy(*, layers: int = 1, rope: dict | None = None) -> PackedModel:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "num_hidden_layers": layers}
-    config = LlamaConfig(**sizes, rope_parameters=rope)
-    return PackedModel(LlamaForCausalLM(config)).eval()
+def make_policy(*, layers: int = 1, **changes) -> PackedModel:
+    return PackedModel(random_model("llama", num_hidden_layers=layers, **changes)).to("cuda")
 
 
 @torch.no_grad()
@@ -37,7 +36,7 @@ def make_engine(policy: PackedModel, *, graph: bool, top_p: float = 1.0) -> Engi
 
 @pytest.mark.parametrize(("top_p", "kernel"), [(1.0, "race_kernel"), (0.9, "top_p_kernel")])
 def test_the_host_looks_every_few_steps_and_reads_the_results_once(top_p, kernel):
-    policy = make_policy().to("cuda")
+    policy = make_policy()
     engine = make_engine(policy, graph=False, top_p=top_p)
     with recorded() as plain:
         ids, _ = engine.run(PROMPTS, KEYS)
@@ -52,7 +51,7 @@ def test_the_host_looks_every_few_steps_and_reads_the_results_once(top_p, kernel
 
 
 def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():
-    policy = make_policy().to("cuda")
+    policy = make_policy()
     found, room = [], Room(2, 4, K, 2 * K, 40)
     for graph in (False, True):
         engine = KeptEngine(6, policy, layer_shapes(policy, 3), room, {0}, graph=graph)
@@ -71,7 +70,7 @@ def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():
 def test_launches_of_a_step():
     counts = []
     for layers in (1, 2):
-        engine = make_engine(make_policy(layers=layers).to("cuda"), graph=False)
+        engine = make_engine(make_policy(layers=layers), graph=False)
         engine.run(PROMPTS, KEYS)
         engine.queue.fill(PROMPTS, KEYS)
         with torch.no_grad(), recorded() as record:
@@ -94,7 +93,53 @@ def test_top_p_takes_one_copy_of_the_logits_and_not_six_as_if_it_sorted_them():
 
 
 def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
-    engine = make_engine(make_policy(rope=DYNAMIC).to("cuda"), graph=True)
+    engine = make_engine(make_policy(rope_parameters=DYNAMIC), graph=True)
     assert engine.run(PROMPTS, KEYS)[0]
     assert engine.graph.fails
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_a_graph_serves_until_a_tensor_moves(monkeypatch):
+    """All captures share a stream, each waits for the work before it, and the work after it for that."""
+    waited, modes, begin = [], [], torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: waited.append((stream, other)))
+
+    def noted(graph, *arguments, **options):
+        modes.append(options)
+        begin(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", noted)
+    weight, total, steps = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), []
+    graph = StepGraph(torch.device("cuda"))
+
+    def step():
+        steps.append(torch.cuda.current_stream())
+        total.add_(weight)
+
+    graph.ready(step, [weight])()
+    weight.add_(1.0)
+    graph.ready(step, [weight])()
+    # Two steps as they come, and the one that is captured.
+    assert (len(steps), total.tolist()) == (3, [5.0] * 3)
+    weight.data = torch.full((3,), 10.0, device="cuda")
+    graph.ready(step, [weight])()
+    assert (len(steps), total.tolist()) == (6, [35.0] * 3)
+    current, (side,) = torch.cuda.current_stream(), set(steps)
+    assert current != side
+    assert [pair for pair in waited if current in pair] == [(side, current), (current, side)] * 2
+    assert [options["capture_error_mode"] for options in modes] == ["thread_local"] * 2
+
+
+def test_a_step_that_waits_is_not_captured_and_the_first_step_is_not_excused(monkeypatch):
+    monkeypatch.setattr(logger, "warning", warning := MagicMock())
+    steps, graph = [], StepGraph(torch.device("cuda"))
+
+    def step():
+        steps.append(torch.ones((), device="cuda").item())
+
+    for _ in range(2):
+        assert graph.ready(step, []) is step
+    assert (len(steps), torch.cuda.get_sync_debug_mode()) == (1, 0)
+    with pytest.raises(MemoryError):
+        StepGraph(torch.device("cuda")).ready(MagicMock(side_effect=MemoryError), [])
+    warning.assert_called_once()
