@@ -282,6 +282,7 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
         ({}, {"model": 3}, "model must be a transformers model"),
         ({}, {"reward": 3}, "reward must be a function or what reward takes, got a int"),
         ({}, {"reward": lambda prompts, responses, answer, /: []}, "columns of the data after them, by name"),
+        ({}, {"reward": "environment", "environment": dict}, "must be a class with the methods reset and step"),
         ({}, {"on_update": [print]}, "on_update must be a function, got a list"),
         ({}, {"on_evaluation": print}, "on_evaluation does nothing without eval_data or eval_prompts"),
     ],

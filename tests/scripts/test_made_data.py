@@ -1,4 +1,4 @@
-"""The data of the quickstarts: comparisons follow a taste, and what evaluates is not in what trains."""
+"""Data that scripts make: comparisons follow a taste, and what evaluates is not in what trains."""
 
 import json
 import runpy
@@ -63,3 +63,13 @@ def test_docstrings_of_a_module_are_in_one_split_and_rejected_lines_are_not_the_
         assert modules[split]
         assert all(pair["chosen"] == truth[pair["prompt"]] != pair["rejected"] for pair in pairs)
     assert not modules["train"] & modules["eval"]
+
+
+def test_every_sum_is_there_in_both_forms_and_in_the_same_order(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        run(monkeypatch, "make_arithmetic", f"--output={tmp_path}/{name}.jsonl", "--largest=12")
+    sums = records(tmp_path)["one"]
+    forms = {(record["prompt"], record["label"], record["answer"]) for record in sums}
+    assert forms == {(f"{a}+{b}=", f"{a + b}{end}", a + b) for a in range(13) for b in range(13) for end in ("", ".")}
+    assert len(sums) == len(forms)
+    assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()

@@ -16,19 +16,12 @@ from tests.fastp3o.bad_inputs.working import CONFIGS, WORKING, configure, fuzz
 
 # Steps from a bound that are taken, and refused.
 BOUNDS = {"above": (1e-9, 0), "at_least": (0, -1), "below": (-1e-9, 0), "at_most": (0, 1)}
-
-
-def every_configuration() -> dict[str, Flags]:
-    """One that works for each script, and for each objective of those that have several."""
-    found = {}
-    for script, kind in CONFIGS.items():
-        for objective in kind if isinstance(kind, dict) else [""]:
-            chosen = f" --objective {objective}" if objective else ""
-            found[f"{script} {objective}"] = configure(script, shlex.split(WORKING[script] + chosen))
-    return found
-
-
-EVERY = every_configuration()
+# A configuration that works for each script, and for each objective of those that have several.
+EVERY = {
+    f"{script} {chosen}": configure(script, shlex.split(WORKING[script] + chosen))
+    for script, kind in CONFIGS.items()
+    for chosen in ([f" --objective {name}" for name in kind] if isinstance(kind, dict) else [""])
+}
 
 
 def refusal(config: Flags, name: str, value: Any) -> str:

@@ -45,20 +45,6 @@ def test_pairs_apart_are_those_of_rs_dpo(rewards, tau, eta):
         assert pairs_apart(rewards, gap) == expected
 
 
-def rejection_sampling_of_rso(texts, rewards, beta, count, random) -> list[str]:
-    """Algorithm 1 of arXiv 2309.06657, on a dictionary of the candidates."""
-    candidates = dict(reversed(list(zip(texts, rewards, strict=True))))
-    candidates = {text: candidates[text] for text in texts}
-    chosen: list[str] = []
-    while candidates and len(chosen) < count:
-        highest = max(candidates.values())
-        for text, reward in list(candidates.items()):
-            if len(chosen) < count and random.random() < np.exp((reward - highest) / beta):
-                chosen.append(text)
-                candidates.pop(text)
-    return chosen
-
-
 @given(
     st.lists(st.tuples(st.sampled_from("abcde"), st.floats(-4, 4, width=32)), max_size=8),
     st.floats(0.1, 10),
@@ -66,9 +52,17 @@ def rejection_sampling_of_rso(texts, rewards, beta, count, random) -> list[str]:
     st.integers(0, 99),
 )
 def test_rejection_sampling_is_that_of_rso(candidates, beta, count, seed):
+    """Algorithm 1 of arXiv 2309.06657, on a dictionary of the candidates."""
     texts, rewards = [text for text, _ in candidates], [reward for _, reward in candidates]
     chosen = accepted(Candidates(texts, rewards), beta, count, np.random.default_rng(seed))
-    expected = rejection_sampling_of_rso(texts, rewards, beta, count, np.random.default_rng(seed))
+    first, random, expected = dict(reversed(candidates)), np.random.default_rng(seed), []
+    left = {text: first[text] for text in texts}
+    while left and len(expected) < count:
+        highest = max(left.values())
+        for text, reward in list(left.items()):
+            if len(expected) < count and random.random() < np.exp((reward - highest) / beta):
+                expected.append(text)
+                left.pop(text)
     assert [texts[i] for i in chosen] == expected
     assert len(chosen) == min(count, len(set(texts)))
 

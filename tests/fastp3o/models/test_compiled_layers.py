@@ -39,22 +39,6 @@ def trace_only(monkeypatch) -> None:
     monkeypatch.setattr(packed_model, "compiled", lambda: run)
 
 
-def fits_rows_of_any_length(model: PackedModel) -> None:
-    """Rows have the same bits with and without gradients, and those of other lengths take no further graphs."""
-    for rows in (RAGGED, OTHERS):
-        before = counters["stats"]["unique_graphs"]
-        for groups in rows:
-            row = groups.row()
-            with torch.no_grad():
-                without = labelled_logprobs(model, row)
-            logprobs = labelled_logprobs(model, row)
-            assert torch.equal(logprobs, without)
-            assert logprobs.requires_grad
-            assert not without.requires_grad
-            logprobs.sum().backward()
-        assert counters["stats"]["unique_graphs"] == before or rows is RAGGED
-
-
 @pytest.mark.parametrize(
     ("family", "compiles"),
     [
@@ -79,7 +63,19 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
     ]
     assert 0 < errors[0] <= 4 * errors[1]
     assert abs(got.loss - exact.loss) <= 2 * abs(eager.loss - exact.loss) + 1e-6
-    fits_rows_of_any_length(model)
+    # Rows have the same bits with and without gradients, and those of other lengths take no further graphs.
+    for rows in (RAGGED, OTHERS):
+        before = counters["stats"]["unique_graphs"]
+        for groups in rows:
+            row = groups.row()
+            with torch.no_grad():
+                without = labelled_logprobs(model, row)
+            logprobs = labelled_logprobs(model, row)
+            assert torch.equal(logprobs, without)
+            assert logprobs.requires_grad
+            assert not without.requires_grad
+            logprobs.sum().backward()
+        assert counters["stats"]["unique_graphs"] == before or rows is RAGGED
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
 
-OTHER_RESULTS = "they get other results than alone"
 OLD_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 REFUSED = {
@@ -37,15 +36,6 @@ def test_models_that_do_not_keep_sequences_apart_are_refused(config, reason):
         require_packable(PackedModel(model), "some/model")
 
 
-def one_segment(query, key, value, segments, *options):
-    queries, keys = (len(query),), (len(key),)
-    everything = Segments(offsets(queries), offsets(keys), queries, keys, None)
-    return ORIGINAL(query, key, value, everything, *options)
-
-
-ORIGINAL = attention.sdpa_per_segment
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("scores", [False, True])
 def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, scores):
@@ -55,8 +45,14 @@ def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, scores):
     trial = run_trial(require_packable(model, family))
     assert (trial.packed.shape == (4,)) == scores
     torch.testing.assert_close(trial.packed, trial.single, atol=2e-5, rtol=1e-5)
-    monkeypatch.setattr(attention, "sdpa_per_segment", one_segment)
-    with pytest.raises(ValueError, match=OTHER_RESULTS):
+    attend = attention.sdpa_per_segment
+
+    def over_the_row(query, key, value, segments, *options):
+        lengths = (len(query),), (len(key),)
+        return attend(query, key, value, Segments(*map(offsets, lengths), *lengths, None), *options)
+
+    monkeypatch.setattr(attention, "sdpa_per_segment", over_the_row)
+    with pytest.raises(ValueError, match="they get other results than alone"):
         require_packable(model, "leaking")
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())

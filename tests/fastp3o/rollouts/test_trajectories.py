@@ -236,8 +236,3 @@ def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_
     settings["reward"] = "environment,rewards_for_tests:vowels"
     train(run := games(tiny_model, "run", **settings))
     assert_resumes(run)
-
-
-def test_what_is_no_environment_is_refused(tiny_model, workplace):
-    with pytest.raises(UserError, match="must be a class with the methods reset and step"):
-        train(games(tiny_model, "run"), environment=dict, reward="environment")

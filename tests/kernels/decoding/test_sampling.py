@@ -12,12 +12,6 @@ from fastp3o_kernels.decoding.sampling import exponentials, least_probability, r
 from tests.kernels.problems import DEVICE, vocabularies
 
 
-def draws(logits: Tensor, n: int, **settings) -> Tensor:
-    """[n] tokens from logits [V]."""
-    keys = response_keys(0, torch.arange(n), 1)[:, 0]
-    return sample_tokens(logits.expand(n, -1), keys, torch.arange(n) % 11, **settings).tokens
-
-
 def chi_squared(tokens: Tensor, probs: Tensor) -> float:
     """χ² in standard deviations from its mean; all tokens expected fewer than 5 times count as one."""
     expected = probs.double() * len(tokens)
@@ -65,7 +59,8 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, 
         return
     logits, kept, options = logits[seed % 3], allowed[seed % 3], {"temperature": temperature, **truncation}
     left = logits.where(kept, -torch.inf) / temperature
-    tokens = draws(logits, 3000, **options)
+    keys, steps = response_keys(0, torch.arange(3000), 1)[:, 0], torch.arange(3000) % 11
+    tokens = sample_tokens(logits.expand(3000, -1), keys, steps, **options).tokens
     assert kept[tokens].all()
     assert kept.sum() == 1 or abs(chi_squared(tokens, left.softmax(0))) < 6
     same, numbers = logits.expand(9, -1).clone(), torch.arange(9)
