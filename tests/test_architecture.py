@@ -180,17 +180,8 @@ MAP_LINE = re.compile(r"((?:[\w-]+(?:\.py|/), )*[\w-]+(?:\.py|/))\s{2,}\S")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_map_of_a_folder_names_all_of_its_files_and_no_others(package: str):
     for path in sorted(PACKAGES[package].rglob("__init__.py")):
-        named = files_in_map(ast.get_docstring(ast.parse(path.read_text())) or "")
-        if named:
-            assert named == files_in(path.parent), path.relative_to(ROOT)
-
-
-def files_in_map(docstring: str) -> set[str]:
-    """The files and folders/ that a docstring's map names; none if it has no map."""
-    lines = filter(None, map(MAP_LINE.match, docstring.splitlines()))
-    return {name for line in lines for name in line[1].split(", ")}
-
-
-def files_in(folder: Path) -> set[str]:
-    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-    return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+        docstring, folder = ast.get_docstring(ast.parse(path.read_text())) or "", path.parent
+        lines = filter(None, map(MAP_LINE.match, docstring.splitlines()))
+        if named := {name for line in lines for name in line[1].split(", ")}:
+            files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+            assert named == files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}, folder

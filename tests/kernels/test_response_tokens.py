@@ -39,14 +39,12 @@ def test_tokens_of_a_padded_batch(groups, left, dtype):
     torch.testing.assert_close(got, whole[mask[:, 1:]])
 
 
-def test_masked_tokens_of_tools_are_left_out():
+def test_masked_tokens_of_tools_padding_on_the_left_and_rows_of_several_prompts():
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]])
     tokens = response_tokens(torch.tensor([[5, 1, 2, 3], [5, 6, 7, 8]]), mask)
     assert tokens.labels.tolist() == [1, 3, 7]
     assert tokens.predicted_at.tolist() == [0, 2, 5]
-
-
-def test_rows_that_are_wholly_padded_on_the_left_and_rows_of_several_prompts():
+    # Padding on the left makes rows of a prompt differ in where they begin.
     ids = torch.tensor([[0, 0, 1, 2, 5], [0, 1, 2, 6, 7]])
     mask = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 1, 1]])
     assert response_tokens(ids, mask, responses_per_prompt=2).labels.tolist() == [5, 6, 7]

@@ -1,6 +1,7 @@
 """Decode attention against fp64: Triton's error is bounded by that of the PyTorch path in the same dtype."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -162,12 +163,6 @@ def test_offsets_beyond_2_to_the_31():
     torch.testing.assert_close(run(keys, P, lengths, "triton"), expected, atol=2e-3, rtol=2e-3)
 
 
-def bytes_inside(traffic, kind: str, tensor: torch.Tensor) -> int:
-    begin = tensor.data_ptr()
-    accesses = [part for part in traffic.addresses[kind] if part.size]
-    return sum(int(part[1][(part[0] >= begin) & (part[0] < begin + tensor.nbytes)].sum()) for part in accesses)
-
-
 @pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
 def test_a_prompts_keys_are_read_once_for_all_responses(monkeypatch):
     sizes = {"P": 3, "K": 4, "D": 64, "left_out": 0, "Lp": 2 * CHUNK + 50, "Lr": 40}
@@ -177,9 +172,12 @@ def test_a_prompts_keys_are_read_once_for_all_responses(monkeypatch):
     assert launches == {"partial_attention_kernel": 1, "merge_kernel": 1}
     token = 2 * 64 * 2  # bytes of the heads' keys
     prompts, own = step.slots.cached_lengths.sum() * token, step.slots.steps[step.busy].sum() * token
-    loaded, stored = (
-        [bytes_inside(traffic, kind, tensor) for tensor in vars(step.cache).values()] for kind in ("loaded", "stored")
-    )
+    found = {"loaded": [], "stored": []}
+    for kind, tensor in product(found, vars(step.cache).values()):
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        accesses = [part for part in traffic.addresses[kind] if part.size]
+        found[kind].append(sum(int(size[(begin <= at) & (at < end)].sum()) for at, size in accesses))
+    loaded, stored = found.values()
     assert loaded == [prompts, prompts, own, own]
     assert stored == [0, 0, *[step.busy.sum() * token] * 2]
     # The rest: queries, new keys, the chunks' results, lengths.

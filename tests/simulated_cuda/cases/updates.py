@@ -23,24 +23,18 @@ WAITS = {
 }
 
 
-@pytest.fixture
-def phases(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Record]]:
-    """The records of each phase of an update, update by update."""
-    records: dict[str, list[Record]] = {}
+@pytest.mark.parametrize("precision", LAUNCHES)
+def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, monkeypatch, precision):
+    phases: dict[str, list[Record]] = {}  # of each phase of an update, update by update
 
     @contextmanager
     def phase(self: Phases, name: str) -> Iterator[None]:
         with recorded() as record:
             yield
-        records.setdefault(name, []).append(record)
+        phases.setdefault(name, []).append(record)
         self.seconds[name] = 1.0
 
     monkeypatch.setattr(Phases, "__call__", phase)
-    return records
-
-
-@pytest.mark.parametrize("precision", LAUNCHES)
-def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, phases, precision):
     runs, settings = {}, {"precision": precision, "sampler": "transformers", "deterministic": True}
     for updates in (1, 2):
         with recorded() as runs[updates]:
