@@ -17,9 +17,8 @@ class Traffic:
         self.addresses: dict[str, list[np.ndarray]] = {"loaded": [], "stored": []}
 
     def add(self, kind: str, pointers: np.ndarray, mask: np.ndarray, element_bytes: int) -> None:
-        touched = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))[
-            np.broadcast_to(mask, np.broadcast_shapes(pointers.shape, mask.shape))
-        ]
+        pointers, mask = np.broadcast_arrays(pointers, mask)
+        touched = pointers[mask]
         setattr(self, kind, getattr(self, kind) + touched.size * element_bytes)
         self.addresses[kind].append(np.stack([touched.ravel(), np.full(touched.size, element_bytes, np.uint64)]))
 

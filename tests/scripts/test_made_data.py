@@ -20,9 +20,8 @@ def world(tmp_path, monkeypatch) -> dict[str, list[dict]]:
 
 
 def records(folder) -> dict[str, list[dict]]:
-    return {
-        path.stem: list(map(json.loads, path.read_text("utf-8").splitlines())) for path in Path(folder).glob("*.jsonl")
-    }
+    files = Path(folder).glob("*.jsonl")
+    return {path.stem: list(map(json.loads, path.read_text("utf-8").splitlines())) for path in files}
 
 
 def run(monkeypatch, script: str, *flags: str) -> None:

@@ -16,9 +16,7 @@ from tests.fastp3o.models.model_families import logprobs_alone
 K = 3
 
 
-def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_each_time_and_all_are_means_over_prompts(
-    tiny_model, tokenizer
-):
+def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_and_all_are_means_over_prompts(tiny_model, tokenizer):
     """The policy has moved away from its reference; one reward is the response's length."""
     policy, sampled = load_policy(tiny_model), []
     with torch.no_grad():

@@ -48,9 +48,8 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     assert [line["reward"] for line in records("best")] == [max(line["rewards"]) for line in samples]
     assert done.mean_reward == pytest.approx(sum(sum(line["rewards"]) for line in samples) / 32)
     examples, _ = load_demonstrations("best/kept.jsonl", tokenizer, **limits)
-    assert [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]] == [
-        line["completion"] for line in records("best")
-    ]
+    completions = [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]]
+    assert completions == [line["completion"] for line in records("best")]
     pairs = generate(config(tiny_model, "pairs", keep="rs_dpo", min_gap=0.5))
     examples, _ = load_preferences("pairs/kept.jsonl", tokenizer, **limits)
     assert len(examples) == pairs.records > 8
@@ -63,9 +62,8 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     assert len(examples) == judged.records == len(records("judged")) > 4
 
 
-def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing_and_has_the_bits_of_an_unbroken_one(
-    workplace, tiny_model, monkeypatch, capsys
-):
+def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):
+    """It ends with the bits of an unbroken one."""
     generate(config(tiny_model, "run"))
     samples, kept = contents("run")
     fourth = samples.index(b'{"number": 3')

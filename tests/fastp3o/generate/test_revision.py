@@ -64,11 +64,8 @@ def test_each_round_asks_by_a_principle_of_its_own(principles):
     assert all(pair in read_principles("principles.txt") for pair in (requests[:2], requests[2:]))
     assert [over for *_, over in talk] == [False] * 4 + [True]
     assert played(list("abcde")) == talk
-    assert (
-        len({played(["a"], seed)[0][0] for seed in range(9)})
-        == len({played([text])[0][0] for text in "abcdefghi"})
-        == 3
-    )
+    assert len({played(["a"], seed)[0][0] for seed in range(9)}) == 3
+    assert len({played([text])[0][0] for text in "abcdefghi"}) == 3
     assert len({tuple(request for request, *_ in played("abc", seed)[::2]) for seed in range(60)}) == 9
     assert played(["a", " "])[-1][-1], "an empty critique ends it"
 

@@ -57,9 +57,8 @@ def test_every_response_token_is_labelled_once_from_the_token_before(groups, tok
         sequences = [(prompts[g], response) for g in row.groups for response in responses[g]]  # groups stay whole
         tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
         labelled = zip(row.labelled_at.split(row.labelled_lengths), row.labels.split(row.labelled_lengths), strict=True)
-        for (prompt, response), last, (predicting, labels) in zip(
-            sequences, row.ends_at.tolist(), labelled, strict=True
-        ):
+        every = zip(sequences, row.ends_at.tolist(), labelled, strict=True)
+        for (prompt, response), last, (predicting, labels) in every:
             assert labels.tolist() == response
             assert [tokens[t] for t in predicting.tolist()] == [prompt[-1], *response[:-1]]
             first = len(prompt) - 1
@@ -180,9 +179,8 @@ def test_every_group_is_dealt_once_and_evenly(steps, processes):
         assert max(tokens) - min(tokens) <= max(sizes)
         assert all(parts) or len(sizes) < processes
         if len(sizes) < processes:
-            assert max(b for b, part in zip(before, parts, strict=True) if part) <= min(
-                b for b, part in zip(before, parts, strict=True) if not part
-            )
+            pairs = list(zip(before, parts, strict=True))
+            assert max(b for b, part in pairs if part) <= min(b for b, part in pairs if not part)
         before = [b + t for b, t in zip(before, tokens, strict=True)]
 
 

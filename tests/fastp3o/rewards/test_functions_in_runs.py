@@ -77,10 +77,9 @@ def test_what_a_function_logs_is_a_metric_of_updates_and_evaluations(functions, 
 
 def test_two_processes_share_what_one_logs_and_stop_with_a_state_if_one_is_interrupted(functions, tiny_model):
     sizes = "--max_response_tokens 6 --prompts_per_update 8 --prompts_per_minibatch 4 --updates 3 --samples_every 0"
-    flags = (
-        f"--model {tiny_model} --prompts prompts.jsonl --reward functions:logs,functions:interrupts --output_dir run"
-    )
-    done = together(ROOT / "scripts" / "p3o.py", *sizes.split(), *flags.split(), "--report_to", "none")
+    flags = f"--model {tiny_model} --prompts prompts.jsonl --reward functions:logs,functions:interrupts"
+    flags = f"{flags} {sizes} --report_to none --output_dir run"
+    done = together(ROOT / "scripts" / "p3o.py", *flags.split())
     said = "functions:interrupts raised KeyboardInterrupt: stopped after update 2; --resume goes on from there"
     assert (done.returncode, said in done.stdout) == (130, True), done.stdout
     assert Path("run/state/step-000002").is_dir()

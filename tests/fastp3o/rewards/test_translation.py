@@ -63,6 +63,5 @@ def test_a_message_is_the_text_that_truncation_left_and_names_of_special_tokens_
 def test_an_end_that_the_policy_did_not_write_is_not_added():
     own = tokenizer(own="<turn>")
     cut = [Group(Prompt("Hi", [1]), [Response([1], "Ho", False), Response([2], "", False)])]
-    assert Translation(tokenizer(), own)(cut)[1] == [
-        [own("Ho", add_special_tokens=False).input_ids, [own.eos_token_id]]
-    ]
+    expected = [own("Ho", add_special_tokens=False).input_ids, [own.eos_token_id]]
+    assert Translation(tokenizer(), own)(cut)[1] == [expected]
