@@ -27,13 +27,11 @@ class Lines(list):
     write = list.append  # a stream that can only be written to, and counts as false while it is empty
 
 
-def closed() -> io.StringIO:
-    stream = io.StringIO()
-    stream.close()
-    return stream
+CLOSED = io.StringIO()
+CLOSED.close()
 
 
-@pytest.mark.parametrize("stream", [None, closed(), io.TextIOWrapper(io.BytesIO(), "ascii"), Raises(), Lines()])
+@pytest.mark.parametrize("stream", [None, CLOSED, io.TextIOWrapper(io.BytesIO(), "ascii"), Raises(), Lines()])
 def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)

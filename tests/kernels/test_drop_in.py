@@ -1,10 +1,4 @@
-"""Uses of the losses in other trainers: what holds for each loss, whatever it takes.
-
-Elsewhere: padded batches in the wrong order, shifted or scored at the prompt (test_response_tokens.py); heads with
-adapters, DDP, FSDP2 and autocast (test_exposed_head.py); compiled models (test_compiled_models.py); no triton
-(test_without_triton.py); empty batches and parts of batches (p3o/test_every_level.py); other objectives
-(test_losses.py); the wheel (../test_wheel.py); the trainers themselves (../fastp3o/integrations/).
-"""
+"""Uses of the losses in other trainers: what holds for each loss, whatever it takes."""
 
 from itertools import accumulate
 

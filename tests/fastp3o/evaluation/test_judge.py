@@ -146,12 +146,10 @@ def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
 
 
 def test_verdicts_of_another_model_or_question_are_not_taken(server, tmp_path):
-    path = tmp_path / "verdicts.jsonl"
-    for model, asked in (("m", 2), ("other", 4), ("m", 4)):
-        judge_at(base(server), path, model)(["p"], ["long"], ["b"])
+    pair = ["long"], ["b"]
+    for model, texts, asked in (("m", pair, 2), ("other", pair, 4), ("m", pair, 4), ("m", pair[::-1], 6)):
+        judge_at(base(server), tmp_path / "verdicts.jsonl", model)(["p"], *texts)
         assert len(server.requests) == asked
-    judge_at(base(server), path)(["p"], ["b"], ["long"])
-    assert len(server.requests) == 6
 
 
 def test_equal_comparisons_are_asked_once_and_again_by_the_next_run_if_they_have_no_verdict(server, tmp_path, capsys):

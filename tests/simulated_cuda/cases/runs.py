@@ -45,21 +45,15 @@ def test_online_objectives(tiny_model, workplace, name):
 
 def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
     """Steps are captured; the second update samples from weights that have moved, and captures nothing anew."""
-    saves = {"lora_rank": 4, "offload": True, "gradient_checkpointing": True, "reward": reward_of(tiny_model)}
+    given = {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl", "batch_size": 4, "report_to": "none"}
+    given |= {"precision": "bf16", "max_prompt_tokens": 32, "max_response_tokens": 16}
+    reward_model.train(reward_model.RewardModelConfig(model=tiny_model, output_dir="rm", **given))
+    assert_finite("rm", 2)
+    saves = {"lora_rank": 4, "offload": True, "gradient_checkpointing": True, "reward": "rm/model"}
     evaluated = {"eval_prompts": "prompts.jsonl", "eval_every": 1, "eval_limit": 2}
     online(tiny_model, "run", **ENGINE, **saves, **evaluated)
     assert_finite("run", 2)
     assert_finite("run", 3, EVALUATIONS)
-
-
-def reward_of(tiny_model: str) -> str:
-    """A reward model's folder."""
-    given = {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl", "batch_size": 4, "report_to": "none"}
-    given |= {"precision": "bf16", "max_prompt_tokens": 32, "max_response_tokens": 16}
-    reward_model.train(reward_model.RewardModelConfig(model=tiny_model, output_dir="rm", **given))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert_finite("rm", 2)
-    return "rm/model"
 
 
 @pytest.mark.parametrize("current", [0, 1])
