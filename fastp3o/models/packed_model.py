@@ -14,6 +14,8 @@ import torch
 import torch.fx.experimental._config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
@@ -21,7 +23,7 @@ from transformers.utils.logging import get_logger
 from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.packing.packed_row import PackedRow, Part
-from fastp3o_kernels import Head, linear_logprobs
+from fastp3o_kernels import Head, VocabularyShard, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
 from fastp3o_kernels.onednn import IS_FASTER, use_onednn
 
@@ -35,10 +37,13 @@ class PackedModel(nn.Module):
     All happens within one forward call, which gathers a sharded model's weights. Only that function computes logits.
     relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
     may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
-    the policy is softmax(logits / temperature) in all that is computed of it. A copy of the model keeps it.
+    the policy is softmax(logits / temperature) in all that is computed of it. A copy of the model keeps it. cut_over:
+    the processes that have parts of its layers, one dimension; None where they are whole. shard: of its head then.
     """
 
     temperature: float = 1.0
+    cut_over: DeviceMesh | None = None
+    shard: VocabularyShard | None = None
 
     def __init__(self, model: PreTrainedModel):
         """Raises ValueError if the model, or another one with the same configuration, is in a PackedModel already."""
@@ -144,6 +149,16 @@ class PackedModel(nn.Module):
             head = model_head(self.model)
         except ValueError as error:
             raise UserError(str(error)) from error
+        if self.shard is not None:
+            weight, bias = cast(DTensor, head.weight), cast(DTensor | None, head.bias)
+            head = replace(
+                head,
+                weight=weight.to_local(grad_placements=weight.placements),
+                bias=None
+                if bias is None
+                else bias.to_local(grad_placements=[Partial()])[self.shard.first :][: self.shard.rows],
+                shard=self.shard,
+            )
         return head if self.temperature == 1 else replace(head, temperature=head.temperature * self.temperature)
 
 

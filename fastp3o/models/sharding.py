@@ -2,12 +2,13 @@
 
 While a layer computes, each process has all of it, in the precision of the passes. The optimizer moves the parts, which
 are fp32 masters where passes are in half precision. Gradients of each packed row are added up over the processes in
-fp32, so every process must make equally many passes: `pad_to_longest_rank`.
+fp32, so every process must make equally many passes: `pad_to_longest_rank`. `tensor_parallel.py` also cuts layers.
 
 A single process has no mesh and keeps its model whole. A mesh of one gives the same bits, and took 9 to 160% longer on
 a CPU where layers were thin or rows short.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,29 +22,33 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.tensor_parallel import cut
 from fastp3o.packing.packed_row import ALIGNMENT, PackedRow, view_like
 
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # warns of gathers in two steps
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 
 
-def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None:
-    """The processes as [replicas, shards], or as one group of shards; None for a single process. shard_size: processes
-    that hold one model together; 0 for all. Raises ValueError if the processes do not divide evenly into such groups.
+def process_mesh(device: torch.device, shard_size: int = 0, tensor_parallel: int = 1) -> DeviceMesh | None:
+    """The processes as [replicas, shards, tensor], without replicas if all hold one model and without tensor if none is
+    cut; None for a single process. shard_size: processes over which FSDP2 spreads a model, or its cut parts; 0 for all.
+    tensor_parallel: processes over which layers are cut. Raises ValueError if processes do not divide evenly.
     """
     processes = number_of_processes()
-    if processes == 1:
+    if processes == tensor_parallel == 1:
         return None
-    size = shard_size or processes
-    if processes % size:
-        raise UserError(f"--shard_size ({size}) must divide the number of processes ({processes})")
-    if size == processes:
-        return init_device_mesh(device.type, (size,))
-    return init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("replicas", "shards"))
+    shards = shard_size or max(1, processes // tensor_parallel)
+    if processes % (shards * tensor_parallel):
+        sizes = f"--shard_size x --tensor_parallel ({shards} x {tensor_parallel})"
+        raise UserError(f"{sizes} must divide the number of processes ({processes})")
+    mesh = {"replicas": processes // shards // tensor_parallel, "shards": shards, "tensor": tensor_parallel}
+    names = tuple(name for name, size in mesh.items() if size > 1 or name == "shards")
+    return init_device_mesh(device.type, tuple(mesh[name] for name in names), mesh_dim_names=names)
 
 
 def is_main_process() -> bool:
@@ -94,6 +99,16 @@ def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) 
     return [compute(row) for row, _ in pad_to_longest_rank(rows, rows[0])][: len(rows)]
 
 
+def with_tensor_group(model: PackedModel, items: list[Row]) -> tuple[list[Row], slice]:
+    """The items of all processes that compute a model's layers together, and the place of this one's own among them."""
+    if model.cut_over is None:
+        return items, slice(None)
+    gathered: list[list[Row]] = [[]] * model.cut_over.size()
+    dist.all_gather_object(gathered, items, group=model.cut_over.get_group())
+    first = sum(map(len, gathered[: model.cut_over.get_local_rank()]))
+    return [*chain.from_iterable(gathered)], slice(first, first + len(items))
+
+
 def loading_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
     """The device that the main process loads a model to: the CPU if the device need not hold all of it."""
     return device if mesh is None else torch.device("cpu")
@@ -120,14 +135,19 @@ def shard(
             # Buffers keep their dtype: rounded rotary frequencies would move every position.
             parameter.data = parameter.data.to(dtype)
     weights = RankZeroWeights(model)
+    models = [module for module in model.modules() if isinstance(module, PackedModel)]
+    names = cast(tuple[str, ...], mesh.mesh_dim_names)
+    for one in models if "tensor" in names else ():
+        cut(one, mesh["tensor"])
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": mesh[tuple(name for name in names if name != "tensor")],
+        "shard_placement_fn": columns_of_uneven_rows,
         # Inputs are positions and tokens, and results of the head stay in fp32.
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
     # Layers, and what an objective has added, are whole one at a time.
-    layers = [layer for module in model.modules() if isinstance(module, PackedModel) for layer in module.layers()]
+    layers = [layer for one in models for layer in one.layers()]
     for module in [*layers, *(child for child in model.children() if child is not model.model)]:
         fully_shard(module, **options)
     # Embeddings, head and last norm belong to the root: the head is whole within its forward call, over all chunks. It
@@ -135,6 +155,12 @@ def shard(
     trains = any(parameter.requires_grad for parameter in model.parameters())
     fully_shard(model, reshard_after_forward=None if trains else True, **options)
     weights.put_into(model, device, offload=offload)
+
+
+def columns_of_uneven_rows(parameter: nn.Parameter) -> Shard | None:
+    """FSDP2 spreads rows, but columns where a tensor group cut rows unevenly: torch mixes up rows cut twice."""
+    cut_by_rows = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    return Shard(1) if cut_by_rows and len(parameter) % cast(DTensor, parameter).device_mesh.size() else None
 
 
 class RankZeroWeights:

@@ -66,9 +66,9 @@ def enlarge(model: nn.Module) -> None:
         parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
 
 
-def adapted(family: str, targets: str = "all-linear", dropout: float = 0.0) -> PackedModel:
+def adapted(family: str, targets: str = "all-linear", dropout: float = 0.0, **changes) -> PackedModel:
     """A model with LoRA adapters that are far from zero."""
-    model = PackedModel(random_model(family))
+    model = PackedModel(random_model(family, **changes))
     add_lora(model, TrainableConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets, lora_dropout=dropout))
     enlarge_trained(model)
     return model

@@ -49,8 +49,8 @@ def top_layer() -> PackedModel:
     return model
 
 
-def with_critic() -> PackedModel:
-    model = plain("llama")
+def with_critic(**changes) -> PackedModel:
+    model = plain("llama", **changes)
     model.critic = Critic(model)
     nn.init.ones_(model.critic.value_head.weight)
     assert not model.critic.body.model.lm_head.weight.requires_grad  # which a critic does not use
@@ -84,16 +84,17 @@ def given_by_main(model: PackedModel) -> PackedModel:
     return model
 
 
-def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS) -> float:
+def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, tensor_parallel: int = 1) -> float:
     """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process. Log-probs
-    have the same bits with and without gradients.
+    have the same bits with and without gradients, and weights those of one process.
     """
     alone = make()
     torch.stack([compute_loss(alone, row) for row in whole_rows]).mean().backward()
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    model, own = given_by_main(make()), rows[dist.get_rank()]
+    model, own = given_by_main(make()), rows[dist.get_rank() // tensor_parallel]
     ((row, _),) = pad_to_longest_rank([own], own)
-    shard(model, CPU, process_mesh(CPU))
+    shard(model, CPU, process_mesh(CPU, tensor_parallel=tensor_parallel))
+    assert all(torch.equal(whole(model.get_parameter(name)), one) for name, one in alone.named_parameters())
     with torch.no_grad():
         before = labelled_logprobs(model, row)
     assert torch.equal(labelled_logprobs(model, row), before)

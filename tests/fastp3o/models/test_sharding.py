@@ -1,14 +1,16 @@
 """Models that two processes share, against the same in one. `sharded_process.py` is what each of the two runs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import MixtralConfig
 
-from fastp3o.models import sharding
+from fastp3o.models import sharding, tensor_parallel
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import process_mesh
-from tests.fastp3o.models.model_families import FAMILIES, PAIRS, random_model
+from tests.fastp3o.models.model_families import CONFIGS, FAMILIES, GROUPED, PAIRS, adapted, random_model
 from tests.fastp3o.models.sharded_process import CPU
 from tests.fastp3o.together import together
 
@@ -26,6 +28,36 @@ def test_gradients_are_those_of_one_process(results):
     # Parts of a group are matrices of other shapes.
     errors = {name: error / (1e-5 if "parts" in name else 1e-6) for name, error in results["errors"].items()}
     assert {name: error for name, error in errors.items() if not error < 1} == {}
+
+
+def test_gradients_of_models_that_processes_cut_are_those_of_one(tmp_path):
+    """On 2 x 2 processes, with vocabularies that two does not divide, tied embeddings and biases."""
+    done = together(Path(__file__).with_name("cut_process.py"), str(tmp_path / "errors"), processes=4)
+    assert done.returncode == 0, done.stdout
+    errors = torch.load(tmp_path / "errors")
+    # Gemma 3 adds up the gradients of its norms in fp32 in any precision.
+    assert {name: error for name, error in errors.items() if not error < (1e-7 if name == "gemma3" else 1e-12)} == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("gpt2", {}, "GPT2LMHeadModel: transformers has no plan for gpt2"),
+        ("llama", {"num_key_value_heads": 1}, "it has 1 num_key_value_heads, which 2 does not divide"),
+        ("llama", {"intermediate_size": 31}, "31 of layers.0.mlp.gate_proj, which 2 does not"),
+        ("mixtral", {}, "its plan has moe_tp_experts for layers.0.mlp.experts"),
+        ("llama", {"dropout": 0.1}, "dropout"),
+        ("llama", {"compiled": True}, "--compile_layers"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(monkeypatch, family, changes, says):
+    monkeypatch.setitem(CONFIGS, "mixtral", lambda: MixtralConfig(**GROUPED, num_local_experts=2))
+    monkeypatch.setattr(tensor_parallel, "parallelize_module", lambda *_: None)
+    changes = {"num_key_value_heads": 2} | changes
+    model = adapted(family, **changes) if "dropout" in changes else PackedModel(random_model(family, **changes))
+    model.compiled = "compiled" in changes
+    with pytest.raises(ValueError, match=says):
+        tensor_parallel.cut(model, SimpleNamespace(size=lambda: 2))
 
 
 def test_a_gradient_that_overflows_in_one_process_is_left_out_by_all(results):
@@ -51,8 +83,10 @@ def test_processes_are_one_group_or_several(monkeypatch):
     monkeypatch.setattr(sharding, "number_of_processes", lambda: 6)
     monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, **names: shape)
     assert [process_mesh(CPU), process_mesh(CPU, 6), process_mesh(CPU, 2)] == [(6,), (6,), (3, 2)]
-    with pytest.raises(ValueError, match=r"--shard_size \(4\) must divide"):
-        process_mesh(CPU, 4)
+    assert [process_mesh(CPU, 0, 2), process_mesh(CPU, 1, 2), process_mesh(CPU, 0, 6)] == [(3, 2), (3, 1, 2), (1, 6)]
+    for sizes in ((4, 1), (2, 2), (1, 4)):
+        with pytest.raises(ValueError, match=r"--shard_size x --tensor_parallel \({} x {}\) must".format(*sizes)):
+            process_mesh(CPU, *sizes)
 
 
 def test_pinned_blocks_are_full(monkeypatch):
