@@ -39,18 +39,19 @@ class MemoryConfig(TrainableConfig):
     max_response_tokens: int = option(128, "As in training, for rollouts.", at_least=1)
     rollout_batch_size: int = option(64, "As in training.", at_least=1)
     gpus: int = option(1, "GPUs that train together; the table is for each of them.", at_least=1)
-    shard_size: int = option(0, "As in training: GPUs that hold one model together; 0: all.", at_least=0)
+    shard_size: int = option(0, "As in training: GPUs over which a model or its part is spread; 0: all.", at_least=0)
+    tensor_parallel: int = option(1, "As in training: GPUs that compute each layer together.", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize:
             raise UserError("--quantize: the memory of quantized bases is not predicted")
-        if self.gpus % self.shards:
-            raise UserError(f"--shard_size must be a divisor of --gpus ({self.gpus}), got {self.shard_size}")
+        if self.gpus % (self.shards * self.tensor_parallel):
+            raise UserError(f"--shard_size times --tensor_parallel must divide --gpus ({self.gpus})")
 
     @property
     def shards(self) -> int:
-        return self.shard_size or self.gpus
+        return self.shard_size or max(1, self.gpus // self.tensor_parallel)
 
 
 def main() -> None:
@@ -79,8 +80,9 @@ def main() -> None:
         responses_per_prompt=config.responses_per_prompt,
     )
     precision = choose_precision(config.precision, config.precision)
-    update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
-    frozen = frozen_memory(model, lengths, precision)
+    part = model.cut(config.tensor_parallel)
+    update = update_memory(part, lengths, precision, checkpointing=config.gradient_checkpointing)
+    frozen = frozen_memory(part, lengths, precision)
     adapters = config.lora_rank > 0
     room = fitting_room(
         config.max_prompt_tokens - 1,
@@ -90,9 +92,9 @@ def main() -> None:
         bytes_per_token=1,
         memory=sys.maxsize,
     )
-    rollouts = rollout_memory(model, room, precision, shards=config.shards, adapters=adapters)
+    rollouts = rollout_memory(model, room, precision, shards=config.shards * config.tensor_parallel, adapters=adapters)
     if config.gpus > 1:
-        update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
+        update, frozen = (sharded(memory, part, precision, config.shards) for memory in (update, frozen))
         rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
     each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
     columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))

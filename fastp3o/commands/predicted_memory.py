@@ -2,6 +2,7 @@
 fastp3o/training/memory.md. `fastp3o memory` is for users.
 """
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -57,6 +58,13 @@ class Model:
         self.tied = config.tie_word_embeddings
         self.embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         self.layer = (self.parameters - self.embeddings) // self.layers
+
+    def cut(self, processes: int) -> "Model":
+        """The part of it that each process of a tensor group has, and that is active in it. Norms are taken for cut."""
+        part = copy(self)
+        for size in ("parameters", "trained", "vocabulary", "intermediate", "queries", "keys", "embeddings", "layer"):
+            setattr(part, size, -(-getattr(self, size) // processes))
+        return part
 
     def head_gradient(self, item: int) -> int:
         """Bytes of the gradient of the head's weight."""

@@ -132,9 +132,12 @@ def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
         config = llama(*shape, 8, 128256, False)
         with torch.device("meta"):
             sizes = Model(PackedModel(LlamaForCausalLM(config)))
-        alone = update_memory(sizes, lengths, precision, checkpointing=True)
+        part = sizes.cut(8)
+        alone, of_part = (update_memory(one, lengths, precision, checkpointing=True) for one in (sizes, part))
         for gpus in (8, 64):
             update, frozen = sharded(alone, sizes, precision, gpus), 2 * sizes.parameters // gpus
+            cut = sharded(of_part, part, precision, gpus // 8)
+            assert cut.masters == pytest.approx(update.masters)
             whole = 2 * sizes.parameters + update.masters + update.optimizer
-            cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, whole + frozen)]
+            cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, cut.peak + frozen, whole + frozen)]
             assert f"| {size} | {gpus} | {' | '.join(cells)} |" in page.read_text()
