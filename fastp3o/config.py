@@ -461,6 +461,7 @@ class ModelConfig(LoadingConfig):
     shard_size: int = option(
         0, "Processes that hold a model together (HSDP), such as those of a node; 0: all.", at_least=0, changeable=True
     )
+    tensor_parallel: int = option(1, "Processes that compute each layer together.", at_least=1, changeable=True)
     gradient_checkpointing: bool = option(False, "Recompute activations backward to save memory.", changeable=True)
     compile_layers: bool = option(
         False,

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.precision import Precision
+from fastp3o.processes import Share
 
 # Gets the metrics of a step, or of an evaluation, with `step`. If it returns True, the run ends there.
 Callback = Callable[[dict[str, Any]], bool | None]
@@ -31,6 +32,11 @@ class Context(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     mesh: DeviceMesh | None
     caller: Caller | None = None
+
+    @property
+    def share(self) -> Share:
+        """Of the rows that this process trains on."""
+        return Share.of(self.mesh)
 
     @property
     def device(self) -> torch.device:

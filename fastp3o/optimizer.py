@@ -16,8 +16,9 @@ from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import compute_in
 from fastp3o.models.sharding import shard
+from fastp3o.packing.packed_row import to_device
 from fastp3o.precision import Precision
-from fastp3o.processes import NotFiniteError, local_part, not_finite_error, sum_over_processes
+from fastp3o.processes import NotFiniteError, Share, copies, local_part, not_finite_error, sum_over_processes
 
 # A parameter's tensors in a state: its value, and AdamW's state, as torch and as bitsandbytes names it.
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
@@ -32,7 +33,7 @@ class Optimizer:
 
     Brings the model to the device, or spreads it over a mesh. learning_rates: of submodules that have their own.
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
-    learning_rate: the first group's in the last step, or before any step in the next one.
+    learning_rate: the first group's in the last step, or before any step in the next one. share: of rows.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Optimizer:
 
             self.schedule = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps, steps)
         self.learning_rate = self.next_learning_rate()
-        self.replicas = 1 if mesh is None else accelerator.num_processes // mesh.size(-1)
+        self.share = Share.of(mesh)
         self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
 
     @property
@@ -116,14 +117,20 @@ class Optimizer:
 
     def gradient_norms(self) -> Tensor:
         """The norm of each group's gradients, [groups] fp32: a critic's large ones must not shrink the policy's."""
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
-        own_parts = ([gradient for gradient in group if gradient.numel()] for group in gradients)
+        # By group, and by the number of processes with the same part, which counts once.
+        own_parts: dict[tuple[int, int], list[Tensor]] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                alike = own_parts.setdefault((number, copies(parameter)), [])
+                if parameter.grad is not None and (part := local_part(parameter.grad)).numel():
+                    alike.append(part)
         device = self.accelerator.device  # without gradients torch's zero is on the CPU
-        norms = torch.stack([nn.utils.get_total_norm(group, foreach=True).to(device) for group in own_parts])
+        norms = torch.stack([nn.utils.get_total_norm(alike, foreach=True).to(device) for alike in own_parts.values()])
         if self.accelerator.num_processes == 1:
             return norms
-        return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()
+        numbers, counts = to_device(tuple(map(torch.tensor, zip(*own_parts, strict=True))), device)
+        squares = sum_over_processes(self.accelerator, norms.square()) / counts
+        return squares.new_zeros(len(self.optimizer.param_groups)).index_add(0, numbers, squares).sqrt()
 
     def require_finite(self) -> None:
         """Waits for the steps so far. Raises NotFiniteError if a loss or a gradient was not finite: that step and those

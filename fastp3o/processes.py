@@ -1,15 +1,19 @@
-"""Shares results and errors among the processes, and refuses values that are not finite on any of them."""
+"""Shares data, results and errors among the processes, and refuses values that are not finite on any of them."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fastp3o.errors import UserError
@@ -20,6 +24,30 @@ Result = TypeVar("Result")
 
 class NotFiniteError(UserError):
     """A reward, a loss, a gradient, a weight or an evaluation is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A process's share of the rows that train: number `index` of `count`. copy: its place among those that have it."""
+
+    index: int = 0
+    count: int = 1
+    copy: int = 0
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> "Share":
+        if mesh is None:
+            return cls()
+        cut_over = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
+        return cls(mesh.get_rank() // cut_over, mesh.size() // cut_over, mesh.get_rank() % cut_over)
+
+    def numbers(self, total: int) -> list[int]:
+        """The share's numbers of so many examples: every n-th."""
+        return list(range(total))[self.index :: self.count]
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        """The values of all shares, in their order, each once."""
+        return gather_object(values if self.copy == 0 else [])
 
 
 def on_main_process(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
@@ -107,6 +135,14 @@ def largest(accelerator: Accelerator, tensors: Iterable[Tensor]) -> Tensor:
     local = (local_part(tensor) for tensor in tensors if tensor.is_floating_point())
     parts = [part.to(accelerator.device) for part in local if part.numel()]
     return torch.stack(torch._foreach_norm(parts, float("inf"))) if parts else torch.zeros(1, device=accelerator.device)
+
+
+def copies(tensor: Tensor) -> int:
+    """The number of processes that hold the part of a tensor that this one does."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return dist.get_world_size() // prod(size for size, placement in placed if not placement.is_replicate())
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import Reference
-from fastp3o.models.sharding import map_rows_in_lockstep
+from fastp3o.models.sharding import map_rows_in_lockstep, with_tensor_group
 from fastp3o.packing.pack import Packing, derived_seed, process_share, sums_by_group
 from fastp3o.rewards.reward import Reward, logged_means, rewarded
 from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, pack_groups
@@ -29,7 +29,7 @@ class Evaluation:
     """
 
     accelerator: Accelerator
-    policy: nn.Module
+    policy: PackedModel
     reference: Reference
     sampler: Sampler
     rewards: dict[str, Reward]
@@ -76,9 +76,10 @@ class Evaluation:
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group]) -> Tensor:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
+        groups, own = with_tensor_group(self.policy, groups)
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
-        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, self.reference(rows), strict=True)])
+        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, self.reference(rows), strict=True)])[own]
 
 
 def lengths_and_ends(groups: list[Group]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids, PackedRow, Part, RowBuilder, Spans, to_device
 from fastp3o.packing.settings import Packing
+from fastp3o.processes import Share
 from fastp3o_kernels import sequence_logprobs
 
 
@@ -184,11 +185,11 @@ def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]
     return dealt
 
 
-def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
-    """This process's examples of a batch: about as many tokens as each other process gets."""
+def own_part(share: Share, examples: Examples) -> Examples:
+    """The share's examples of a batch: about as many tokens as each other one gets."""
     texts = [column for name, column in examples.items() if name.endswith("_ids")]
     # A column has one text for each example, or a list of them.
     lengths = ([sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in column] for column in texts)
-    (parts,) = deal([list(map(sum, zip(*lengths, strict=True)))], accelerator.num_processes)
-    part = parts[accelerator.process_index]
+    (parts,) = deal([list(map(sum, zip(*lengths, strict=True)))], share.count)
+    part = parts[share.index]
     return {name: [column[example] for example in part] for name, column in examples.items()}

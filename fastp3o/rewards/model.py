@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import ids_added_first, name_pattern, special_tokens, split_bos, tokenise
 from fastp3o.models.packed_model import PackedModel, scores
-from fastp3o.models.sharding import FrozenModel
+from fastp3o.models.sharding import FrozenModel, with_tensor_group
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, token_ids
@@ -38,9 +38,10 @@ class ModelReward:
         self.translate = Translation(policy_tokenizer, tokenizer)
 
     def __call__(self, groups: list[Group]) -> Tensor:
+        groups, own = with_tensor_group(self.model.model, groups)
         prompt_ids, response_ids = token_ids(groups) if self.shares_vocabulary else self.translate(groups)
         rows = [row.to(self.device) for row in pack(prompt_ids, response_ids, self.packing)]
-        return by_group(rows, self.model.map_rows(rows, scores)).cpu()
+        return by_group(rows, self.model.map_rows(rows, scores))[own].cpu()
 
 
 class Translation:

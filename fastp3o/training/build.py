@@ -139,12 +139,13 @@ def sampled_model(
     merges = on_gpu and getattr(policy.model, "_hf_peft_config_loaded", False)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     memory = available_memory(context.device)
+    replicas = mesh["replicas"].size() if mesh is not None and "replicas" in (mesh.mesh_dim_names or ()) else 1
     if mesh is None:
         # Next to weights in half precision a copy without adapters takes as much again.
         fits = parameters * (precision.weights.itemsize + dtype.itemsize) < memory
         if dtype == precision.weights and not (merges and fits):
             return SampledModel(policy, None)
-    elif bytes_per_parameter * parameters // mesh.size(-1) + parameters * dtype.itemsize >= memory:
+    elif bytes_per_parameter * parameters * replicas // mesh.size() + parameters * dtype.itemsize >= memory:
         accelerator.print("warning: rollouts need a whole policy in each process; --sampler vllm takes them to servers")
     copy = SamplingCopy(policy, context.device, dtype, merges=merges)
     return SampledModel(policy, copy, optional=mesh is None and dtype == precision.weights)

@@ -48,7 +48,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 scaled = objective.scaler(rewards["reward"])
                 require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():
-                rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
+                rows = pack_minibatches(run.optimizer.share, rollouts, config.minibatches_per_update, config.packing)
                 loss_mask = finished(rollouts) if config.mask_truncated else None
                 old = partial(sampler_logprobs, rollouts) if old_are_sampled else partial(policy_logprobs, policy)
                 minibatches = make_microbatches(accelerator, old, reference, rows, scaled, loss_mask)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.optimizer import Optimizer
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
 from fastp3o.rewards.scaling import differences, tied
@@ -43,8 +44,8 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     from_policy = config.responses_per_prompt - config.from_mixture
     if not config.rewards:  # minus the KL to the teacher, as it is sampled
         mine = torch.cat([one.ref_logprobs - one.old_logprobs for one in update.microbatches]).cpu()
-        update = update._replace(rewards={"reward": gather_table(run.accelerator, update, mine)})
-    metrics, log_ratios = update_metrics(run.accelerator, update, from_policy)
+        update = update._replace(rewards={"reward": gather_table(run.optimizer, update, mine)})
+    metrics, log_ratios = update_metrics(run.optimizer, update, from_policy)
     metrics |= objective.adaptive_metrics | update.round_metrics
     if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
@@ -69,7 +70,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         run.reporter.samples(update.number, prompts, responses, update.rewards["reward"][: len(shown)].tolist())
 
 
-def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -> tuple[dict[str, float], Tensor]:
+def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tuple[dict[str, float], Tensor]:
     """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the CPU.
 
     Metrics are means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
@@ -80,12 +81,12 @@ def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -
     rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of
     the responses' tokens, in nats per token. missing_eos: share without an end-of-sequence. Others: `logprob_metrics`.
     """
+    accelerator, shares = optimizer.accelerator, optimizer.share.count
     rewards, microbatches = update.rewards["reward"], update.microbatches
     tokens = lengths(update.groups)
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
     log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
     # Processes have different numbers of responses: means over all are means of what each adds to them.
-    processes = accelerator.num_processes
     on_host = {
         "reward_difference": differences(rewards).abs().mean(),
         "tied_prompts": tied(rewards).float().mean(),
@@ -97,14 +98,14 @@ def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -
     }
     on_device = {
         # Over the policy's responses, or over all if none is the policy's.
-        "kl": log_ratios[:, : from_policy or None].sum() * processes / rewards[:, : from_policy or None].numel(),
-        "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
+        "kl": log_ratios[:, : from_policy or None].sum() * shares / rewards[:, : from_policy or None].numel(),
+        "entropy": -old_token_logprobs.sum() * shares / tokens.sum(),
         **update.logprob_metrics,
     }
     means = torch.cat(
         [to_device(torch.stack([*on_host.values()]), accelerator.device), torch.stack([*on_device.values()])]
     )
-    if processes > 1:
+    if accelerator.num_processes > 1:
         means = accelerator.reduce(means, reduction="mean")
     # The loss's own KL is of the moving policy; the reported one is of the rollouts.
     steps = [{name: value for name, value in step.items() if name != "kl"} for step in update.step_metrics]
@@ -137,13 +138,11 @@ def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> fl
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
 
 
-def gather_table(accelerator: Accelerator, update: Update, values: Tensor) -> Tensor:
+def gather_table(optimizer: Optimizer, update: Update, values: Tensor) -> Tensor:
     """The table of all processes, [P, K], from the values of this one's responses, [p, K] fp32. All are on the CPU."""
-    table = torch.zeros(len(update.groups), values.shape[1])
-    table[[place for microbatch in update.microbatches for place in microbatch.row.groups]] = values
-    # Each sum has one term that is not 0, and is exact.
-    several = accelerator.num_processes > 1
-    return accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu() if several else table
+    places = (place for microbatch in update.microbatches for place in microbatch.row.groups)
+    found = dict(optimizer.share.gather([*zip(places, values.tolist(), strict=True)]))
+    return torch.tensor([found[place] for place in range(len(update.groups))])
 
 
 def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:
@@ -155,7 +154,7 @@ def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Te
     if config.log_rollouts_prompts:
         hashed = sorted(places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest())
         places = sorted(hashed[: config.log_rollouts_prompts])
-    table = gather_table(run.accelerator, update, log_ratios)
+    table = gather_table(run.optimizer, update, log_ratios)
     # Over the policy's responses, or over all if none is the policy's.
     from_policy = config.responses_per_prompt - config.from_mixture
     ratios, kls = table.tolist(), table[:, : from_policy or None].mean(dim=1).tolist()

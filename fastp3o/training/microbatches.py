@@ -22,6 +22,7 @@ from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.pack import Packing, balanced, deal, group_sizes
 from fastp3o.packing.packed_row import PackedRow, to_device
+from fastp3o.processes import Share
 from fastp3o.rollouts.groups import Group, pack_groups, token_ids
 from fastp3o_kernels import sequence_logprobs
 
@@ -41,20 +42,15 @@ def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Reward
     return [groups[place] for place in order], tables
 
 
-def pack_minibatches(
-    accelerator: Accelerator, groups: list[Group], minibatches: int, packing: Packing
-) -> list[list[PackedRow]]:
+def pack_minibatches(share: Share, groups: list[Group], minibatches: int, packing: Packing) -> list[list[PackedRow]]:
     """Packs this process's share of each minibatch, for all inner epochs. Minibatches have equally many prompts. Tokens
-    are balanced between minibatches, and between processes. With fewer prompts than processes, some have no row.
+    are balanced between minibatches, and between shares. With fewer prompts than shares, some have no row.
     """
     prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
     members = balanced(sizes, minibatches)
-    shares = deal([[sizes[p] for p in minibatch] for minibatch in members], accelerator.num_processes)
-    parts = [
-        [minibatch[m] for m in share[accelerator.process_index]]
-        for minibatch, share in zip(members, shares, strict=True)
-    ]
+    dealt = deal([[sizes[p] for p in minibatch] for minibatch in members], share.count)
+    parts = [[minibatch[m] for m in parts[share.index]] for minibatch, parts in zip(members, dealt, strict=True)]
     return [pack_groups(groups, packing, part) for part in parts]
 
 

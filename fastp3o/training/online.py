@@ -105,7 +105,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
     """Warns of idle processes, of a loss that truncated rollouts bias, and of few prompts. total: of prompts."""
     processes = context.accelerator.num_processes
-    idle = processes - config.prompts_per_minibatch
+    idle = processes - config.prompts_per_minibatch * config.tensor_parallel
     if idle > 0:
         context.accelerator.print(
             f"--prompts_per_minibatch is {config.prompts_per_minibatch}, so {idle} of {processes} "

@@ -82,6 +82,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
             tempered = () if config.temperature == 1 else (config.temperature,)
             self.ref_logprobs = ReferenceLogprobs(
                 context.accelerator,
+                context.share,
                 Path(config.reference_logprobs or config.output_dir),
                 data,
                 self.columns,

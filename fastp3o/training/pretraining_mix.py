@@ -33,7 +33,7 @@ class PretrainingMix:
         accelerator, config = self.optimizer.accelerator, self.config
         step, seed = self.optimizer.schedule.last_epoch, derived_seed(config.seed, TEXTS)
         chosen = examples_of_step(step, batch_size=config.ptx_batch_size, total=len(self.texts), seed=seed)
-        texts = own_part(accelerator, self.texts[chosen])
+        texts = own_part(self.optimizer.share, self.texts[chosen])
         responses = [[ids] for ids in texts["response_ids"]]
         rows = pack(texts["prompt_ids"], responses, config.packing, label_prompts=True)
         tokens = torch.full((), float(sum(len(row.labels) for row in rows)), device=accelerator.device)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -22,29 +21,30 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.files import write_file
 from fastp3o.models.reference import Reference
-from fastp3o.packing.pack import Packing, pack, process_share, sums_by_group
-from fastp3o.processes import on_main_process, require_finite
+from fastp3o.packing.pack import Packing, pack, sums_by_group
+from fastp3o.processes import Share, on_main_process, require_finite
 
 NAME = "logprobs"
 CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time
 
 
 class ReferenceLogprobs:
-    """The reference's log-probs of the responses in some columns of named data sets. folder: of the files. columns:
-    those of one tuple share their prompt in a row, as they do in training. depends_on: what else than the examples the
-    log-probs depend on, such as the model's fingerprint.
+    """The reference's log-probs of the responses in some columns of named data sets. share: of the examples that this
+    process computes. folder: of the files. columns: those of one tuple share their prompt in a row, as they do in
+    training. depends_on: what else than the examples the log-probs depend on, such as the model's fingerprint.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
+        share: Share,
         folder: Path,
         data: Mapping[str, Dataset],
         columns: Sequence[Sequence[str]],
         packing: Packing,
         depends_on: Sequence[str],
     ):
-        self.accelerator, self.data, self.columns, self.packing = accelerator, data, columns, packing
+        self.accelerator, self.share, self.data, self.columns, self.packing = accelerator, share, data, columns, packing
         self.paths: dict[str, Path] = {}
         for name, examples in data.items():
             contents = json.dumps([examples._fingerprint, columns, depends_on])
@@ -85,12 +85,12 @@ class ReferenceLogprobs:
     def chunk_logprobs(self, reference: Reference, examples: dict[str, list], columns: Sequence[str]) -> Tensor:
         prompts, groups = examples["prompt_ids"], list(zip(*(examples[column] for column in columns), strict=True))
         # Each process must make equally many passes, at least one, even if it has no example of this chunk.
-        share = process_share(list(range(len(prompts))), self.accelerator) or [0]
-        rows = pack([prompts[number] for number in share], [groups[number] for number in share], self.packing)
+        numbers = self.share.numbers(len(prompts)) or [0]
+        rows = pack([prompts[number] for number in numbers], [groups[number] for number in numbers], self.packing)
         rows = [row.to(self.accelerator.device) for row in rows]
         with self.accelerator.autocast():
             token_logprobs = reference(rows)
-        shares = gather_object([sums_by_group(rows, token_logprobs).tolist()])
+        shares = self.share.gather([sums_by_group(rows, token_logprobs).tolist()])
         return torch.tensor([shares[number % len(shares)][number // len(shares)] for number in range(len(prompts))])
 
     def added_to_data(self) -> dict[str, Dataset]:

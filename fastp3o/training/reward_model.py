@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import scores
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics, with_count
-from fastp3o.packing.pack import Examples, pack, process_share
+from fastp3o.packing.pack import Examples, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.processes import on_main_process
 from fastp3o.training.config import RewardModelConfig
@@ -87,7 +86,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
     def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
         """Means of the losses, and the calibration of the pairs (`judged`)."""
         accelerator = self.context.accelerator
-        numbers = process_share(list(range(len(data))), accelerator)
+        numbers = self.context.share.numbers(len(data))
         examples = data[numbers]
         rows = [row.to(accelerator.device) for row in self.pack(examples)]
         with accelerator.autocast():
@@ -98,7 +97,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
         for values, row in zip(row_scores, rows, strict=True):
             groups, margins = row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist()
             differences += [(numbers[group], margin) for group, margin in zip(groups, margins, strict=True)]
-        differences = gather_object(differences)
+        differences = self.context.share.gather(differences)
         return means | on_main_process(accelerator, lambda: judged(differences))
 
 

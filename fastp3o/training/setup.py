@@ -62,7 +62,8 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     if accelerator.device.type == "cpu" and precision.slow_on_cpu:
         accelerator.print(f"warning: fp32 would be faster: this processor has no instructions for {precision.name}")
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
-    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), caller)
+    mesh = process_mesh(accelerator.device, config.shard_size, config.tensor_parallel)
+    return Context(accelerator, precision, tokenizer, mesh, caller)
 
 
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:

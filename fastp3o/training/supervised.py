@@ -18,7 +18,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.pack import Examples, efficiency, examples_of_step, own_part, process_share
+from fastp3o.packing.pack import Examples, efficiency, examples_of_step, own_part
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
@@ -82,7 +82,7 @@ class SupervisedTask(ABC, Generic[Row]):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
         """Metrics of held-out data: means of the losses."""
-        batch = data[process_share(list(range(len(data))), self.context.accelerator)]
+        batch = data[self.context.share.numbers(len(data))]
         rows = self.prepared_rows(model, batch)
         with self.context.accelerator.autocast():
             losses = map_rows_in_lockstep(rows, lambda row: self.loss_on_device(model, row, 1.0))
@@ -140,7 +140,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=total, seed=config.seed)
         with run.saved_after_error(step):
-            batch = own_part(context.accelerator, complete()["train_data"][chosen])
+            batch = own_part(context.share, complete()["train_data"][chosen])
         run.stop_or_save()
         run.hang_watch.at("update", short=True)
         begun = Moment(context.device)
@@ -151,5 +151,5 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
-        tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
+        tokens = sum(row.tokens for row in rows) * context.share.count
         run.report_later(step, begun, metrics, host_metrics, tokens=tokens, shown=shown)

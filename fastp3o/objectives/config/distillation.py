@@ -39,3 +39,5 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
         super().__post_init__()
         if self.kl == "sampled" and self.truncates:
             raise UserError("--kl sampled needs samples of the policy: no --top_k, --top_p or --min_p, or --kl exact")
+        if self.kl == "exact" and self.tensor_parallel > 1:
+            raise UserError("--kl exact reads whole vocabularies, which --tensor_parallel cuts: use --kl sampled")

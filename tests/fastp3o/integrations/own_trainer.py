@@ -13,6 +13,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
+from fastp3o.processes import Share
 from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 
@@ -40,7 +41,7 @@ def own_update(model: str, rounds: list[list[list[Group]]], inner_epochs=1, **se
         for groups in minibatches:
             rollouts = groups_of_ids([group.prompt for group in groups], [group.responses for group in groups])
             rewards = torch.tensor([group.rewards for group in groups])
-            rows = pack_minibatches(accelerator, rollouts, 1, Packing(100))
+            rows = pack_minibatches(Share(), rollouts, 1, Packing(100))
             microbatches = make_microbatches(
                 accelerator, partial(policy_logprobs, policy), reference, rows, rewards, None
             )

@@ -17,6 +17,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import InContext, SecondModel
 from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.packing.pack import Packing
+from fastp3o.processes import Share
 from fastp3o.rollouts.groups import Group, Response, Turn
 from fastp3o.run import log
 from fastp3o.run.names import ROLLOUTS
@@ -45,7 +46,7 @@ def minibatch(kl: str, policy, teacher, context: list[int], groups: list[Group],
     reference = InContext(reference, context, BOS, packing) if context else reference
     objective.reference_values = reference.map_rows
     accelerator, rewards = Accelerator(cpu=True), torch.zeros(len(groups), len(groups[0].responses))
-    rows, old = pack_minibatches(accelerator, groups, 1, packing), partial(policy_logprobs, policy)
+    rows, old = pack_minibatches(Share(), groups, 1, packing), partial(policy_logprobs, policy)
     made = make_microbatches(accelerator, old, reference, rows, rewards, mask)
     return objective, equal_passes(accelerator, made, mask, objective)[0]
 

@@ -12,6 +12,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
+from fastp3o.processes import Share
 from fastp3o.training import microbatches
 from fastp3o.training.microbatches import MetricSums, mean_over_steps
 from tests.fastp3o.groups import groups_of_ids
@@ -37,7 +38,7 @@ def row_metrics(objective: str, counted, tokens_per_row, apart: float | None = N
     accelerator, objective = Accelerator(cpu=True), OBJECTIVES[objective](**NAMES, **settings).build()
     policy, reference = PackedModel(random_model("llama")), PackedModel(random_model("llama"))
     objective.add_to(policy)
-    rows = microbatches.pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row))
+    rows = microbatches.pack_minibatches(Share(), rollouts, 1, Packing(tokens_per_row))
     old, ref = partial(microbatches.policy_logprobs, policy), SecondModel(reference, accelerator.device, offload=False)
     rewards = torch.arange(P * K).view(P, K) % 3.0
     made = microbatches.make_microbatches(accelerator, old, ref, rows, rewards, counted)

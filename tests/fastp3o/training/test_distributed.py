@@ -5,15 +5,16 @@ What torchrun itself does is tested with it; everything else runs in processes t
 
 import json
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from fastp3o.run import log
-from tests.fastp3o.runs import metrics
+from tests.fastp3o.runs import copy_at_save_before, metrics
 from tests.fastp3o.together import together
 from tests.fastp3o.torchrun import ROOT
 
@@ -41,9 +42,9 @@ def furthest(*runs: str, file: str = "model/model.safetensors") -> float:
     return max((first[key].float() - second[key].float()).abs().max().item() for key in first)
 
 
-def assert_same_metrics(name: str, file: str = "metrics.jsonl", tolerance: float = 1e-4) -> None:
+def assert_same_metrics(name: str, file: str = "metrics.jsonl", tolerance: float = 1e-4, folder: str = "two") -> None:
     """But for those of rows, which are others, and of rounding."""
-    for one, two in zip(metrics(f"one/{name}", file), metrics(f"two/{name}", file), strict=True):
+    for one, two in zip(metrics(f"one/{name}", file), metrics(f"{folder}/{name}", file), strict=True):
         names = one.keys() - {"packing_efficiency", "ratio/noise", "sampler_gap"}
         assert {key: two[key] for key in names} == pytest.approx({key: one[key] for key in names}, abs=tolerance)
 
@@ -63,20 +64,23 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
         "judge": [*judge, *FP32, "--eval_data", "preferences.jsonl"],
     }
     rewarded = [*p3o, *EVALUATED, *FP32, "--offload", "True"]
-    for folder, processes in (("one", 1), ("two", 2)):
+    for folder, processes in (("one", 1), ("two", 2), ("cut", 2)):
         own = {"rewarded": [*rewarded, "--reward", f"{folder}/judge/model"]}
         if folder == "two":  # whose groups go through the layers in parts
             own["critic"] = [*runs["critic"], "--tokens_per_row", "10"]
-        train(runs | own, folder, processes)
-    for name in (*runs, "rewarded"):
-        assert furthest(f"one/{name}", f"two/{name}") <= (1e-3 if name == "fp16" else 3e-6), name
-        assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4)
-    for name in ("ranked", "sft", "judge", "rewarded"):
-        assert_same_metrics(name, "eval.jsonl")
-    assert furthest("one/ranked", "two/ranked", file="adapter/adapter_model.safetensors") <= 3e-6
+        cut = ["--tensor_parallel", "2"] if folder == "cut" else []
+        train({name: [*run, *cut] for name, run in (runs | own).items()}, folder, processes)
+    for folder, name in product(("two", "cut"), (*runs, "rewarded")):
+        assert furthest(f"one/{name}", f"{folder}/{name}") <= (1e-3 if name == "fp16" else 3e-6), (folder, name)
+        assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4, folder=folder)
+    for folder, name in product(("two", "cut"), ("ranked", "sft", "judge", "rewarded")):
+        assert_same_metrics(name, "eval.jsonl", folder=folder)
+    for folder in ("two", "cut"):
+        assert furthest("one/ranked", f"{folder}/ranked", file="adapter/adapter_model.safetensors") <= 3e-6
     assert metrics("two/rewarded", "eval.jsonl")[0]["kl"] == 0
     assert all(0.5 < line["balance"] <= 1 for line in metrics("two/rewarded"))
-    for one, two in zip(*(log.read(Path(folder, "critic/rollouts.jsonl")) for folder in ("one", "two")), strict=True):
+    logged, *others = (list(log.read(Path(folder, "critic/rollouts.jsonl"))) for folder in ("one", "two", "cut"))
+    for one, two in chain.from_iterable(zip(logged, other, strict=True) for other in others):
         for a, b in zip(one["responses"], two["responses"], strict=True):
             assert (one["prompt"], a["ids"], a["reward"]) == (two["prompt"], b["ids"], b["reward"])
             assert a["log_ratio"] == pytest.approx(b["log_ratio"], abs=1e-4)
@@ -93,6 +97,47 @@ def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(wor
     assert furthest("one/hsdp", "two/hsdp") <= 3e-6
     assert_same_metrics("hsdp")
     assert all(line["balance"] <= 0.5 for line in metrics("two/hsdp"))  # two of four have no row in a step
+
+
+def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_go_on_elsewhere(workplace, tiny_model):
+    """A model with norms of heads and a vocabulary that two does not divide; a tied one with a moving reference."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer) // 2 * 2 + 1}
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **special)).save_pretrained("odd")
+    tokenizer.save_pretrained("odd")
+    data, state = ["--train_data", "preferences.jsonl", "--eval_data", "preferences.jsonl"], ["--save_every", "1"]
+    runs = {
+        "p3o": ["p3o.py", *ONLINE, *EVALUATED, *FP32, *state, "--model", "odd"],
+        "dpo": [
+            "preference.py",
+            "--objective",
+            "dpo",
+            *SUPERVISED,
+            "--batch_size",
+            "8",
+            *data,
+            *FP32,
+            *state,
+            "--model",
+            "odd",
+        ],
+        "tied": ["p3o.py", *ONLINE, *FP32, *state, "--model", tiny_model, "--reference_decay", "0.5"],
+    }
+    cut = {name: [*run, "--tensor_parallel", "2"] for name, run in runs.items()}
+    train(runs, "one", 1)
+    train(cut, "two", 4)
+    for (ended, resumed), name in product((("two", "alone"), ("one", "cut")), runs):
+        copy_at_save_before(f"{ended}/{name}", f"{resumed}/{name}")
+    train({name: [*run, "--resume"] for name, run in runs.items()}, "alone", 1)
+    train({name: [*run, "--resume"] for name, run in cut.items()}, "cut", 2)
+    for folder, name in product(("two", "alone", "cut"), runs):
+        assert furthest(f"one/{name}", f"{folder}/{name}") <= 3e-6, (folder, name)
+        assert_same_metrics(name, folder=folder)
+    for name in ("p3o", "dpo"):
+        assert_same_metrics(name, "eval.jsonl")
 
 
 @pytest.mark.parametrize(

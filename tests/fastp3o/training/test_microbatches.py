@@ -13,6 +13,7 @@ from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.processes import Share
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, token_ids
 from fastp3o.training import logprob_gaps
@@ -36,7 +37,7 @@ def test_microbatches_hold_what_belongs_to_their_groups(objective):
     rollouts = groups_of_ids([ids() for _ in range(P)], response_ids)
     policy, reference = (PackedModel(random_model(family)) for family in ("llama", "gpt2"))
     rewards = torch.arange(P * K).view(P, K).float()
-    rows = pack_minibatches(accelerator, rollouts, 2, Packing(30))
+    rows = pack_minibatches(Share(), rollouts, 2, Packing(30))
     second = SecondModel(reference, accelerator.device, offload=False)
     minibatches = make_microbatches(accelerator, partial(policy_logprobs, policy), second, rows, rewards, None)
     p3o = P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=objective).build()

@@ -23,7 +23,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.packing.pack import Packing
-from fastp3o.processes import NotFiniteError
+from fastp3o.processes import NotFiniteError, Share
 from fastp3o.training import build as models
 from fastp3o.training import reference_logprobs, supervised
 from fastp3o.training.preferences import train, with_other_prompts
@@ -260,7 +260,7 @@ def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, ch
     monkeypatch.setattr(reference_logprobs, "CHUNK", chunk)
     policy = load_policy(tiny_model)
     reference = SecondModel(policy, torch.device("cpu"), offload=False)
-    kept = ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {}, columns, Packing(20), [])
+    kept = ReferenceLogprobs(Accelerator(cpu=True), Share(), tmp_path, {}, columns, Packing(20), [])
     stops: list[None] = []  # a run that is asked to stop ends after a chunk
     logprobs = kept.compute_one(reference, examples, lambda: stops.append(None))
     assert len(stops) == -(-len(examples) // chunk)
@@ -276,7 +276,7 @@ def test_what_is_not_finite_is_not_kept(tiny_model, examples, tmp_path):
     policy = load_policy(tiny_model)
     with torch.no_grad():
         policy.model.model.norm.weight.fill_(torch.nan)
-    kept = ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {"data": examples}, TOGETHER, Packing(20), ["m"])
+    kept = ReferenceLogprobs(Accelerator(cpu=True), Share(), tmp_path, {"data": examples}, TOGETHER, Packing(20), ["m"])
     with pytest.raises(NotFiniteError, match="a log-probability of the reference is NaN or infinite \\(14 values\\)"):
         kept.compute(SecondModel(policy, torch.device("cpu"), offload=False), list)
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 import json
 import os
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -210,16 +210,17 @@ def run(folder: str, tiny_model: str, *servers, processes: int = 2, **changes):
 
 def test_two_processes_with_two_servers_train_what_one_does(workplace, tiny_model):
     """Weights are spread over the processes, and no process holds them whole."""
-    for name, own in (("run1", {"processes": 1}), ("run2", {}), ("interrupted", INTERRUPTED | {"updates": 4})):
+    runs = {"run1": {"processes": 1}, "run2": {}, "run3": {"tensor_parallel": 2}}
+    for name, own in (runs | {"interrupted": INTERRUPTED | {"updates": 4}}).items():
         with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
             changes = {"rounds_ahead": 1, "updates": 3, "save_every": 1} | own
             done = run(name, tiny_model, first, second, **changes)
             assert done.returncode == 0, done.stdout
             assert first.paths().count("/collective_rpc") == 2
-    assert furthest("run1", "run2") < 1e-5
-    for one, two in zip(metrics("run1"), metrics("run2"), strict=True):
-        for name in ("reward", "kl", "response_length", "staleness"):
-            assert two[name] == pytest.approx(one[name], abs=1e-4)
+    assert max(furthest("run1", "run2"), furthest("run1", "run3")) < 1e-5
+    for one, *others in zip(*map(metrics, runs), strict=True):
+        for name, other in product(("reward", "kl", "response_length", "staleness"), others):
+            assert other[name] == pytest.approx(one[name], abs=1e-4)
 
 
 def test_a_server_of_one_process_ends_both(workplace, tiny_model):
