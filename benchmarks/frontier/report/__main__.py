@@ -8,13 +8,12 @@ import argparse
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.frontier.report import equal_kl, measures, readme_plot, rewards, stale, verdicts
+from benchmarks.frontier.report import kl_coefs, measures, readme_plot, rewards, settings, stale, verdicts
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.execute import ARMS
 from benchmarks.frontier.runs.records import load
 from benchmarks.frontier.runs.stale import LAGS
-from benchmarks.frontier.runs.tuned_arms import PROMPTS
 from benchmarks.frontier.tasks.task import RESULTS
 from benchmarks.report import markdown
 
@@ -22,22 +21,21 @@ README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
 FIGURES = {
     README_PLOT: readme_plot.draw,
     RESULTS / "stale.svg": stale.figure,
-    RESULTS / "equal_kl.svg": equal_kl.figure,
+    RESULTS / "kl_coef.svg": kl_coefs.figure,
     RESULTS / "scales.svg": rewards.scales_figure,
 }
 
 
 def tables(study: Study) -> list[list[list[str]]]:
-    """Verdicts, arms at their levels, paired differences, equal KL, weights under offsets, earlier comparisons."""
+    """Verdicts, arms at their levels, paired differences, gains against β, weights under offsets."""
     arms = chain.from_iterable(arms() for arms in ARMS.values())
-    rivals = [pair for lag in LAGS for K in PROMPTS for pair in stale.rivals(study, lag, K)]
+    rivals = [pair for lag in LAGS for K in (4, 16) for pair in stale.rivals(study, lag, K)]
     return [
         verdicts.table(study),
         measures.levels(study, arms),
-        measures.differences(study, [*rivals, *rewards.pairs()]),
-        equal_kl.differences(study),
-        rewards.different_weights(study),
-        verdicts.earlier_table(study),
+        measures.differences(study, [*rivals, *rewards.pairs(), *settings.pairs(study)]),
+        kl_coefs.table(study),
+        rewards.different_weights(),
     ]
 
 

@@ -33,12 +33,18 @@ NAMES = {
     "ppo": "PPO",
     "dpo": "online DPO",
     "rloo": "RLOO",
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "dapo": "DAPO",
+    "rloo-response": "RLOO, responses clipped",
+    "rloo-token": "RLOO, tokens clipped",
+    "grpo": "GRPO, k3",
+    "grpo-k1": "GRPO, k1",
+    "dr_grpo": "Dr. GRPO, k3",
+    "dr_grpo-k1": "Dr. GRPO, k1",
+    "dapo": "DAPO, k3",
+    "dapo-k1": "DAPO, k1",
     "gspo": "GSPO",
     "rebel": "REBEL",
     "ppo_centred": "PPO less the prompt's mean",
+    "joint-soft": "P3O, soft clip",
     "joint-group": "P3O, groups scaled",
     "joint-difference": "P3O, rewards scaled",
 }
@@ -126,6 +132,9 @@ def described(arm: Run) -> str:
     parts += [f"offset {arm.offset_sd:g}"] if arm.offset_sd else []
     parts += [f"factors {arm.reward_spread:g}"] if arm.reward_spread else []
     parts += [f"{arm.updates} updates"] if arm.updates else []
+    parts += [f"{arm.inner_epochs} passes"] if arm.inner_epochs else []
+    parts += [f"critic {rate(arm.critic_learning_rate)}"] if arm.critic_learning_rate else []
+    parts += [f"value clip {arm.value_clip_range:g}"] if arm.value_clip_range else []
     return ", ".join(parts + ([f"rate {rate(arm.learning_rate)}"] if arm.learning_rate else []))
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from benchmarks.frontier.report import measures
 from benchmarks.frontier.report.figures import Mark, Row, draw
 from benchmarks.frontier.report.measures import Study
-from benchmarks.frontier.runs import stale
+from benchmarks.frontier.runs import settings, stale
 from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
-from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm, selection_runs
+from benchmarks.frontier.runs.tuned_arms import arm, selection_runs
 
 OLDEST = max(stale.LAGS)
 
@@ -40,8 +40,10 @@ def best_p3o(study: Study, lag: int, responses: int) -> Run | None:
 def rivals(study: Study, lag: int, responses: int) -> list[tuple[Run, Run]]:
     """The best P3O against every algorithm that is not P3O."""
     first = best_p3o(study, lag, responses)
-    others = [pair for pair in stale.COMPARED if pair[0] not in CLIPPINGS]
-    return [(first, tuned(study, *pair, lag, responses)) for pair in others] if first else []
+    ran = stale.COMPARED if lag else stale.COMPARED + stale.FRESH
+    others = [tuned(study, *pair, lag, responses) for pair in ran if pair[0] not in CLIPPINGS]
+    others += settings.tuned_critic() if "critic" in study.chosen and not lag and responses == 4 else []
+    return [(first, other) for other in others] if first else []
 
 
 def ratios(algorithm: str, own: float, responses: int) -> Run:
@@ -52,7 +54,7 @@ def ratios(algorithm: str, own: float, responses: int) -> Run:
 def rows_of(study: Study, responses: int) -> list[Row]:
     """Every algorithm's paired differences of reward − BETA KL to joint P3O with fresh rollouts."""
     start, rows = tuned(study, "joint", 0.0, 0, responses), []
-    for algorithm, own in stale.COMPARED:
+    for algorithm, own in stale.COMPARED + stale.FRESH:
         asked = {
             "fresh": tuned(study, algorithm, own, 0, responses),
             "stale": tuned(study, algorithm, own, OLDEST, responses),
@@ -72,6 +74,6 @@ MARKS = {
 
 def figure(study: Study, path: Path) -> bool:
     """What every algorithm reaches with fresh and stale rollouts."""
-    panels = {f"{responses} responses to a prompt": rows_of(study, responses) for responses in PROMPTS}
+    panels = {f"{responses} responses to a prompt": rows_of(study, responses) for responses in (4, 16)}
     title = f"Reward − {BETA:g} KL after training, every algorithm tuned: paired differences on eight languages"
     return draw(panels, MARKS, minus="joint P3O with fresh rollouts", title=title, path=path)

@@ -12,7 +12,7 @@ from threading import Thread
 import torch
 from tqdm import tqdm
 
-from benchmarks.frontier.runs import choice, equal_kl, records, rewards, stale
+from benchmarks.frontier.runs import choice, records, rewards, settings, stale
 from benchmarks.frontier.runs.one_run import train_and_record
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.tuned_arms import results, trials
@@ -23,21 +23,20 @@ ARMS: dict[str, Callable[[], Iterator[Run]]] = {
     **{f"lag_{lag}": partial(stale.at_lag, lag) for lag in stale.LAGS},
     "offset_doses": rewards.without_offset,
     "scales": rewards.scales,
+    "two_responses": settings.two_responses,
+    "soft_clip": settings.soft_clip,
+    "tuned_critic": settings.tuned_critic,
 }
 
 
 def parts() -> dict[str, tuple[Callable[[], Iterable[Run]], Callable[[records.Records], None] | None]]:
     """The parts of the study in their order: what each runs, and the choice that its runs decide."""
     found: dict = {"corrections": (stale.corrections, choice.choose_corrections)}
+    found["critics"] = settings.critic_trials, choice.choose_critic
     for question, arms in ARMS.items():
         found[f"{question}_rates"] = lambda arms=arms: trials(arms()), partial(choice.choose_rates_of, arms)
         found[question] = lambda arms=arms: results(arms()), None
-    return found | {
-        "offset_doses": (rewards.offset_doses, None),
-        "equal_kl_trials": (equal_kl.equal_kl_trials, choice.choose_slow_settings),
-        "equal_kl_longer": (equal_kl.equal_kl_longer, choice.choose_at_equal_kl),
-        "equal_kl": (equal_kl.equal_kl, None),
-    }
+    return found | {"offset_doses": (rewards.offset_doses, None), "offset_bits": (rewards.offset_bits, None)}
 
 
 PARTS = parts()

@@ -8,8 +8,8 @@ from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, results
 
 DEVIATIONS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the offset, in those of the reward
 PPO_RATES = (1.5e-4, 3e-4, 6e-4)
-# These see only differences within a prompt: one language shows that their weights stay the same bits.
-INVARIANT = ("joint", "rloo", "grpo", "ppo_centred")
+INVARIANT = ("joint", "rloo", "grpo", "ppo_centred")  # to an offset
+SCALED = ("joint", "joint-difference", "joint-group", "grpo-k1", "grpo", "dr_grpo", "rloo-token", "rloo", "ppo")
 SPREAD = 1.0  # standard deviation of the log of a prompt's factor
 
 
@@ -24,19 +24,24 @@ def ppo(deviation: float, rate: float) -> Run:
 
 
 def offset_doses() -> Iterator[Run]:
-    """PPO at three rates, and the others at theirs, under offsets that nothing predicts."""
+    """PPO at three rates under offsets that nothing predicts, and the others without one."""
     for seed, task in RESULTS:
         for deviation in reversed(DEVIATIONS):
             for rate in PPO_RATES:
                 yield replace(ppo(deviation, rate), task=task, seed=seed)
+    yield from results(without_offset())
+
+
+def offset_bits() -> Iterator[Run]:
+    """Algorithms that see only differences within a prompt, on one language: one machine makes all of them."""
     for run in results(without_offset()):
-        for deviation in DEVIATIONS if run.seed == 0 else (0.0,):
-            yield replace(run, offset="unlearnable", offset_sd=deviation) if deviation else run
+        if run.seed == 0:
+            yield from (replace(run, offset="unlearnable", offset_sd=sd) if sd else run for sd in DEVIATIONS)
 
 
 def scales() -> Iterator[Run]:
     """With a factor per prompt and without; joint-group divides by the deviation of a prompt's own rewards."""
     for responses in (4, 16):
         for spread in (SPREAD, 0.0):
-            for algorithm in ("joint", "joint-difference", "joint-group", "grpo", "dr_grpo", "rloo", "ppo"):
+            for algorithm in SCALED:
                 yield arm(algorithm, responses, reward_spread=spread)

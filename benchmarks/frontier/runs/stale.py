@@ -3,23 +3,19 @@
 from collections.abc import Iterator, Mapping
 
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm, rates_of, required, selection_runs
+from benchmarks.frontier.runs.tuned_arms import arm, rates_of, required, selection_runs
 
-LAGS = (6, 0, 2)  # the one that says most first
+LAGS = (6, 0)  # the one that says most first
 
 # Algorithm and its own parameter. REBEL's was best for reward − BETA KL in the comparison before.
 COMPARED = (
-    *((name, 0.0) for name in (*CLIPPINGS, "ppo", "grpo", "dapo")),
-    *(("gspo", 0.003), ("gspo", 0.03), ("rloo", 0.0), ("rebel", 3.0)),
+    *((name, 0.0) for name in (*CLIPPINGS, "ppo", "grpo-k1", "grpo", "dapo")),
+    *(("gspo", 0.003), ("gspo", 0.03), ("rloo-token", 0.0), ("rloo", 0.0), ("rebel", 3.0)),
 )
+FRESH = tuple((name, 0.0) for name in ("rloo-response", "dr_grpo-k1", "dr_grpo", "dapo-k1"))  # not stale
 CORRECTIONS = ("none", "ratios", "weights")
-# Corrections that run at the largest lag whether chosen or not: ratios to the policy that sampled, RLOO without weights
-# and with them. At other lags it is P3O's without clipping alone.
-ALWAYS = {
-    **{(name, own): ("ratios",) for name, own in COMPARED if name not in ("dapo", "rloo") and own != 0.003},
-    ("rloo", 0.0): ("none", "weights"),
-}
-UNCLIPPED = {("none", 0.0): ("ratios",)}
+# Ratios to the policy that sampled run whether chosen or not.
+RATIOS = [(name, own) for name, own in COMPARED if name in (*CLIPPINGS, "ppo", "grpo", "rebel") or own == 0.03]
 
 
 def corrected(algorithm: str, own: float) -> list[Run]:
@@ -49,11 +45,11 @@ def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
 
     chosen: the correction of each `label`; by default those of `tuned_arms.CHOSEN`.
     """
-    further = ALWAYS if lag == max(LAGS) else UNCLIPPED if lag else {}
     if chosen is None:
         chosen = required("corrections", "corrections") if lag else {}
-    for responses in PROMPTS:
-        for algorithm, own in COMPARED:
-            best = chosen[label(algorithm, own)] if lag else "none"
-            for correction in dict.fromkeys([best, *further.get((algorithm, own), ())]):
+    for responses in (4, 16):
+        for algorithm, own in COMPARED if lag else COMPARED + FRESH:
+            corrections = [chosen[label(algorithm, own)]] if lag else ["none"]
+            corrections += ["ratios"] if lag and (algorithm, own) in RATIOS else []
+            for correction in dict.fromkeys(corrections):
                 yield arm(algorithm, responses, own, rounds_ahead=lag, correction=correction)

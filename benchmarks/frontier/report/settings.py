@@ -1,0 +1,22 @@
+"""What one setting does to an algorithm: where the KL stands, clipped ratios, the critic, and a soft clip."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.frontier.report.measures import Study
+from benchmarks.frontier.runs import settings
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.tuned_arms import arm
+
+# An algorithm with another setting -> as it was before.
+CHANGED = {"grpo-k1": "grpo", "dr_grpo-k1": "dr_grpo", "dapo-k1": "dapo", "rloo-token": "rloo", "rloo-response": "rloo"}
+
+
+def pairs(study: Study) -> Iterator[tuple[Run, Run]]:
+    """With the setting and without."""
+    for responses in (4, 16):
+        yield from ((arm(first, responses), arm(second, responses)) for first, second in CHANGED.items())
+    yield tuple(settings.two_responses())
+    yield from ((one, replace(one, algorithm="joint")) for one in settings.soft_clip())
+    if "critic" in study.chosen:
+        yield from ((one, arm("ppo")) for one in settings.tuned_critic())
