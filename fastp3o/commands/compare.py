@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--kl", nargs="+", type=float, default=[1.0, 2.0, 4.0], help="KLs, in nats per response.")
     parser.add_argument("--metric", choices=["reward", "gold"], default="reward", help="Reward of the evaluations.")
     arguments = parser.parse_args()
-    first, second = (read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second))
-    print_table(first, second, arguments.kl, arguments.metric)
+    sides = [read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second)]
+    print_table(sides, arguments.kl, arguments.metric)
 
 
 def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
@@ -46,9 +46,8 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
     return runs
 
 
-def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations], kls: list[float], metric: str) -> None:
-    """Prints the gains over update 0 at each KL, and their paired difference."""
-    sides = (first, second)
+def print_table(sides: list[dict[Seed, Evaluations]], kls: list[float], metric: str) -> None:
+    """Prints the gains of both sides over update 0 at each KL, and their paired difference."""
     columns = (Column(name, justify="right") for name in ("KL, nats", "first", "second", "first − second, paired"))
     title = f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)"
     caption = (
@@ -57,20 +56,17 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
     table = Table(*columns, title=title, caption=caption)
     for kl in kls:
         gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
-        means = map(matched_kl.seeds_interval, gains)
-        early = [sum(matched_kl.passed_at_once(run, kl) for run in side.values()) for side in sides]
+        early = [sum(any(one["kl"] >= kl for one in run[:2]) for run in side.values()) for side in sides]
         none = [f"passed at once ({count})" if count else "not reached" for count in early]
-        cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
-        difference = paired_difference(*gains)
-        table.add_row(f"{kl:g}", *cells, format_estimate(difference, "–"))
+        cells = [format_estimate(mean, absent) for mean, absent in zip(map(matched_kl.interval, gains), none, strict=True)]
+        table.add_row(f"{kl:g}", *cells, format_estimate(paired_difference(*gains), "–"))
     Console(width=110).print(table)
-    print(f"{len(first.keys() & second.keys())} seeds in both; each interval is single")
+    print(f"{len(sides[0].keys() & sides[1].keys())} seeds in both; each interval is single")
 
 
 def format_estimate(estimate: Estimate | None, absent: str) -> str:
     """absent: stands for no estimate."""
     if estimate is None:
         return absent
-    # One seed has no interval.
     limits = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
     return f"{estimate.mean:.3f}{limits} ({estimate.count})"

@@ -1,6 +1,6 @@
 """Comparison of runs at equal KL: gains over the start, and confidence intervals for a handful of paired seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,30 +55,21 @@ def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> f
     return before[metric] + share * (after[metric] - before[metric]) - evaluations[0][metric]
 
 
-def passed_at_once(evaluations: Evaluations, kl: float) -> bool:
-    """Whether the run reached `kl` by its first evaluation after step 0, too early for `gain_at_kl`."""
-    return any(evaluation["kl"] >= kl for evaluation in evaluations[:2])
-
-
-def interval(strata: Sequence[Sequence[float]]) -> Estimate:
-    """Mean of all values, with Student's 95% interval from the variance within strata (here a task with its seeds)."""
-    samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
-    errors = np.concatenate([sample - sample.mean() for sample in samples])
-    mean, half = float(np.concatenate(samples).mean()), half_width(errors, len(errors) - len(samples))
+def interval(values: Gains) -> Estimate | None:
+    """Mean over the seeds that have a value, and Student's interval from the variance in tasks; None if none has."""
+    by_task: dict[str, list[float]] = {}
+    for (task, _), value in values.items():
+        if value is not None:
+            by_task.setdefault(task, []).append(value)
+    known = [np.array(one) for one in by_task.values()]
+    if not known:
+        return None
+    errors = np.concatenate([one - one.mean() for one in known])
+    mean, half = float(np.concatenate(known).mean()), half_width(errors, len(errors) - len(known))
     return Estimate(mean, mean - half, mean + half, len(errors))
 
 
-def seeds_interval(values: Gains) -> Estimate | None:
-    """`interval` over the seeds that have a value, by task; None if none has one."""
-    strata: dict[str, list[float]] = {}
-    for (task, _), value in values.items():
-        if value is not None:
-            strata.setdefault(task, []).append(value)
-    return interval(list(strata.values())) if strata else None
-
-
 def paired_difference(first: Gains, second: Gains) -> Estimate | None:
-    """Mean of first − second over the seeds where both have a value, by task; None if no seed has both."""
+    """`interval` of first − second over the seeds where both have a value; None if no seed has both."""
     both = {seed: (value, second.get(seed)) for seed, value in sorted(first.items())}
-    differences = {seed: one - other for seed, (one, other) in both.items() if one is not None and other is not None}
-    return seeds_interval(differences)
+    return interval({seed: a - b for seed, (a, b) in both.items() if a is not None and b is not None})

@@ -97,13 +97,6 @@ class PolicyGradient(GroupwiseObjective):
         """Further metrics, each a `metric_sum`."""
         return {}
 
-    def ratio_metrics(self, groups: Groups, log_ratios: Tensor, low: float, high: float) -> dict[str, Tensor]:
-        """Means of ratios and of whether they are outside 1 − low to 1 + high."""
-        ratios = log_ratios.detach().exp()
-        outside = (ratios < 1 - low) | (ratios > 1 + high)
-        values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
-        return {name: self.metric_sum(groups, value) for name, value in values.items()}
-
     def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Metrics from the importance weights of `losses`."""
         return self.counted(groups, {name: self.metric_sum(groups, value) for name, value in values.items()})
@@ -132,13 +125,41 @@ class PolicyGradient(GroupwiseObjective):
         return values.where(takes_part, 0.0).mean(1).sum()
 
 
-# --- RLOO and REINFORCE: without clipped ratios the loss has the policy's gradient as long as the policy has not moved
-# since it sampled, so a round is one pass by default.
+# --- Clipped ratios, as PPO's, with the advantage of a response.
 
 
-class RLOO(PolicyGradient):
-    """−A log π(y|x), or clipped ratios of responses or tokens; A is the reward less the mean of the prompt's other
-    responses (Kool et al. 2019).
+class Clipped(PolicyGradient):
+    """max(−A ρ, −A clip ρ) of tokens, or of what `compared` has."""
+
+    config: configs.RatioConfig
+    formula = staticmethod(formulas.ppo_clip)
+
+    def compared(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Log-probs whose ratio is clipped, and the old ones: of tokens, [n], or of responses, [P, K]."""
+        return groups.token_logprobs, groups["old_tokens"]
+
+    def losses(self, groups: Groups) -> Tensor:
+        logprobs, old = self.compared(groups)
+        advantages = groups.per_token(groups["advantages"]) if logprobs.dim() == 1 else groups["advantages"]
+        low, high = self.config.clip_low, self.config.clip_high
+        return self.formula(logprobs, old, advantages, clip_low=low, clip_high=high)
+
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        """Of tokens, [n], or of whole responses, [P, K], which are sampled as a whole also where means are clipped."""
+        of_tokens = self.compared(groups)[0].dim() == 1
+        return groups["sampler_log_ratios"] if of_tokens else super().sampler_log_ratios(groups)
+
+    def metrics(self, groups: Groups) -> dict[str, Tensor]:
+        logprobs, old = self.compared(groups)
+        ratios = (logprobs.detach() - old).exp()
+        outside = (ratios < 1 - self.config.clip_low) | (ratios > 1 + self.config.clip_high)
+        values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
+        return {name: self.metric_sum(groups, value) for name, value in values.items()}
+
+
+class RLOO(Clipped):
+    """−A log π(y|x), the policy's gradient while it is the one that sampled, or clipped ratios of responses or tokens.
+    A is the reward less the mean of the prompt's other responses (Kool et al. 2019).
     """
 
     config: configs.RLOOConfig
@@ -147,28 +168,18 @@ class RLOO(PolicyGradient):
         return formulas.rloo_advantages(rewards)
 
     def clip_range(self, length: float) -> float | None:
-        return self.config.clip_range if self.config.clipping == "response" else None
+        return min(self.config.clip_low, self.config.clip_high) if self.config.clipping == "response" else None
+
+    def compared(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        return super().compared(groups) if self.config.clipping == "token" else (groups.logprobs, groups["old"])
 
     def losses(self, groups: Groups) -> Tensor:
-        advantages, bound = groups["advantages"], self.config.clip_range
-        if self.config.clipping == "response":
-            return formulas.ppo_clip(groups.logprobs, groups["old"], advantages, clip_low=bound)
-        if self.config.clipping == "token":
-            advantages = groups.per_token(advantages)
-            return formulas.ppo_clip(groups.token_logprobs, groups["old_tokens"], advantages, clip_low=bound)
-        return formulas.reinforce(groups.logprobs, advantages)
-
-    def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        by_token = self.config.clipping == "token"
-        return groups["sampler_log_ratios"] if by_token else super().sampler_log_ratios(groups)
+        if self.config.clipping == "none":
+            return formulas.reinforce(groups.logprobs, groups["advantages"])
+        return super().losses(groups)
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        if self.config.clipping == "none":
-            return {}
-        log_ratios = groups.token_logprobs - groups["old_tokens"]
-        if self.config.clipping == "response":
-            log_ratios = groups.sums(log_ratios)
-        return self.ratio_metrics(groups, log_ratios, self.config.clip_range, self.config.clip_range)
+        return {} if self.config.clipping == "none" else super().metrics(groups)
 
 
 class REINFORCE(RLOO):
@@ -190,12 +201,8 @@ class REINFORCE(RLOO):
         ]
 
 
-# --- GRPO and its kin: clipped ratios of tokens, as PPO's, with the advantage of their response in its group. Each is a
-# configuration; every setting is an option of each.
-
-
-class GRPO(PolicyGradient):
-    """Clipped ratios of tokens."""
+class GRPO(Clipped):
+    """Ratios of tokens. GRPO's kin are configurations of it; every setting is an option of each."""
 
     config: configs.ClippedConfig
 
@@ -206,50 +213,22 @@ class GRPO(PolicyGradient):
     def advantages(self, rewards: Tensor) -> Tensor:
         return formulas.group_advantages(rewards, scale=self.config.scale_advantages)
 
-    def losses(self, groups: Groups) -> Tensor:
-        advantages = groups.per_token(groups["advantages"])
-        return self.clipped(groups.token_logprobs, groups["old_tokens"], advantages)
-
-    def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        """Of tokens, [n]."""
-        return groups["sampler_log_ratios"]
-
-    def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-        clip_low, clip_high = self.config.clip_low, self.config.clip_high
-        return formulas.ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
-
-    def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        log_ratios = groups.token_logprobs - groups["old_tokens"]
-        return self.ratio_metrics(groups, log_ratios, self.config.clip_low, self.config.clip_high)
-
 
 class GSPO(GRPO):
     """One clipped ratio for each response, the geometric mean of its tokens' ratios."""
-
-    config: configs.GSPOConfig
 
     def clip_range(self, length: float) -> float | None:
         """The log-ratio of a response is that of the mean over its tokens, times their number."""
         return length * min(self.config.clip_low, self.config.clip_high)
 
-    def losses(self, groups: Groups) -> Tensor:
-        means = groups.means(groups.token_logprobs), groups.means(groups["old_tokens"])
-        return self.clipped(*means, groups["advantages"])
-
-    # The clipped ratio is a mean over tokens, but a response is sampled as a whole.
-    sampler_log_ratios = PolicyGradient.sampler_log_ratios
-
-    def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        log_ratios = groups.means(groups.token_logprobs - groups["old_tokens"])
-        return self.ratio_metrics(groups, log_ratios, self.config.clip_low, self.config.clip_high)
+    def compared(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        return groups.means(groups.token_logprobs), groups.means(groups["old_tokens"])
 
 
 class CISPO(GRPO):
     """Clipped ratios of tokens are constants that weigh log π."""
 
-    def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-        clip_low, clip_high = self.config.clip_low, self.config.clip_high
-        return formulas.cispo(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    formula = staticmethod(formulas.cispo)
 
 
 class VESPO(PolicyGradient):

@@ -45,8 +45,6 @@ NAMES = {
     "rebel": "REBEL",
     "ppo_centred": "PPO less the prompt's mean",
     "joint-soft": "P3O, soft clip",
-    "joint-group": "P3O, groups scaled",
-    "joint-difference": "P3O, rewards scaled",
 }
 # An arm's label -> a pair of arms whose difference it is.
 Pairs = Mapping[tuple[str, ...], tuple[Run, Run]]
@@ -108,8 +106,9 @@ def levels(study: Study, arms: Iterable[Run]) -> list[list[str]]:
     for arm in dict.fromkeys(arms):
         found = measured(study, arm)
         if not found.empty:
-            means = [estimate(interval([list(found[name].dropna())])) if found[name].any() else "" for name in MEASURES]
-            lines.append([described(arm), rate(rate_of(study, arm)), *means])
+            means = [interval(by_seed(found, name)) for name in MEASURES]
+            shown = ["" if one is None else estimate(one) for one in means]
+            lines.append([described(arm), rate(rate_of(study, arm)), *shown])
     return lines
 
 

@@ -51,8 +51,7 @@ def ends(study: Study) -> dict[str, Estimate | None]:
 
 
 def end(study: Study, one: Run) -> Estimate | None:
-    values = measures.measured(study, one)["end"]
-    return None if values.empty else interval([list(values)])
+    return interval(measures.by_seed(measures.measured(study, one), "end"))
 
 
 def draw_levels(axes: Axes, found: dict[str, Estimate | None]) -> None:

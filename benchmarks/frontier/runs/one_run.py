@@ -59,8 +59,8 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
 
 def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_scores(task.reward_model, task.policy)
-    centred, standardised = run.algorithm == CENTRED, run.algorithm == STANDARDISED
-    evaluated = read_jsonl(Path(task.eval_prompts)) if centred or standardised or run.reward_spread else ()
+    centred = run.algorithm == CENTRED
+    evaluated = read_jsonl(Path(task.eval_prompts)) if centred or run.reward_spread else ()
     return OffsetReward(
         reward,
         task.reward_mean,
@@ -70,7 +70,6 @@ def offset_reward(run: Run, task: Task) -> OffsetReward:
         factor=run.reward_factor,
         spread=run.reward_spread,
         centred=centred,
-        standardised=standardised,
         plain=frozenset(record["prompt"] for record in evaluated),
     )
 
@@ -117,17 +116,15 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
 # to reach an offset of tens.
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
-# PPO with rewards less the mean of their prompt's; joint clipping with them divided by their deviation, too.
-CENTRED, STANDARDISED, SOFT = "ppo_centred", "joint-group", "joint-soft"
+CENTRED, SOFT = "ppo_centred", "joint-soft"  # PPO with rewards less the mean of their prompt's; see soft_clip.py
 
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
-    "joint-difference": ("p3o", {"clipping": "joint", "reward_scaling": "difference"}),
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
-    **dict.fromkeys((STANDARDISED, SOFT), ("p3o", {"clipping": "joint", "reward_scaling": "none"})),
+    SOFT: ("p3o", {"reward_scaling": "none"}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
     **{f"rloo-{clipping}": ("rloo", {"clipping": clipping}) for clipping in ("response", "token")},

@@ -9,7 +9,7 @@ from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, results
 DEVIATIONS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the offset, in those of the reward
 PPO_RATES = (1.5e-4, 3e-4, 6e-4)
 INVARIANT = ("joint", "rloo", "grpo", "ppo_centred")  # to an offset
-SCALED = ("joint", "joint-difference", "joint-group", "grpo-k1", "grpo", "dr_grpo", "rloo-token", "rloo", "ppo")
+SCALED = ("joint", "grpo-k1", "grpo", "dr_grpo", "rloo-token", "rloo", "ppo")
 SPREAD = 1.0  # standard deviation of the log of a prompt's factor
 
 
@@ -40,7 +40,7 @@ def offset_bits() -> Iterator[Run]:
 
 
 def scales() -> Iterator[Run]:
-    """With a factor per prompt and without; joint-group divides by the deviation of a prompt's own rewards."""
+    """With a factor per prompt and without."""
     for responses in (4, 16):
         for spread in (SPREAD, 0.0):
             for algorithm in SCALED:

@@ -7,14 +7,13 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist, stdev
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.groups import Group
-from fastp3o_kernels.losses import SMALL
 
 # Multiples of it up to 2^13 have 23 bits, so fp32 holds them and their sums exactly: the difference of two rewards has
 # the same bits with an offset as without.
@@ -43,8 +42,8 @@ class OffsetReward:
     all times `factor`.
 
     mean, std: those of the scores by which the reward is standardised. spread: standard deviation of the log of the
-    prompt's factor, a log-normal number of mean 1. centred: less the mean of the prompt's responses. standardised: and
-    divided by their deviation, as GRPO does. plain: prompts, those of evaluations, with none of the three.
+    prompt's factor, a log-normal number of mean 1. centred: less the mean of the prompt's responses. plain:
+    prompts, those of evaluations, with neither factor nor centring.
     """
 
     reward: Reward
@@ -55,7 +54,6 @@ class OffsetReward:
     factor: float = 1.0
     spread: float = 0.0
     centred: bool = False
-    standardised: bool = False
     plain: frozenset[str] = frozenset()
 
     def __call__(self, groups: list[Group]) -> Tensor:
@@ -73,11 +71,8 @@ class OffsetReward:
         scale = 1.0 if plain else prompts_factor(prompt, self.spread)
         offset = on_grid(self.sd * self.offset(prompt)) if self.offset else 0.0
         rewards = [self.factor * (on_grid(scale * (score - self.mean) / self.std) + offset) for score in scores]
-        if plain or not (self.centred or self.standardised):
-            return rewards
-        centre = sum(rewards) / len(rewards)
-        deviation = stdev(rewards) + SMALL if self.standardised else 1.0
-        return [(reward - centre) / deviation for reward in rewards]
+        centre = sum(rewards) / len(rewards) if self.centred and not plain else 0.0
+        return [reward - centre for reward in rewards]
 
 
 def prompts_factor(prompt: str, spread: float) -> float:

@@ -26,17 +26,22 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats.", at_least=0, changeable=True)
 
 
-class RLOOConfig(PolicyGradientConfig, objective="rloo"):
+class RatioConfig(PolicyGradientConfig):
+    """Clipped ratios."""
+
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, at_most=1, changeable=True)
+    clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
+
+
+class RLOOConfig(RatioConfig, objective="rloo"):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
     objective_class: ClassVar[str] = "policy_gradient:RLOO"
-    prompts_per_minibatch: int = 0
-    inner_epochs: int = 1
+    further_needs: ClassVar = dict.fromkeys(("clip_low", "clip_high"), ("clipping=response", "clipping=token"))
     clipping: Literal["none", "response", "token"] = option(
         "none", "Clipped ratios: none, for one step a round; of a response (TRL), or a token (verl, OpenRLHF)."
-    )
-    clip_range: float = option(
-        0.2, "Epsilon of the clipped ratios.", above=0, needs=("clipping=response", "clipping=token"), changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -51,18 +56,14 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
     reward_scaling: Literal["absolute", "none"] = option("none", "absolute: divided by their running deviation; none.")
 
 
-class ClippedConfig(PolicyGradientConfig):
+class ClippedConfig(RatioConfig):
     """Clipped ratios, and advantages within a prompt's responses. A round makes the steps of each paper: one for GRPO
     (arXiv 2402.03300) and Dr. GRPO (2503.20783), 16 for DAPO (2503.14476), 4 for GSPO (2507.18071).
     """
 
-    prompts_per_minibatch: int = 0
-    inner_epochs: int = 1
     responses_per_prompt: int = option(
         8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
     )
-    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, at_most=1, changeable=True)
-    clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 

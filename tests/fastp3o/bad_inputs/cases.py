@@ -53,7 +53,7 @@ FLAGS = [
     ("p3o", "--old_logprobs sampler --sampler transformers", "--old_logprobs sampler needs log-probs of the sampler"),
     ("p3o", "--sampler_ratio_cap 2 --old_logprobs sampler", "exclude each other: both correct the same"),
     ("online", "--old_logprobs sampler", "--old_logprobs sampler changes no ratio"),
-    ("online", "--clip_range 0.1", "--clip_range does nothing without --clipping response or --clipping token"),
+    ("online", "--clip_low 0.1", "--clip_low does nothing without --clipping response or --clipping token"),
     ("online", "--clipping token --lora_rank 2 --lora_dropout 0.1", "--lora_dropout would make ratios random"),
     ("p3o", "--deterministic --top_p 0.9 --sampler_ratio_cap 2", "--deterministic and --top_p exclude each other"),
     ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),

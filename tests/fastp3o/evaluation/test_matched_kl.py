@@ -12,6 +12,10 @@ def run(*points, start=1.0):
     return [{"step": step, "kl": kl, "reward": start + gain} for step, (kl, gain) in enumerate(points)]
 
 
+def by_task(strata):
+    return {(str(task), seed): value for task, values in enumerate(strata) for seed, value in enumerate(values)}
+
+
 def test_the_gain_lies_on_the_line_between_the_evaluations_around_the_first_crossing_or_is_none():
     evaluations = run((0.0, 0.0), (0.5, 0.2), (1.5, 0.8), (3.0, 1.0))
     assert gain_at_kl(evaluations, 1.0) == pytest.approx(0.5)
@@ -31,25 +35,28 @@ def test_the_gain_lies_on_the_line_between_the_evaluations_around_the_first_cros
 def test_quantiles_of_student_are_those_of_the_tables_and_too_few_seeds_have_no_interval():
     for tail, degrees, tabulated in ((0.025, 1, 12.7062), (0.0005, 30, 3.6460), (0.05, 120, 1.6577)):
         assert t_quantile(tail, degrees) == pytest.approx(tabulated, abs=6e-5)
-    assert interval([[1.0], [3.0]]) == (2.0, -math.inf, math.inf, 2)
-    assert interval([[1.0, 2.0, 6.0]])[:3] == pytest.approx((3.0, 3 - 4.30265 * 7**0.5 / 3**0.5, 3 + 6.57245), abs=1e-4)
+    assert interval({("a", 0): 1.0, ("b", 0): 3.0, ("b", 1): None}) == (2.0, -math.inf, math.inf, 2)
+    assert interval(by_task([[1.0, 2.0, 6.0]]))[:3] == pytest.approx(
+        (3.0, 3 - 4.30265 * 7**0.5 / 3**0.5, 3 + 6.57245), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(("seeds", "tasks", "skewed"), [(8, 1, False), (8, 1, True), (4, 2, False)])
 def test_intervals_of_eight_seeds_cover_what_they_promise(seeds, tasks, skewed):
     generator = np.random.default_rng(0)
     draw = (lambda size: generator.gamma(4.0, size=size) - 4) if skewed else generator.standard_normal
-    estimates = [interval([draw(seeds) for _ in range(tasks)]) for _ in range(4000)]
+    estimates = [interval(by_task([draw(seeds) for _ in range(tasks)])) for _ in range(4000)]
     assert 0.92 < np.mean([estimate.low <= 0 <= estimate.high for estimate in estimates]) < 0.965
 
 
 def test_tasks_that_differ_do_not_widen_the_interval():
     values = np.random.default_rng(1).standard_normal((2, 8))
     apart = values + np.array([[0.0], [100.0]])
-    together, stratified = interval([values.ravel()]), interval(apart)
+    together, stratified = interval(by_task([values.ravel()])), interval(by_task(apart))
     assert stratified.mean == pytest.approx(together.mean + 50)
     assert stratified.high - stratified.low == pytest.approx(together.high - together.low, rel=0.2)
-    assert interval([apart.ravel()]).high - interval([apart.ravel()]).low > 50
+    whole = interval(by_task([apart.ravel()]))
+    assert whole.high - whole.low > 50
 
 
 def test_pairs_are_of_the_same_task_and_seed_and_both_measured():

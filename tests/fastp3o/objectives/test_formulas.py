@@ -101,7 +101,7 @@ def masked_rloo(y: Response, a: float) -> Tensor:
 
 
 def rloo_of_responses(y: Response, a: float) -> Tensor:
-    return weight(y) * clip_loss((y.now - y.old).sum(), a, 0.3, 0.3)
+    return weight(y) * clip_loss((y.now - y.old).sum(), a, 0.3, 0.4)
 
 
 def rloo_of_tokens(y: Response, a: float) -> Tensor:
@@ -189,7 +189,7 @@ CASES = {
     "gspo": (WEIGHTED | K1, of_responses(lambda g: less_mean(rewards(g, 0.05)), gspo)),
     "rloo": (WEIGHTED | {"mask_truncated": True}, of_responses(lambda g: less_others(rewards(g, 0.05)), masked_rloo)),
     "rloo responses": (
-        WEIGHTED | {"clipping": "response", "clip_range": 0.3},
+        WEIGHTED | {"clipping": "response", "clip_low": 0.3, "clip_high": 0.4},
         of_responses(lambda g: less_others(rewards(g, 0.05)), rloo_of_responses),
     ),
     "rloo tokens": (

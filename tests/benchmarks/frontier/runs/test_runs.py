@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.frontier.runs import choice, equal_kl, execute, one_run, stale, tuned_arms
+from benchmarks.frontier.runs import choice, execute, one_run, stale, tuned_arms
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
@@ -59,12 +59,8 @@ def test_an_offset_moves_ppo(task, tmp_path):
     assert len({train_and_record(run, task, tmp_path)["sha256"] for run in (plain, shifted)}) == 2
 
 
-SLOW = equal_kl.settings("joint", 0.0)[0]
-CHOSEN = {
-    "corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED},
-    "slow_settings": {SLOW.name: 0.5},
-    "equal_kl": {stale.label(*pair): {"1": vars(equal_kl.settings(*pair)[0])} for pair in equal_kl.EVERYONE},
-}
+CRITIC = {"critic_learning_rate": 1e-3, "value_clip_range": 0.2}
+CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED}, "critic": CRITIC}
 
 
 def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatch):
@@ -84,6 +80,9 @@ def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatc
     [
         ({"algorithm": "rloo"}, {"inner_epochs": 1, "kl_estimator": "k1"}),
         ({"algorithm": "grpo", "own_parameter": 0.1}, {"inner_epochs": 4, "kl_estimator": "k3", "clip_low": 0.1}),
+        ({"algorithm": "grpo-k1"}, {"kl_estimator": "k1", "prompts_per_minibatch": 2}),
+        ({"algorithm": "rloo-token"}, {"clipping": "token", "inner_epochs": 4}),
+        ({"algorithm": "ppo"} | CRITIC, CRITIC),
         ({"algorithm": "rebel", "own_parameter": 3.0}, {"eta": 3.0}),
         ({"algorithm": "separate", "own_parameter": 0.5}, {"clipping": "separate", "clip_range": 0.5}),
         ({"algorithm": "ppo", "own_parameter": 0.5}, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
