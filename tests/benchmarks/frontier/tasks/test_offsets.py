@@ -1,6 +1,7 @@
 """Offsets of the reward."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
