@@ -58,7 +58,8 @@ def print_table(sides: list[dict[Seed, Evaluations]], kls: list[float], metric: 
         gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
         early = [sum(any(one["kl"] >= kl for one in run[:2]) for run in side.values()) for side in sides]
         none = [f"passed at once ({count})" if count else "not reached" for count in early]
-        cells = [format_estimate(mean, absent) for mean, absent in zip(map(matched_kl.interval, gains), none, strict=True)]
+        means = map(matched_kl.interval, gains)
+        cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
         table.add_row(f"{kl:g}", *cells, format_estimate(paired_difference(*gains), "–"))
     Console(width=110).print(table)
     print(f"{len(sides[0].keys() & sides[1].keys())} seeds in both; each interval is single")
