@@ -44,7 +44,6 @@ NAMES = {
     "gspo": "GSPO",
     "rebel": "REBEL",
     "ppo_centred": "PPO less the prompt's mean",
-    "joint-soft": "P3O, soft clip",
 }
 # An arm's label -> a pair of arms whose difference it is.
 Pairs = Mapping[tuple[str, ...], tuple[Run, Run]]

@@ -1,7 +1,6 @@
-"""What one setting does to an algorithm: where the KL stands, clipped ratios, the critic, and a soft clip."""
+"""What one setting does to an algorithm: where the KL stands, clipped ratios, and the critic."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import settings
@@ -17,6 +16,5 @@ def pairs(study: Study) -> Iterator[tuple[Run, Run]]:
     for responses in (4, 16):
         yield from ((arm(first, responses), arm(second, responses)) for first, second in CHANGED.items())
     yield tuple(settings.two_responses())
-    yield from ((one, replace(one, algorithm="joint")) for one in settings.soft_clip())
     if "critic" in study.chosen:
         yield from ((one, arm("ppo")) for one in settings.tuned_critic())

@@ -24,7 +24,6 @@ ARMS: dict[str, Callable[[], Iterator[Run]]] = {
     "offset_doses": rewards.without_offset,
     "scales": rewards.scales,
     "two_responses": settings.two_responses,
-    "soft_clip": settings.soft_clip,
     "tuned_critic": settings.tuned_critic,
 }
 

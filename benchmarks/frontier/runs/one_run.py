@@ -14,20 +14,17 @@ import torch
 from accelerate.state import AcceleratorState
 
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.runs.soft_clip import SoftClipConfig
 from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward
 from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
 from fastp3o.config import Named
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.online import OBJECTIVES
-from fastp3o.run.names import EVALUATIONS, METRICS
+from fastp3o.run.names import EVALUATIONS
 from fastp3o.training.loop import train
 
 # optimizer steps of an inner epoch
 MINIBATCHES = 4
-# of runs with more updates than the others
-LATE_EVALUATION = 28
 GOLD = "benchmarks.frontier.tasks.task:Task.gold"
 
 
@@ -53,7 +50,6 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "sha256": hashlib.sha256((finished / "model" / "model.safetensors").read_bytes()).hexdigest(),
         "evaluations": rounded_evaluations(finished),
-        "costs": costs(finished),
     }
 
 
@@ -96,8 +92,7 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         "log_rollouts": 0,
     }
     if run.updates:
-        late = f"{settings['eval_at']},{settings['updates']},{LATE_EVALUATION}"
-        settings |= {"updates": run.updates, "eval_at": late}
+        settings |= {"updates": run.updates}
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
     own_settings = own_settings | correction(run.correction, run.algorithm)
     if run.inner_epochs:
@@ -108,15 +103,14 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         own_settings = own_settings | {"value_clip_range": run.value_clip_range}
     if run.own_parameter:
         own_settings = own_settings | dict.fromkeys(OWN_PARAMETERS[objective], run.own_parameter)
-    kind = SoftClipConfig if run.algorithm == SOFT else OBJECTIVES[objective]
-    return kind(**(settings | own_settings))
+    return OBJECTIVES[objective](**(settings | own_settings))
 
 
 # Rewards already have unit deviation; a running deviation would divide PPO's by that of the offset. Values must be free
 # to reach an offset of tens.
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
-CENTRED, SOFT = "ppo_centred", "joint-soft"  # PPO with rewards less the mean of their prompt's; see soft_clip.py
+CENTRED = "ppo_centred"  # PPO with rewards less the mean of their prompt's
 
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
@@ -124,7 +118,6 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
-    SOFT: ("p3o", {"reward_scaling": "none"}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
     **{f"rloo-{clipping}": ("rloo", {"clipping": clipping}) for clipping in ("response", "token")},
@@ -163,13 +156,3 @@ def rounded_evaluations(folder: Path) -> list[dict[str, float]]:
     """The run's evaluations, rounded to six significant digits, which is finer than their standard errors."""
     lines = (folder / EVALUATIONS).read_text().splitlines()
     return [{name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines]
-
-
-def costs(folder: Path) -> dict[str, list[float]]:
-    """The run's cost by each evaluation: seconds, without those of evaluations, and response tokens."""
-    updates = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    steps = [json.loads(line)["step"] for line in (folder / EVALUATIONS).read_text().splitlines()]
-    return {
-        name: [round(sum(update[name] for update in updates if update["step"] <= step), 2) for step in steps]
-        for name in ("seconds", "response_tokens")
-    }

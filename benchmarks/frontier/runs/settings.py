@@ -1,4 +1,4 @@
-"""Settings of P3O and PPO: two responses to a prompt, a soft clip, and PPO's critic."""
+"""Two responses to a prompt, and PPO's critic."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +13,6 @@ CRITIC_RATES, VALUE_CLIPS, RATE = (0.0, 1e-3, 4e-3), (0.0, 1.0, 0.2), 3e-4
 
 def two_responses() -> Iterator[Run]:
     return (arm(algorithm, 2) for algorithm in ("joint", "ppo"))
-
-
-def soft_clip() -> list[Run]:
-    return [arm("joint-soft", 2), arm("joint-soft", rounds_ahead=6), arm("joint-soft", inner_epochs=16)]
 
 
 def critics() -> list[Run]:

@@ -48,8 +48,6 @@ def test_a_run_is_recorded_with_its_evaluations_and_weights(task, tmp_path):
     assert to_frames([record]).runs["name"].tolist() == [START.name]
     assert [evaluation["step"] for evaluation in record["evaluations"]] == [0, 1, 2]
     assert {"reward", "gold", "kl", "missing_eos", "prompts"} <= record["evaluations"][0].keys()
-    for cost in record["costs"].values():
-        assert cost[0] == 0 < cost[1] < cost[2]
     assert [path.name for path in (tmp_path / "trained").iterdir()] == [START.name]
 
 
