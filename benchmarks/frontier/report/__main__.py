@@ -34,7 +34,7 @@ def tables(study: Study) -> list[list[list[str]]]:
         measures.levels(study, arms),
         measures.differences(study, [*rivals, *rewards.pairs(), *settings.pairs(study)]),
         kl_coefs.table(study),
-        rewards.different_weights(),
+        rewards.different_weights(study),
     ]
 
 

@@ -9,9 +9,7 @@ from benchmarks.frontier.report.figures import Mark, Row, draw
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import rewards
 from benchmarks.frontier.runs.plan import BETA, Run
-from benchmarks.frontier.runs.records import load
 from benchmarks.frontier.runs.tuned_arms import arm
-from benchmarks.frontier.tasks.task import RESULTS
 
 
 def pairs() -> Iterator[tuple[Run, Run]]:
@@ -27,13 +25,15 @@ def pairs() -> Iterator[tuple[Run, Run]]:
             yield one, replace(one, reward_spread=0.0)
 
 
-def different_weights() -> list[list[str]]:
+def different_weights(study: Study) -> list[list[str]]:
     """How many different weights an algorithm ends with under its offsets, also none; 1 is bit for bit. Header first.
 
     One machine made these runs: another one rounds otherwise.
     """
     lines = [["algorithm", "offsets", "different weights"]]
-    for algorithm, ran in load(RESULTS / "offset_bits" / "runs.jsonl").runs.groupby("algorithm", sort=False):
+    planned = {run.name for run in rewards.offset_bits()}
+    runs = study.records.runs
+    for algorithm, ran in runs[runs["name"].isin(planned)].groupby("algorithm", sort=False):
         lines.append([measures.NAMES[algorithm], str(len(ran)), str(ran["sha256"].nunique())])
     return lines
 

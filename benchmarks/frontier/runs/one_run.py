@@ -92,7 +92,7 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         "log_rollouts": 0,
     }
     if run.updates:
-        settings |= {"updates": run.updates}
+        settings |= {"updates": run.updates, "eval_at": ""}
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
     own_settings = own_settings | correction(run.correction, run.algorithm)
     if run.inner_epochs:

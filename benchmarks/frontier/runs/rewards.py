@@ -10,6 +10,7 @@ DEVIATIONS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the offset, in those of the r
 PPO_RATES = (1.5e-4, 3e-4, 6e-4)
 INVARIANT = ("joint", "rloo", "grpo", "ppo_centred")  # to an offset
 SCALED = ("joint", "grpo-k1", "grpo", "dr_grpo", "rloo-token", "rloo", "ppo")
+BITS_UPDATES = 10
 SPREAD = 1.0  # standard deviation of the log of a prompt's factor
 
 
@@ -34,9 +35,8 @@ def offset_doses() -> Iterator[Run]:
 
 def offset_bits() -> Iterator[Run]:
     """Algorithms that see only differences within a prompt, on one language: one machine makes all of them."""
-    for run in results(without_offset()):
-        if run.seed == 0:
-            yield from (replace(run, offset="unlearnable", offset_sd=sd) if sd else run for sd in DEVIATIONS)
+    for run in (replace(one, updates=BITS_UPDATES) for one in results(without_offset()) if one.seed == 0):
+        yield from (replace(run, offset="unlearnable", offset_sd=sd) if sd else run for sd in DEVIATIONS)
 
 
 def scales() -> Iterator[Run]:
