@@ -21,11 +21,15 @@ def choose_corrections(records: Records) -> None:
 
 
 def choose_rates_of(arms: Callable[[], Iterable[Run]], records: Records) -> None:
-    """Writes the rate of each arm with the highest reward − BETA KL."""
-    found = {}
+    """Writes the rate of each arm with the highest reward − BETA KL, of those that ran."""
+    found, recorded = {}, set(records.runs["name"])
     for arm in arms():
-        ends = {rate: at_the_end(records, tuned_arms.selection_runs(arm, rate)) for rate in tuned_arms.rates_of(arm)}
-        found[arm.name] = max(ends, key=ends.__getitem__)
+        tried = {rate: tuned_arms.selection_runs(arm, rate) for rate in tuned_arms.rates_of(arm)}
+        ends = {
+            rate: at_the_end(records, runs) for rate, runs in tried.items() if recorded >= {run.name for run in runs}
+        }
+        if ends:
+            found[arm.name] = max(ends, key=ends.__getitem__)
     tuned_arms.write(rates=found)
 
 
