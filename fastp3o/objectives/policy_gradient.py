@@ -6,8 +6,10 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +134,7 @@ class Clipped(PolicyGradient):
     """max(−A ρ, −A clip ρ) of tokens, or of what `compared` has."""
 
     config: configs.RatioConfig
-    formula = staticmethod(formulas.ppo_clip)
+    formula: ClassVar[Callable[..., Tensor]] = staticmethod(formulas.ppo_clip)
 
     def compared(self, groups: Groups) -> tuple[Tensor, Tensor]:
         """Log-probs whose ratio is clipped, and the old ones: of tokens, [n], or of responses, [P, K]."""
