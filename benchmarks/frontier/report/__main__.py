@@ -32,7 +32,7 @@ def tables(study: Study) -> list[list[list[str]]]:
     return [
         verdicts.table(study),
         measures.levels(study, arms),
-        measures.differences(study, [*rivals, *rewards.pairs(), *settings.pairs(study)]),
+        measures.differences(study, [*rivals, *rewards.pairs(), *settings.pairs()]),
         kl_coefs.table(study),
         rewards.different_weights(study),
     ]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import settings
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.tuned_arms import arm
@@ -11,10 +10,10 @@ from benchmarks.frontier.runs.tuned_arms import arm
 CHANGED = {"grpo-k1": "grpo", "dr_grpo-k1": "dr_grpo", "dapo-k1": "dapo", "rloo-token": "rloo", "rloo-response": "rloo"}
 
 
-def pairs(study: Study) -> Iterator[tuple[Run, Run]]:
+def pairs() -> Iterator[tuple[Run, Run]]:
     """With the setting and without."""
     for responses in (4, 16):
         yield from ((arm(first, responses), arm(second, responses)) for first, second in CHANGED.items())
     yield tuple(settings.two_responses())
-    if "critic" in study.chosen:
-        yield from ((one, arm("ppo")) for one in settings.tuned_critic())
+    yield from ((one, arm("ppo")) for one in settings.tuned_critic())
+    yield arm("ppo"), arm("ppo_centred")

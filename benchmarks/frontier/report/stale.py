@@ -42,7 +42,7 @@ def rivals(study: Study, lag: int, responses: int) -> list[tuple[Run, Run]]:
     first = best_p3o(study, lag, responses)
     ran = stale.COMPARED if lag else stale.COMPARED + stale.FRESH
     others = [tuned(study, *pair, lag, responses) for pair in ran if pair[0] not in CLIPPINGS]
-    others += settings.tuned_critic() if "critic" in study.chosen and not lag and responses == 4 else []
+    others += settings.tuned_critic() if not lag and responses == 4 else []
     return [(first, other) for other in others] if first else []
 
 
@@ -54,7 +54,7 @@ def ratios(algorithm: str, own: float, responses: int) -> Run:
 def rows_of(study: Study, responses: int) -> list[Row]:
     """Every algorithm's paired differences of reward − BETA KL to joint P3O with fresh rollouts."""
     start, rows = tuned(study, "joint", 0.0, 0, responses), []
-    for algorithm, own in stale.COMPARED + stale.FRESH:
+    for algorithm, own in sorted(stale.COMPARED + stale.FRESH, key=lambda pair: [*measures.NAMES].index(pair[0])):
         asked = {
             "fresh": tuned(study, algorithm, own, 0, responses),
             "stale": tuned(study, algorithm, own, OLDEST, responses),

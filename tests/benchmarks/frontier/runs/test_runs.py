@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.frontier.runs import choice, execute, one_run, stale, tuned_arms
+from benchmarks.frontier.runs import choice, execute, one_run, settings, stale, tuned_arms
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
@@ -63,6 +63,7 @@ CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPAR
 
 def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned_arms, "chosen", lambda: CHOSEN)
+    monkeypatch.setattr(settings, "chosen", lambda: CHOSEN)
     monkeypatch.setattr(tuned_arms, "chosen_rate", lambda arm: 3e-4)
     for planned, _ in execute.PARTS.values():
         names = [one.name for one in planned()]
