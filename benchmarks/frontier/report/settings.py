@@ -15,5 +15,6 @@ def pairs() -> Iterator[tuple[Run, Run]]:
     for responses in (4, 16):
         yield from ((arm(first, responses), arm(second, responses)) for first, second in CHANGED.items())
     yield tuple(settings.two_responses())
+    yield from ((arm(one.algorithm), one) for one in settings.two_responses())
     yield from ((one, arm("ppo")) for one in settings.tuned_critic())
     yield arm("ppo"), arm("ppo_centred")

@@ -12,7 +12,7 @@ COMPARED = (
     *((name, 0.0) for name in (*CLIPPINGS, "ppo", "grpo", "dapo")),
     *(("gspo", 0.003), ("gspo", 0.03), ("rloo", 0.0), ("rebel", 3.0)),
 )
-FRESH = tuple((name, 0.0) for name in ("grpo-k1", "rloo-token", "rloo-response", "dr_grpo"))  # not stale
+FRESH = tuple((name, 0.0) for name in ("grpo-k1", "rloo-token", "rloo-response", "dr_grpo-k1", "dr_grpo", "dapo-k1"))
 CORRECTIONS = ("none", "ratios", "weights")
 # Ratios to the policy that sampled run whether chosen or not.
 RATIOS = [(name, own) for name, own in COMPARED if name in (*CLIPPINGS, "ppo", "grpo", "rebel") or own == 0.03]
