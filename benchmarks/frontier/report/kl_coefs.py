@@ -25,9 +25,9 @@ def gain(records: Records, algorithm: str, beta: float, kl: float) -> float | No
 
 def table(study: Study) -> list[list[str]]:
     """A line an algorithm, a column a KL, in it a gain for each of BETAS. Header first."""
-    lines = [["β " + " / ".join(f"{beta:g}" for beta in BETAS), *(f"gain at KL {kl:g}" for kl in KLS)]]
+    lines = [["β " + "/".join(f"{beta:g}" for beta in BETAS), *(f"gain at KL {kl:g}" for kl in KLS)]]
     for algorithm in ALGORITHMS:
         gains = [[gain(study.records, algorithm, beta, kl) for beta in BETAS] for kl in KLS]
-        cells = [" / ".join("–" if one is None else f"{one:.2f}" for one in column) for column in gains]
+        cells = ["/".join("–" if one is None else f"{one:.2f}" for one in column) for column in gains]
         lines.append([NAMES[algorithm], *cells])
     return lines
