@@ -115,7 +115,7 @@ CENTRED = "ppo_centred"  # PPO with rewards less the mean of their prompt's
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
+    **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in (*CLIPPINGS, "token")},
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
     "dpo": ("online_dpo", {}),

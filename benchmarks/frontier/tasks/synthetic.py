@@ -1,7 +1,7 @@
 """Data of a language for all three stages, and an untrained model with only its words."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,23 +75,25 @@ def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(words: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per word. Unknown words read as padding, since loaders try it with one."""
-    vocabulary = {word: index for index, word in enumerate([END, PAD, *VOCABULARY])}
+    vocabulary = {word: index for index, word in enumerate([END, PAD, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """An untrained Llama of 0.1 million parameters."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, *, width: int = 64, layers: int = 2, inner: int = 152
+) -> LlamaForCausalLM:
+    """An untrained Llama, by default of 0.1 million parameters."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=152,
-            num_hidden_layers=2,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             max_position_embeddings=256,
             tie_word_embeddings=True,

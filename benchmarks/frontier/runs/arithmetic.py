@@ -1,0 +1,103 @@
+"""Algorithms on step-by-step sums, a line of arithmetic.jsonl for each run.
+
+python -m benchmarks.frontier.runs.arithmetic --algorithms joint ppo --rates 3e-4 1e-3 --seeds 0
+"""
+
+import argparse
+import json
+import shutil
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+
+from benchmarks.frontier.runs.one_run import MINIBATCHES, configuration, rounded_evaluations
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.tasks import arithmetic
+from benchmarks.frontier.tasks.task import RESULTS, Task
+from fastp3o.config import Named
+from fastp3o.run.names import METRICS
+from fastp3o.training.loop import train
+
+RESPONSES, UPDATES, PASSES = 64, 100, 2
+EVALUATED_AT = "20,40,60,80"
+REWARD = "benchmarks.frontier.tasks.arithmetic:reward"
+# Of each update, of which the record has means over AVERAGED updates.
+LOGGED = ("reward", "tied_prompts", "clip_fraction", "ratio_max", "grad_norm", "entropy", "sampled_again", "seconds")
+LOGGED += ("kl", "response_length", "zero_gradient_fraction")
+AVERAGED = 10
+
+
+def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
+    """Trains in `folder`, and returns the run with its evaluations and the course of its metrics."""
+    start, output = folder / f"start-{run.seed}", folder / "trained" / run.name
+    if not (start / "policy").exists():
+        arithmetic.make(start, run.seed)
+    prompts, evaluated = (str(start / f"prompts.{part}.jsonl") for part in ("train", "eval"))
+    task = Task(run.task, str(start / "policy"), REWARD, prompts, evaluated, 0.0, 1.0, arithmetic.is_right)
+    config = replace(
+        configuration(replace(run, updates=0), task, output),
+        reward=Named(REWARD, arithmetic.reward),
+        gold_reward=None,
+        updates=run.updates,
+        eval_at=EVALUATED_AT,
+        eval_responses_per_prompt=1,
+        max_prompt_tokens=arithmetic.MAX_PROMPT_TOKENS,
+        max_response_tokens=arithmetic.MAX_RESPONSE_TOKENS,
+        prompts_per_minibatch=run.prompts_per_update // MINIBATCHES,
+        overwrite=True,
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    started = time.process_time()
+    output.mkdir(parents=True, exist_ok=True)
+    with (output.parent / f"{run.name}.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+        train(config)
+    record = asdict(run) | {"cpu_seconds": round(time.process_time() - started, 1)}
+    record |= {"evaluations": rounded_evaluations(output), "course": course(output)}
+    shutil.rmtree(output)
+    return record
+
+
+def course(folder: Path) -> dict[str, list[float]]:
+    """Means over each AVERAGED updates of the metrics that the algorithm has."""
+    updates = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    parts = [updates[first : first + AVERAGED] for first in range(0, len(updates), AVERAGED)]
+    return {
+        name: [float(f"{sum(update[name] for update in part) / len(part):.4g}") for part in parts]
+        for name in LOGGED
+        if name in updates[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", required=True, help="NAME, or NAME=own parameter (plan.Run).")
+    parser.add_argument("--rates", nargs="+", type=float, required=True)
+    parser.add_argument("--seeds", nargs="+", type=int, required=True)
+    parser.add_argument("--responses_per_prompt", type=int, default=4)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of arithmetic.jsonl.")
+    parser.add_argument("--runs", type=Path, default=Path("runs/arithmetic"), help="Folder of starts and logs.")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    path = asked.results / "arithmetic.jsonl"
+    for seed in asked.seeds:
+        for algorithm in asked.algorithms:
+            name, _, own = algorithm.partition("=")
+            for rate in asked.rates:
+                run = Run("arithmetic", name, rate, 0.0, seed, updates=UPDATES, own_parameter=float(own or 0))
+                run = replace(run, responses_per_prompt=asked.responses_per_prompt)
+                run = replace(run, prompts_per_update=RESPONSES // asked.responses_per_prompt)
+                run = replace(run, inner_epochs=0 if name == "rloo" else PASSES)
+                done = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+                if not any(asdict(run).items() <= line.items() for line in done):
+                    record = train_and_record(run, asked.runs)
+                    with path.open("a") as file:
+                        file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Sums that are added up step by step: a verifiable task of long responses with a reward of 0 or 1.
+
+The prompt has four to six numbers of two digits, each digit under a letter of its own: "a 3 A 7 b 4 B 5 c 1 C 9 ... =".
+The response adds one number after the other to the sum so far, units and then tens, each result with its carry:
+
+    then B 5 + 7 = 1 2 , b 4 + 3 + 1 = 0 8 , 0 8 2 ; now C 9 + 2 = 1 1 , c 1 + 8 + 1 = 1 0 , 1 0 1 ; ...
+
+These are 23 tokens a number, so responses have 70, 93 or 116 with their end. The first word says nothing, and is one of
+four by chance: a response has several ways of being right, as a text has.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.frontier.tasks.synthetic import make_model, make_tokenizer, write_jsonl
+from fastp3o.data.loading import load_prompts
+from fastp3o.models.loading import load_policy
+from fastp3o.rollouts.groups import Group, make_prompts, texts
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from fastp3o.training import sft
+from fastp3o.training.sft import SFTConfig
+
+LETTERS, FILLERS = "abcdef", ["add", "take", "now", "then"]
+VOCABULARY = [*LETTERS, *LETTERS.upper(), *"0123456789+=,;", *FILLERS]
+COUNTS = 4, 6  # of numbers, least and most
+MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 26, 128
+
+DEMONSTRATIONS, TRAIN_PROMPTS, EVAL_PROMPTS = 16_000, 6_400, 256
+BEGIN_AT = 0.25  # share of right responses at which fine-tuning ends
+SIZES = {"width": 64, "layers": 2, "inner": 160}
+SFT: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
+SFT |= {"epochs": 1, "learning_rate": 6e-3, "batch_size": 16, "tokens_per_row": 2048, "precision": "fp32"}
+SFT |= {"lr_schedule": "cosine", "warmup_steps": 20, "report_to": "none", "save_every": 20}
+
+
+def make_prompt(numbers: list[int]) -> str:
+    digits = [f"{a} {number // 10} {a.upper()} {number % 10}" for a, number in zip(LETTERS, numbers, strict=False)]
+    return f"{' '.join(digits)} ="
+
+
+def numbers_of(prompt: str) -> list[int]:
+    digits = prompt.split()[1::2]
+    return [int(tens + units) for tens, units in zip(digits[::2], digits[1::2], strict=True)]
+
+
+def spaced(number: int, digits: int) -> str:
+    return " ".join(f"{number:0{digits}}")
+
+
+def steps(prompt: str, rng: np.random.Generator) -> str:
+    """The demonstration."""
+    total, *others = numbers_of(prompt)
+    written = []
+    for letter, number in zip(LETTERS[1:], others, strict=False):
+        (tens, units), (more_tens, more_units) = divmod(total % 100, 10), divmod(number, 10)
+        carry, total = (units + more_units) // 10, total + number
+        written += [
+            f"{rng.choice(FILLERS)} {letter.upper()} {more_units} + {units} = {spaced(units + more_units, 2)} ,",
+            f"{letter} {more_tens} + {tens} + {carry} = {spaced(tens + more_tens + carry, 2)} , {spaced(total, 3)} ;",
+        ]
+    return " ".join(written)
+
+
+def is_right(prompt: str, response: str) -> bool:
+    """Whether the response ends with the sum."""
+    return response.endswith(f", {spaced(sum(numbers_of(prompt)), 3)} ;")
+
+
+def reward(groups: list[Group]) -> Tensor:
+    """1 for a right response, else 0, [P, K]."""
+    prompts, responses = texts(groups)
+    right = [is_right(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    return torch.tensor(right, dtype=torch.float32).view(len(groups), -1)
+
+
+def make(folder: Path, seed: int) -> None:
+    """Writes prompts and, in policy/, a model that has begun to learn the steps; no prompt occurs twice."""
+    rng = np.random.default_rng([seed, 2])
+    prompts: dict[str, None] = {}
+    while len(prompts) < DEMONSTRATIONS + TRAIN_PROMPTS + EVAL_PROMPTS:
+        prompts[make_prompt(rng.integers(10, 100, rng.integers(COUNTS[0], COUNTS[1] + 1)).tolist())] = None
+    shown, rest = list(prompts)[:DEMONSTRATIONS], list(prompts)[DEMONSTRATIONS:]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "sft.jsonl", [{"prompt": prompt, "label": steps(prompt, rng)} for prompt in shown])
+    write_jsonl(folder / "prompts.train.jsonl", [{"prompt": prompt} for prompt in rest[:TRAIN_PROMPTS]])
+    write_jsonl(folder / "prompts.eval.jsonl", [{"prompt": prompt} for prompt in rest[TRAIN_PROMPTS:]])
+    tokenizer = make_tokenizer(VOCABULARY)
+    tokenizer.save_pretrained(folder / "init")
+    make_model(tokenizer, seed, **SIZES).save_pretrained(folder / "init")
+    config = SFTConfig(
+        model=str(folder / "init"),
+        output_dir=str(folder / "sft"),
+        train_data=str(folder / "sft.jsonl"),
+        seed=seed,
+        **SFT,
+    )
+    sft.train(config)
+    examples, _ = load_prompts(
+        str(folder / "prompts.train.jsonl"), tokenizer, limit=256, max_prompt_tokens=MAX_PROMPT_TOKENS
+    )
+    for checkpoint in sorted((folder / "sft").glob("checkpoint-*")):
+        sampler = TransformersSampler(
+            load_policy(str(checkpoint)), tokenizer, max_response_tokens=MAX_RESPONSE_TOKENS, batch_size=256
+        )
+        if reward(sampler(make_prompts(examples[:]), 1, 0)).mean() >= BEGIN_AT:
+            checkpoint.rename(folder / "policy")
+            return
+    raise ValueError(f"no checkpoint of {folder} has {BEGIN_AT:.0%} right responses")
