@@ -23,8 +23,8 @@ from fastp3o.config import Named
 from fastp3o.run.names import METRICS
 from fastp3o.training.loop import train
 
-RESPONSES, UPDATES, PASSES = 64, 100, 2
-EVALUATED_AT = "20,40,60,80"
+RESPONSES, UPDATES, PASSES = 32, 100, 2
+EVALUATED_AT = "50"
 REWARD = "benchmarks.frontier.tasks.arithmetic:reward"
 # Of each update, of which the record has means over AVERAGED updates.
 LOGGED = ("reward", "tied_prompts", "clip_fraction", "ratio_max", "grad_norm", "entropy", "sampled_again", "seconds")
@@ -45,7 +45,7 @@ def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
         gold_reward=None,
         updates=run.updates,
         eval_at=EVALUATED_AT,
-        eval_responses_per_prompt=1,
+        eval_responses_per_prompt=2,
         max_prompt_tokens=arithmetic.MAX_PROMPT_TOKENS,
         max_response_tokens=arithmetic.MAX_RESPONSE_TOKENS,
         prompts_per_minibatch=run.prompts_per_update // MINIBATCHES,
