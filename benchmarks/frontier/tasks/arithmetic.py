@@ -30,7 +30,7 @@ COUNTS = 4, 6  # of numbers, least and most
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 26, 128
 
 DEMONSTRATIONS, TRAIN_PROMPTS, EVAL_PROMPTS = 16_000, 6_400, 256
-BEGIN_AT = 0.25  # share of right responses at which fine-tuning ends
+BEGIN_AT, FIRST = 0.25, 24  # fine-tuning ends at the first checkpoint from here on with this share of right responses
 SIZES = {"width": 64, "layers": 2, "inner": 160}
 SFT: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
 SFT |= {"epochs": 1, "learning_rate": 6e-3, "batch_size": 16, "tokens_per_row": 2048, "precision": "fp32"}
@@ -102,7 +102,7 @@ def make(folder: Path, seed: int) -> None:
     examples, _ = load_prompts(
         str(folder / "prompts.train.jsonl"), tokenizer, limit=256, max_prompt_tokens=MAX_PROMPT_TOKENS
     )
-    for checkpoint in sorted((folder / "sft").glob("checkpoint-*")):
+    for checkpoint in sorted((folder / "sft").glob("checkpoint-*"))[FIRST:]:
         sampler = TransformersSampler(
             load_policy(str(checkpoint)), tokenizer, max_response_tokens=MAX_RESPONSE_TOKENS, batch_size=256
         )
