@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.frontier.tasks.synthetic import make_model, make_tokenizer, write_jsonl
-from fastp3o.data.loading import load_prompts
-from fastp3o.models.loading import load_policy
-from fastp3o.rollouts.groups import Group, make_prompts, texts
-from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from fastp3o.rollouts.groups import Group, texts
 from fastp3o.training import sft
 from fastp3o.training.sft import SFTConfig
 
@@ -30,11 +27,11 @@ COUNTS = 4, 6  # of numbers, least and most
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 26, 128
 
 DEMONSTRATIONS, TRAIN_PROMPTS, EVAL_PROMPTS = 16_000, 6_400, 256
-BEGIN_AT, FIRST = 0.25, 24  # fine-tuning ends at the first checkpoint from here on with this share of right responses
+SLIPS = 0.1  # share of the results in demonstrations
 SIZES = {"width": 64, "layers": 2, "inner": 160}
 SFT: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
 SFT |= {"epochs": 1, "learning_rate": 6e-3, "batch_size": 16, "tokens_per_row": 2048, "precision": "fp32"}
-SFT |= {"lr_schedule": "cosine", "warmup_steps": 20, "report_to": "none", "save_every": 20}
+SFT |= {"lr_schedule": "cosine", "warmup_steps": 20, "report_to": "none"}
 
 
 def make_prompt(numbers: list[int]) -> str:
@@ -51,17 +48,23 @@ def spaced(number: int, digits: int) -> str:
     return " ".join(f"{number:0{digits}}")
 
 
+def slip(result: int, rng: np.random.Generator) -> int:
+    """The result, or one with a last digit by chance."""
+    return result - result % 10 + int(rng.integers(10)) if rng.random() < SLIPS else result
+
+
 def steps(prompt: str, rng: np.random.Generator) -> str:
-    """The demonstration."""
+    """The demonstration of a teacher who slips, and goes on from what is written."""
     total, *others = numbers_of(prompt)
     written = []
     for letter, number in zip(LETTERS[1:], others, strict=False):
-        (tens, units), (more_tens, more_units) = divmod(total % 100, 10), divmod(number, 10)
-        carry, total = (units + more_units) // 10, total + number
-        written += [
-            f"{rng.choice(FILLERS)} {letter.upper()} {more_units} + {units} = {spaced(units + more_units, 2)} ,",
-            f"{letter} {more_tens} + {tens} + {carry} = {spaced(tens + more_tens + carry, 2)} , {spaced(total, 3)} ;",
-        ]
+        more_tens, more_units = divmod(number, 10)
+        units = slip(total % 10 + more_units, rng)
+        written += [f"{rng.choice(FILLERS)} {letter.upper()} {more_units} + {total % 10} = {spaced(units, 2)} ,"]
+        tens = slip(total // 10 % 10 + more_tens + units // 10, rng)
+        sums = f"{letter} {more_tens} + {total // 10 % 10} + {units // 10} = {spaced(tens, 2)}"
+        total = slip(total // 100 * 100 + 10 * tens + units % 10, rng)
+        written += [f"{sums} , {spaced(total, 3)} ;"]
     return " ".join(written)
 
 
@@ -78,7 +81,7 @@ def reward(groups: list[Group]) -> Tensor:
 
 
 def make(folder: Path, seed: int) -> None:
-    """Writes prompts and, in policy/, a model that has begun to learn the steps; no prompt occurs twice."""
+    """Writes prompts and, in policy/, a model that imitates the teacher, slips included; no prompt occurs twice."""
     rng = np.random.default_rng([seed, 2])
     prompts: dict[str, None] = {}
     while len(prompts) < DEMONSTRATIONS + TRAIN_PROMPTS + EVAL_PROMPTS:
@@ -99,14 +102,4 @@ def make(folder: Path, seed: int) -> None:
         **SFT,
     )
     sft.train(config)
-    examples, _ = load_prompts(
-        str(folder / "prompts.train.jsonl"), tokenizer, limit=256, max_prompt_tokens=MAX_PROMPT_TOKENS
-    )
-    for checkpoint in sorted((folder / "sft").glob("checkpoint-*"))[FIRST:]:
-        sampler = TransformersSampler(
-            load_policy(str(checkpoint)), tokenizer, max_response_tokens=MAX_RESPONSE_TOKENS, batch_size=256
-        )
-        if reward(sampler(make_prompts(examples[:]), 1, 0)).mean() >= BEGIN_AT:
-            checkpoint.rename(folder / "policy")
-            return
-    raise ValueError(f"no checkpoint of {folder} has {BEGIN_AT:.0%} right responses")
+    (folder / "sft" / "model").rename(folder / "policy")
