@@ -32,8 +32,8 @@ LOGGED += ("kl", "response_length", "zero_gradient_fraction")
 AVERAGED = 10
 
 
-def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
-    """Trains in `folder`, and returns the run with its evaluations and the course of its metrics."""
+def train_and_record(run: Run, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains in `folder` with further settings; returns the run, its evaluations and the course of its metrics."""
     start, output = folder / f"start-{run.seed}", folder / "trained" / run.name
     if not (start / "policy").exists():
         arithmetic.make(start, run.seed)
@@ -50,13 +50,14 @@ def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
         max_response_tokens=arithmetic.MAX_RESPONSE_TOKENS,
         prompts_per_minibatch=run.prompts_per_update // MINIBATCHES,
         overwrite=True,
+        **settings,
     )
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.process_time()
     output.mkdir(parents=True, exist_ok=True)
     with (output.parent / f"{run.name}.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         train(config)
-    record = asdict(run) | {"cpu_seconds": round(time.process_time() - started, 1)}
+    record = asdict(run) | {"settings": settings, "cpu_seconds": round(time.process_time() - started, 1)}
     record |= {"evaluations": rounded_evaluations(output), "course": course(output)}
     shutil.rmtree(output)
     return record
@@ -75,9 +76,10 @@ def course(folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", required=True, help="NAME, or NAME=own parameter (plan.Run).")
+    parser.add_argument("--algorithms", nargs="+", required=True, help="Of one_run.OWN_SETTINGS.")
     parser.add_argument("--rates", nargs="+", type=float, required=True)
     parser.add_argument("--seeds", nargs="+", type=int, required=True)
+    parser.add_argument("--settings", type=json.loads, default={}, help="Further ones of the objective, as JSON.")
     parser.add_argument("--responses_per_prompt", type=int, default=4)
     parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of arithmetic.jsonl.")
     parser.add_argument("--runs", type=Path, default=Path("runs/arithmetic"), help="Folder of starts and logs.")
@@ -85,16 +87,16 @@ def main() -> None:
     torch.set_num_threads(1)
     path = asked.results / "arithmetic.jsonl"
     for seed in asked.seeds:
-        for algorithm in asked.algorithms:
-            name, _, own = algorithm.partition("=")
+        for name in asked.algorithms:
             for rate in asked.rates:
-                run = Run("arithmetic", name, rate, 0.0, seed, updates=UPDATES, own_parameter=float(own or 0))
+                run = Run("arithmetic", name, rate, 0.0, seed, updates=UPDATES)
                 run = replace(run, responses_per_prompt=asked.responses_per_prompt)
                 run = replace(run, prompts_per_update=RESPONSES // asked.responses_per_prompt)
                 run = replace(run, inner_epochs=0 if name == "rloo" else PASSES)
+                planned = asdict(run) | {"settings": asked.settings}
                 done = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-                if not any(asdict(run).items() <= line.items() for line in done):
-                    record = train_and_record(run, asked.runs)
+                if not any(planned.items() <= line.items() for line in done):
+                    record = train_and_record(run, asked.runs, asked.settings)
                     with path.open("a") as file:
                         file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
