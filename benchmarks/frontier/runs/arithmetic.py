@@ -1,14 +1,14 @@
 """Algorithms on step-by-step sums, a line of arithmetic.jsonl for each run.
 
-python -m benchmarks.frontier.runs.arithmetic --algorithms joint ppo --rates 3e-4 1e-3 --seeds 0
+python -m benchmarks.frontier.runs.arithmetic --algorithms joint ppo --rates 3e-5 1e-4 --seeds 0
 """
 
 import argparse
+import hashlib
 import json
-import shutil
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,10 @@ from fastp3o.config import Named
 from fastp3o.run.names import METRICS
 from fastp3o.training.loop import train
 
-RESPONSES, UPDATES, PASSES = 32, 100, 2
-EVALUATED_AT = "50"
-REWARD = "benchmarks.frontier.tasks.arithmetic:reward"
-# Of each update, of which the record has means over AVERAGED updates.
-LOGGED = ("reward", "tied_prompts", "clip_fraction", "ratio_max", "grad_norm", "entropy", "sampled_again", "seconds")
-LOGGED += ("kl", "response_length", "zero_gradient_fraction")
+RESPONSES, UPDATES, PASSES, EVALUATED_AT = 32, 100, 2, "50"
+# Of the updates; the record has means over each AVERAGED of them.
+LOGGED = "reward tied_prompts clip_fraction zero_gradient_fraction ratio_max grad_norm entropy kl".split()
+LOGGED += "response_length sampled_again seconds".split()
 AVERAGED = 10
 
 
@@ -37,30 +35,23 @@ def train_and_record(run: Run, folder: Path, settings: dict[str, Any]) -> dict[s
     start, output = folder / f"start-{run.seed}", folder / "trained" / run.name
     if not (start / "policy").exists():
         arithmetic.make(start, run.seed)
-    prompts, evaluated = (str(start / f"prompts.{part}.jsonl") for part in ("train", "eval"))
-    task = Task(run.task, str(start / "policy"), REWARD, prompts, evaluated, 0.0, 1.0, arithmetic.is_right)
+    data = {part: str(start / f"prompts.{part}.jsonl") for part in ("train", "eval")}
+    task = Task(run.task, str(start / "policy"), "sums:reward", data["train"], data["eval"], 0, 1, arithmetic.is_right)
     config = replace(
         configuration(replace(run, updates=0), task, output),
-        reward=Named(REWARD, arithmetic.reward),
-        gold_reward=None,
-        updates=run.updates,
-        eval_at=EVALUATED_AT,
-        eval_responses_per_prompt=2,
-        max_prompt_tokens=arithmetic.MAX_PROMPT_TOKENS,
-        max_response_tokens=arithmetic.MAX_RESPONSE_TOKENS,
+        **{"reward": Named("sums:reward", arithmetic.reward), "gold_reward": None, "overwrite": True},
+        **{"updates": run.updates, "eval_at": EVALUATED_AT, "eval_responses_per_prompt": 2},
+        **arithmetic.LENGTHS,
         prompts_per_minibatch=run.prompts_per_update // MINIBATCHES,
-        overwrite=True,
         **settings,
     )
     AcceleratorState._reset_state(reset_partial_state=True)
-    started = time.process_time()
     output.mkdir(parents=True, exist_ok=True)
     with (output.parent / f"{run.name}.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         train(config)
-    record = asdict(run) | {"settings": settings, "cpu_seconds": round(time.process_time() - started, 1)}
-    record |= {"evaluations": rounded_evaluations(output), "course": course(output)}
-    shutil.rmtree(output)
-    return record
+    digest = hashlib.sha256((start / "policy" / "model.safetensors").read_bytes()).hexdigest()
+    record = asdict(run) | {"settings": settings, "start": digest}
+    return record | {"evaluations": rounded_evaluations(output), "course": course(output)}
 
 
 def course(folder: Path) -> dict[str, list[float]]:
@@ -85,20 +76,16 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/arithmetic"), help="Folder of starts and logs.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    path = asked.results / "arithmetic.jsonl"
-    for seed in asked.seeds:
-        for name in asked.algorithms:
-            for rate in asked.rates:
-                run = Run("arithmetic", name, rate, 0.0, seed, updates=UPDATES)
-                run = replace(run, responses_per_prompt=asked.responses_per_prompt)
-                run = replace(run, prompts_per_update=RESPONSES // asked.responses_per_prompt)
-                run = replace(run, inner_epochs=0 if name == "rloo" else PASSES)
-                planned = asdict(run) | {"settings": asked.settings}
-                done = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-                if not any(planned.items() <= line.items() for line in done):
-                    record = train_and_record(run, asked.runs, asked.settings)
-                    with path.open("a") as file:
-                        file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    path, k = asked.results / "arithmetic.jsonl", asked.responses_per_prompt
+    for seed, name, rate in product(asked.seeds, asked.algorithms, asked.rates):
+        run = Run("arithmetic", name, rate, 0.0, seed, updates=UPDATES, responses_per_prompt=k)
+        run = replace(run, prompts_per_update=RESPONSES // k, inner_epochs=0 if name == "rloo" else PASSES)
+        planned = asdict(run) | {"settings": asked.settings}
+        done = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        if not any(planned.items() <= line.items() for line in done):
+            record = train_and_record(run, asked.runs, asked.settings)
+            with path.open("a") as file:
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ These are 23 tokens a number, so responses have 70, 93 or 116 with their end. Th
 four by chance: a response has several ways of being right, as a text has.
 """
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.frontier.tasks.synthetic import make_model, make_tokenizer, write_jsonl
+from benchmarks.frontier.tasks import synthetic
 from fastp3o.rollouts.groups import Group, texts
 from fastp3o.training import sft
 from fastp3o.training.sft import SFTConfig
@@ -24,14 +25,11 @@ from fastp3o.training.sft import SFTConfig
 LETTERS, FILLERS = "abcdef", ["add", "take", "now", "then"]
 VOCABULARY = [*LETTERS, *LETTERS.upper(), *"0123456789+=,;", *FILLERS]
 COUNTS = 4, 6  # of numbers, least and most
-MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 26, 128
+LENGTHS = {"max_prompt_tokens": 26, "max_response_tokens": 128}
 
-DEMONSTRATIONS, TRAIN_PROMPTS, EVAL_PROMPTS = 16_000, 6_400, 256
+SIZES = {"sft": 16_000, "prompts.train": 6_400, "prompts.eval": 256}
 SLIPS = 0.1  # share of the results in demonstrations
-SIZES = {"width": 64, "layers": 2, "inner": 160}
-SFT: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
-SFT |= {"epochs": 1, "learning_rate": 6e-3, "batch_size": 16, "tokens_per_row": 2048, "precision": "fp32"}
-SFT |= {"lr_schedule": "cosine", "warmup_steps": 20, "report_to": "none"}
+SFT: dict[str, Any] = synthetic.SFT | LENGTHS | {"epochs": 1, "batch_size": 16}
 
 
 def make_prompt(numbers: list[int]) -> str:
@@ -84,22 +82,17 @@ def make(folder: Path, seed: int) -> None:
     """Writes prompts and, in policy/, a model that imitates the teacher, slips included; no prompt occurs twice."""
     rng = np.random.default_rng([seed, 2])
     prompts: dict[str, None] = {}
-    while len(prompts) < DEMONSTRATIONS + TRAIN_PROMPTS + EVAL_PROMPTS:
+    while len(prompts) < sum(SIZES.values()):
         prompts[make_prompt(rng.integers(10, 100, rng.integers(COUNTS[0], COUNTS[1] + 1)).tolist())] = None
-    shown, rest = list(prompts)[:DEMONSTRATIONS], list(prompts)[DEMONSTRATIONS:]
+    left, files = iter(prompts), {part: str(folder / f"{part}.jsonl") for part in SIZES}
     folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "sft.jsonl", [{"prompt": prompt, "label": steps(prompt, rng)} for prompt in shown])
-    write_jsonl(folder / "prompts.train.jsonl", [{"prompt": prompt} for prompt in rest[:TRAIN_PROMPTS]])
-    write_jsonl(folder / "prompts.eval.jsonl", [{"prompt": prompt} for prompt in rest[TRAIN_PROMPTS:]])
-    tokenizer = make_tokenizer(VOCABULARY)
-    tokenizer.save_pretrained(folder / "init")
-    make_model(tokenizer, seed, **SIZES).save_pretrained(folder / "init")
-    config = SFTConfig(
-        model=str(folder / "init"),
-        output_dir=str(folder / "sft"),
-        train_data=str(folder / "sft.jsonl"),
-        seed=seed,
-        **SFT,
-    )
-    sft.train(config)
+    for part, size in SIZES.items():
+        records = [{"prompt": prompt} for prompt in islice(left, size)]
+        if part == "sft":
+            records = [record | {"label": steps(record["prompt"], rng)} for record in records]
+        synthetic.write_jsonl(Path(files[part]), records)
+    tokenizer, init, output = synthetic.make_tokenizer(VOCABULARY), str(folder / "init"), str(folder / "sft")
+    tokenizer.save_pretrained(init)
+    synthetic.make_model(tokenizer, seed, inner=160).save_pretrained(init)
+    sft.train(SFTConfig(model=init, output_dir=output, train_data=files["sft"], seed=seed, **SFT))
     (folder / "sft" / "model").rename(folder / "policy")

@@ -83,17 +83,15 @@ def make_tokenizer(words: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def make_model(
-    tokenizer: PreTrainedTokenizerFast, seed: int, *, width: int = 64, layers: int = 2, inner: int = 152
-) -> LlamaForCausalLM:
-    """An untrained Llama, by default of 0.1 million parameters."""
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, inner: int = 152) -> LlamaForCausalLM:
+    """An untrained Llama of 0.1 million parameters."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=width,
+            hidden_size=64,
             intermediate_size=inner,
-            num_hidden_layers=layers,
+            num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=256,
             tie_word_embeddings=True,
