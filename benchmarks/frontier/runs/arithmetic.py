@@ -25,8 +25,8 @@ from fastp3o.training.loop import train
 
 RESPONSES, UPDATES, PASSES, EVALUATED_AT = 32, 100, 2, "50"
 # Of the updates; the record has means over each AVERAGED of them.
-LOGGED = "reward tied_prompts clip_fraction zero_gradient_fraction ratio_max grad_norm entropy kl".split()
-LOGGED += "response_length sampled_again seconds".split()
+LOGGED = ["reward", "tied_prompts", "clip_fraction", "ratio_max", "grad_norm", "entropy", "kl", "response_length"]
+LOGGED += ["zero_gradient_fraction", "sampled_again", "seconds"]
 AVERAGED = 10
 
 
