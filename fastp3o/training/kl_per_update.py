@@ -14,14 +14,26 @@ from fastp3o.processes import sum_over_processes
 from fastp3o.training.microbatches import policy_logprobs
 from fastp3o_kernels.losses import step_kl
 
-CHANGE = 4.0  # the most that a whole update multiplies or divides the rate by; the eighth power if it ends early
-TOO_FAR = 4.0  # times the target: a run's first update ends there, since later ones do not mend what it breaks
+CHANGE = 4.0  # the most that an update multiplies or divides the rate by
+FIRST_CHANGE = CHANGE**8  # the same of a run's first update
+# Updates in which the rate may rise by CHANGE. Later it rises by RISE: where a policy that gets worse leaves fewer
+# prompts without ties, updates move less, and a rate that follows them at once makes an end of it.
+FINDING, RISE = 10, 1.1
 
 
 def adapted(
-    optimizer: Optimizer, config: OnlineConfig, order: Sequence[int], minibatches: Minibatches, found: dict[str, float]
+    optimizer: Optimizer,
+    config: OnlineConfig,
+    update: int,
+    order: Sequence[int],
+    minibatches: Minibatches,
+    found: dict[str, float],
 ) -> Iterator[int]:
     """The minibatches of an update's steps, in this order. Adapts the policy's learning rate after the last one.
+
+    A run's first update tests rates (Smith, arXiv 1506.01186): they double from step to step, up to the peak, and it
+    ends with the step that moves the policy beyond the target. Otherwise a start that is too high would do damage that
+    no later update mends.
 
     found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, from a forward pass of one minibatch, which
     stands for all. With `--old_logprobs sampler` another one before the steps gives log π_before.
@@ -35,20 +47,25 @@ def adapted(
         with torch.no_grad(), accelerator.autocast():
             before = policy_logprobs(optimizer.model, [one.row for one in watched])
         watched = [replace(one, old_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
-    first = schedule.base_lrs[0] == config.learning_rate
+    peak, way, moved = float(schedule.base_lrs[0]), 0.0, 0.0
+    first = peak == config.learning_rate
     for made, index in enumerate(order, 1):
+        if first:
+            optimizer.set_peak_learning_rate(peak * 2.0 ** (made - len(order)))
+        way += optimizer.next_learning_rate()
         yield index
         if first or made == len(order):
             with accelerator.autocast():
                 found["kl_moved"] = moved = kl_moved(optimizer, watched)
-            if first and moved > TOO_FAR * target:
+            if first and moved > target:
                 accelerator.print(f"--kl_per_update: the first update ends after {made} steps and {moved:.3g} nats")
                 break
     if moved > 0:  # otherwise rewards were equal, or fp16 skipped all steps
-        # The way is the sum of the schedule's factors, and the KL grows with its square.
-        way = sum(float(schedule.lr_lambdas[0](schedule.last_epoch - back)) for back in range(made, 0, -1))
-        change = max(way / len(order) * sqrt(target / moved), 1 / CHANGE if made == len(order) else CHANGE**-8)
-        optimizer.set_peak_learning_rate(float(schedule.base_lrs[0]) * min(change, CHANGE))
+        # The KL grows with the square of the way, the sum of the steps' rates.
+        change = way / (len(order) * peak) * sqrt(target / moved)
+        limit = FIRST_CHANGE if first else CHANGE
+        peak *= min(max(change, 1 / limit), limit if update <= FINDING else RISE)
+    optimizer.set_peak_learning_rate(peak)
 
 
 @torch.no_grad()

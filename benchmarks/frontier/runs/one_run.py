@@ -79,6 +79,7 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         "eval_prompts": task.eval_prompts,
         "output_dir": str(output),
         "learning_rate": run.learning_rate,
+        "kl_per_update": run.kl_per_update or None,
         "kl_coef": run.kl_coef,
         "seed": run.seed,
         "responses_per_prompt": run.responses_per_prompt,

@@ -7,7 +7,7 @@ BETA = 0.1  # the KL coefficient of most comparisons, in standard deviations of 
 
 # Fields that the first recorded runs lack.
 LATER = ("own_parameter", "reward_factor", "rounds_ahead", "correction", "inner_epochs", "reward_spread", "updates")
-LATER += ("critic_learning_rate", "value_clip_range")
+LATER += ("critic_learning_rate", "value_clip_range", "kl_per_update")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Run:
 
     critic_learning_rate: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
     value_clip_range: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
+    kl_per_update: float = 0.0  # nats that the learning rate follows; 0: it stays
 
     @property
     def name(self) -> str:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from fastp3o.objectives.base import Objective
 
 
+FIRST_RATE, KL_PER_UPDATE = 1e-6, 0.3  # where no rate is named
+
+
 class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
@@ -35,16 +38,18 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     )
     offload: bool = option(False, "Keep reference and reward model on the CPU between uses.", changeable=True)
 
-    learning_rate: float = option(1e-6, "Peak rate of AdamW (first author: 1e-6 at 1 B).", above=0, changeable=True)
+    learning_rate: float = option(
+        1e-6, "Peak rate of AdamW; 0: found from 1e-6 on, by --kl_per_update 0.3.", at_least=0, changeable=True
+    )
     kl_per_update: float | None = option(
         None, "Nats per response of an update, which learning_rate follows; None: fixed.", above=0, changeable=True
     )
     updates: int = option(500, "Rounds of rollouts and inner epochs.", at_least=1, changeable=True)
-    prompts_per_update: int = option(64, "Prompts of a round of all processes (first author: 64).", at_least=1)
+    prompts_per_update: int = option(32, "Prompts of a round of all processes.", at_least=1)
     prompts_per_minibatch: int = option(
-        4, "Prompts of a step of all processes (first author: 4); 0: as many steps a pass as in the paper.", at_least=0
+        8, "Prompts of a step of all processes; 0: as many steps a pass as in the paper.", at_least=0
     )
-    responses_per_prompt: int = option(2, "K: responses to each prompt (paper: 2), in K (K − 1) / 2 pairs.", at_least=2)
+    responses_per_prompt: int = option(4, "K: responses to each prompt (paper: 2), in K (K − 1) / 2 pairs.", at_least=2)
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
 
     old_logprobs: Literal["policy", "sampler"] = option(
@@ -74,6 +79,9 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     )
 
     def __post_init__(self) -> None:
+        if not self.learning_rate:
+            object.__setattr__(self, "learning_rate", FIRST_RATE)
+            object.__setattr__(self, "kl_per_update", self.kl_per_update or KL_PER_UPDATE)
         if not self.prompts_per_minibatch:
             parts = gcd(self.prompts_per_update, self.paper_minibatches)
             object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update // parts)

@@ -8,9 +8,10 @@ from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
 
 
 class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
-    """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
+    """P3O (arXiv 2310.00212): clipped differences of rewards. Sizes are the study's, the rest the first author's."""
 
     objective_class: ClassVar[str] = "p3o:P3O"
+    learning_rate: float = 0.0
     clipping: Literal["joint", "separate", "none", "token"] = option(
         "joint", "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant)."
     )

@@ -13,8 +13,6 @@ LossMean = Literal["sequence", "token", "constant"]
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
 
-    reward_scaling: Literal["difference", "absolute", "none"] = "none"
-    reward_clip: float = 0.0
     kl_estimator: KLEstimator = option(
         "k1",
         "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
@@ -53,7 +51,9 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
     """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
     objective_class: ClassVar[str] = "policy_gradient:REINFORCE"
-    reward_scaling: Literal["absolute", "none"] = option("none", "absolute: divided by their running deviation; none.")
+    reward_scaling: Literal["absolute", "none"] = option(
+        "absolute", "absolute: divided by their running deviation; none."
+    )
 
 
 class ClippedConfig(RatioConfig):

@@ -17,7 +17,7 @@ class CriticConfig(KLConfig):
     process_rewards: bool = option(True, "Rewards of turns and tokens come where they arise. Off: at the end.")
     critic_learning_rate: float = option(1e-5, "The critic's peak rate (OpenRLHF: 9e-6).", above=0, changeable=True)
     value_coef: float = option(0.1, "Weight of the value loss (TRL: 0.1).", at_least=0, changeable=True)
-    value_clip_range: float = option(0.2, "How far values move before their loss is cut.", above=0, changeable=True)
+    value_clip_range: float = option(10.0, "How far values move before their loss is cut.", above=0, changeable=True)
     reward_scaling: Literal["absolute", "none"] = option(
         "absolute", "absolute: divide rewards by their running standard deviation (first author's code); none."
     )

@@ -200,7 +200,7 @@ class KTOConfig(PreferenceConfig, objective="kto"):
 class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
-    kl_coef: float = option(0.1, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
+    kl_coef: float = option(1.0, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
 
 
 class BPOConfig(OnlineDPOConfig, objective="bpo"):

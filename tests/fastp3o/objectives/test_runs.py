@@ -1,5 +1,7 @@
 """Short runs of every objective by its name: they resume exactly, and settings do what they say."""
 
+import re
+
 import pytest
 import torch
 
@@ -141,19 +143,28 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "p3o"])
-def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(workplace, tiny_model, name):
-    """At the schedule's peak, and by the KL to the reference."""
+def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(
+    workplace, tiny_model, name, monkeypatch, capsys
+):
+    """At the schedule's peak, and by the KL to the reference. In the first update rates double from step to step."""
+    monkeypatch.setattr(kl_per_update, "FINDING", 2)
     changes = {"ppo": {"rounds_ahead": 1}, "rloo": {"precision": "fp16", "lora_rank": 2, **SETTINGS["ppg"]}}
     changes |= {"p3o": {"old_logprobs": "sampler", "lr_schedule": "linear", "warmup_steps": 6}}
-    settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "target_kl": 1e-3, "kl_coef": 0.01, "save_every": 2}
-    settings |= {"updates": 3, **VARIED, **changes[name]}
+    settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "target_kl": 1e-3, "kl_coef": 0.01, "save_every": 3}
+    settings |= {"updates": 4, **VARIED, **changes[name]}
     steps, coefficient = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings), KLCoefficient(0.01, 1e-3)
-    factors = [min(step / 6, (12 - step) / 6) if name == "p3o" else 1.0 for step in range(12)]
-    for one in steps[:-1]:
-        change = sum(factors[(end := 4 * one["step"]) - 4 : end]) / 4 * (0.02 / one["kl_moved"]) ** 0.5
-        rate = one["learning_rate"] / factors[end - 1] * min(max(change, 1 / 4), 4) * factors[end + 3]
-        assert steps[one["step"]]["learning_rate"] == pytest.approx(rate)
-    for one in steps:
+    total = 1 if name == "rloo" else 4
+    factors = [min(step / 6, (16 - step) / 10) if name == "p3o" else 1.0 for step in range(16)]
+    peak = 1e-4
+    for number, one in enumerate(steps, 1):
+        ends = re.search(r"the first update ends after (\d) steps", capsys.readouterr().out) if number == 1 else None
+        made = int(ends[1]) if ends else total
+        doubled = [2.0 ** (step + 1 - total) if number == 1 else 1.0 for step in range(made)]
+        rates = [peak * double * factors.pop(0) for double in doubled]
+        assert one["learning_rate"] == pytest.approx(rates[-1])
+        limit = 4.0**8 if number == 1 else 4.0
+        change = max(sum(rates) / (total * peak) * (0.02 / one["kl_moved"]) ** 0.5, 1 / limit)
+        peak *= min(change, limit if number <= 2 else 1.1)
         coefficient.adapt(one["kl"])
         assert one["kl_coef"] == pytest.approx(coefficient.value)
     assert len({one["kl_coef"] for one in steps}) > 1
@@ -171,11 +182,13 @@ def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, ti
 
     measured = kl_per_update.kl_moved
     monkeypatch.setattr(kl_per_update, "kl_moved", both)
-    settings = {"kl_per_update": 0.01, "learning_rate": 0.01, "responses_per_prompt": 64, "updates": 2}
+    settings = {"kl_per_update": 2e-4, "learning_rate": 0.01, "responses_per_prompt": 64, "updates": 2}
     train(config(tiny_model, "run", old_logprobs="sampler", top_p=0.9, **settings, **VARIED))
-    (first, second), (moved, _) = metrics("run"), exact
-    assert "the first update ends after 1 steps" in capsys.readouterr().out
+    (first, second), (*before, moved, _) = metrics("run"), exact
+    assert max(before, default=0.0) < 2e-4 < moved and len(before) < 3
+    assert f"the first update ends after {len(exact) - 1} steps" in capsys.readouterr().out
     assert first["kl_moved"] == pytest.approx(moved, rel=0.1)
-    assert second["learning_rate"] == pytest.approx(0.01 / 4 * (0.01 / first["kl_moved"]) ** 0.5)
+    assert first["learning_rate"] == pytest.approx(0.01 * 2.0 ** (len(before) - 3))
+    assert second["learning_rate"] == pytest.approx(0.01 / 4 * (2.0 ** (len(before) - 2) - 1 / 8) * (2e-4 / first["kl_moved"]) ** 0.5)
     train(config(tiny_model, "tied", **settings, reward="rewards_for_tests:constant"))
     assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [(0.0, 0.01)] * 2
