@@ -122,7 +122,7 @@ def make_model(folder: Path, seed: int) -> None:
         intermediate_size=192,
         num_hidden_layers=3,
         num_attention_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=words.index(END),
         pad_token_id=words.index(PAD),

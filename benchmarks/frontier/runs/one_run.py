@@ -19,6 +19,7 @@ from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
 from fastp3o.config import Named
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.policy_gradient import PolicyGradientConfig
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
 from fastp3o.training.loop import train
@@ -104,6 +105,8 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         own_settings = own_settings | {"value_clip_range": run.value_clip_range}
     if run.own_parameter:
         own_settings = own_settings | dict.fromkeys(OWN_PARAMETERS[objective], run.own_parameter)
+    if issubclass(OBJECTIVES[objective], PolicyGradientConfig):
+        settings |= {"reward_scaling": "none", "reward_clip": 0.0}
     return OBJECTIVES[objective](**(settings | own_settings))
 
 

@@ -30,8 +30,9 @@ COMMON = ["--report_to", "none", "--learning_rate", "3e-3"]
 FP32 = ["--precision", "fp32"]
 ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--samples_every", "0"]
 ONLINE += ["--updates", "3", "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
-ONLINE += ["--max_response_tokens", "6", "--tokens_per_row", "60", "--seed", "3"]
+ONLINE += ["--max_response_tokens", "6", "--tokens_per_row", "60", "--seed", "3", "--responses_per_prompt", "2"]
 P3O = ["p3o.py", *ONLINE]
+AS_GIVEN = ["--reward_scaling", "none", "--reward_clip", "0"]
 FOUR = ["--responses_per_prompt", "4"]
 # In so many tokens about half of the responses end by themselves.
 MASKED = ["--mask_truncated", "True", "--max_response_tokens", "150", "--tokens_per_row", "1500"]
@@ -66,17 +67,17 @@ GROUPS = {
         "SFT in fp16": [*SFT, "--precision", "fp16"],
     },
     "policy gradients": {
-        "reinforce": online("reinforce", *MASKED),
-        "rloo": online("rloo"),
-        "grpo": online("grpo", "--kl_estimator", "k3"),
-        "dapo": online("dapo", *MASKED),
-        "gspo": online("gspo", "--sampler_ratio_cap", "2"),
-        "rebel": online("rebel"),
-        "ppo": online("ppo"),
-        "ppo, masked": online("ppo", *MASKED, "--entropy_coef", "0.01"),
+        "reinforce": online("reinforce", *AS_GIVEN, *MASKED),
+        "rloo": online("rloo", *AS_GIVEN),
+        "grpo": online("grpo", *AS_GIVEN, "--kl_estimator", "k3"),
+        "dapo": online("dapo", *AS_GIVEN, *MASKED),
+        "gspo": online("gspo", *AS_GIVEN, "--sampler_ratio_cap", "2"),
+        "rebel": online("rebel", *AS_GIVEN),
+        "ppo": online("ppo", "--value_clip_range", "0.2"),
+        "ppo, masked": online("ppo", "--value_clip_range", "0.2", *MASKED, "--entropy_coef", "0.01"),
     },
     "fresh pairs": {
-        "online_dpo": online("online_dpo"),
+        "online_dpo": online("online_dpo", "--kl_coef", "0.1"),
         "online_ipo": online("online_ipo"),
         "bpo": online("bpo"),
         "nash_md": online("nash_md"),

@@ -142,6 +142,18 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
     assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2  # of samples, so it may be below 0
 
 
+def test_a_learning_rate_that_is_not_named_is_found():
+    named = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
+    for changes, expected in (
+        ({}, (1e-6, 0.3)),
+        ({"kl_per_update": 0.5}, (1e-6, 0.5)),
+        ({"learning_rate": 2e-6}, (2e-6, None)),
+        ({"learning_rate": 2e-6, "kl_per_update": 0.5}, (2e-6, 0.5)),
+    ):
+        made = P3OConfig(**named, **changes)
+        assert (made.learning_rate, made.kl_per_update) == expected
+
+
 @pytest.mark.parametrize("name", ["ppo", "rloo", "p3o"])
 def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(
     workplace, tiny_model, name, monkeypatch, capsys
@@ -185,10 +197,12 @@ def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, ti
     settings = {"kl_per_update": 2e-4, "learning_rate": 0.01, "responses_per_prompt": 64, "updates": 2}
     train(config(tiny_model, "run", old_logprobs="sampler", top_p=0.9, **settings, **VARIED))
     (first, second), (*before, moved, _) = metrics("run"), exact
-    assert max(before, default=0.0) < 2e-4 < moved and len(before) < 3
-    assert f"the first update ends after {len(exact) - 1} steps" in capsys.readouterr().out
+    made = len(before) + 1
+    assert max(before, default=0.0) < 2e-4 < moved
+    assert f"the first update ends after {made} steps" in capsys.readouterr().out
     assert first["kl_moved"] == pytest.approx(moved, rel=0.1)
-    assert first["learning_rate"] == pytest.approx(0.01 * 2.0 ** (len(before) - 3))
-    assert second["learning_rate"] == pytest.approx(0.01 / 4 * (2.0 ** (len(before) - 2) - 1 / 8) * (2e-4 / first["kl_moved"]) ** 0.5)
+    assert first["learning_rate"] == pytest.approx(0.01 * 2.0 ** (made - 4))
+    way = 0.01 * (2.0 ** (made - 3) - 1 / 8)
+    assert second["learning_rate"] == pytest.approx(way / 4 * (2e-4 / first["kl_moved"]) ** 0.5)
     train(config(tiny_model, "tied", **settings, reward="rewards_for_tests:constant"))
     assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [(0.0, 0.01)] * 2
