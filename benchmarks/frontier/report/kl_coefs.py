@@ -10,6 +10,7 @@ ALGORITHMS = ("joint", "ppo", "rloo", "rebel", "dpo")
 # The trials differ in rate, coefficient and number of updates alone.
 TRIALS = "responses_per_prompt == 4 and offset == 'none' and rounds_ahead == 0 and inner_epochs == 0"
 TRIALS += " and reward_spread == 0 and critic_learning_rate == 0 and value_clip_range == 0 and own_parameter in (0, 3)"
+TRIALS += " and kl_per_update == 0"
 
 
 def gain(records: Records, algorithm: str, beta: float, kl: float) -> float | None:

@@ -30,6 +30,7 @@ NAMES = {
     "joint": "P3O, joint",
     "separate": "P3O, separate",
     "none": "P3O, no clipping",
+    "token": "P3O, tokens",
     "ppo": "PPO",
     "dpo": "online DPO",
     "rloo": "RLOO",
@@ -43,6 +44,7 @@ NAMES = {
     "dapo-k1": "DAPO, k1",
     "gspo": "GSPO",
     "rebel": "REBEL",
+    "ppo-lambda-1": "PPO, λ 1",
     "ppo_centred": "PPO less the prompt's mean",
 }
 # An arm's label -> a pair of arms whose difference it is.
@@ -133,6 +135,7 @@ def described(arm: Run) -> str:
     parts += [f"{arm.inner_epochs} passes"] if arm.inner_epochs else []
     parts += [f"critic {rate(arm.critic_learning_rate)}"] if arm.critic_learning_rate else []
     parts += [f"value clip {arm.value_clip_range:g}"] if arm.value_clip_range else []
+    parts += [f"{arm.kl_per_update:g} nats an update from"] if arm.kl_per_update else []
     return ", ".join(parts + ([f"rate {rate(arm.learning_rate)}"] if arm.learning_rate else []))
 
 

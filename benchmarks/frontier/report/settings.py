@@ -1,4 +1,4 @@
-"""What one setting does to an algorithm: where the KL stands, clipped ratios, and the critic."""
+"""What one setting does to an algorithm: where the KL stands, clipped ratios, the centre, a rate that is found."""
 
 from collections.abc import Iterator
 
@@ -16,5 +16,5 @@ def pairs() -> Iterator[tuple[Run, Run]]:
         yield from ((arm(first, responses), arm(second, responses)) for first, second in CHANGED.items())
     yield tuple(settings.two_responses())
     yield from ((arm(one.algorithm), one) for one in settings.two_responses())
-    yield from ((one, arm("ppo")) for one in settings.tuned_critic())
+    yield from ((one, arm("joint")) for one in settings.found_rates())
     yield arm("ppo"), arm("ppo_centred")

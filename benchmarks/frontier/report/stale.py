@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.frontier.report import measures
 from benchmarks.frontier.report.figures import Mark, Row, draw
 from benchmarks.frontier.report.measures import Study
-from benchmarks.frontier.runs import settings, stale
+from benchmarks.frontier.runs import stale
 from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
 from benchmarks.frontier.runs.tuned_arms import arm, selection_runs
 
@@ -42,7 +42,6 @@ def rivals(study: Study, lag: int, responses: int) -> list[tuple[Run, Run]]:
     first = best_p3o(study, lag, responses)
     ran = stale.COMPARED if lag else stale.COMPARED + stale.FRESH
     others = [tuned(study, *pair, lag, responses) for pair in ran if pair[0] not in CLIPPINGS]
-    others += settings.tuned_critic() if not lag and responses == 4 else []
     return [(first, other) for other in others] if first else []
 
 

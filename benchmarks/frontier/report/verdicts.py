@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import kl_coefs, measures, stale
+from benchmarks.frontier.report import arithmetic, kl_coefs, measures, stale
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -29,6 +29,7 @@ class Verdict(NamedTuple):
 def write(study: Study) -> None:
     write_between(README, "verdicts", markdown(table(study)))
     write_between(README, "beta", markdown(kl_coefs.table(study)))
+    write_between(README, "sums", markdown(arithmetic.table()))
 
 
 def verdicts(study: Study) -> list[Verdict]:

@@ -1,11 +1,12 @@
-"""Algorithms on step-by-step sums, a line of arithmetic.jsonl for each run.
+"""Algorithms on step-by-step sums, a line of arithmetic.jsonl for each run that it lacks.
 
-python -m benchmarks.frontier.runs.arithmetic --algorithms joint ppo --rates 3e-5 1e-4 --seeds 0
+python -m benchmarks.frontier.runs.arithmetic
 """
 
 import argparse
 import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from itertools import product
@@ -15,23 +16,69 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 
-from benchmarks.frontier.runs.one_run import MINIBATCHES, configuration, rounded_evaluations
+from benchmarks.frontier.runs.one_run import configuration, rounded_evaluations
 from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.records import Records, load
+from benchmarks.frontier.runs.settings import FIRST_RATES, KL_PER_UPDATE
 from benchmarks.frontier.tasks import arithmetic
 from benchmarks.frontier.tasks.task import RESULTS, Task
 from fastp3o.config import Named
 from fastp3o.run.names import METRICS
 from fastp3o.training.loop import train
 
+RECORD = RESULTS / "arithmetic.jsonl"
+# Of the seeds 0 to 15 those whose starts solve a tenth of the sums: two choose rates, eight give the results.
+SELECTION, STARTS = (0, 1), (4, 5, 7, 10, 11, 13, 15)
+RATES = (3e-5, 1e-4)
 RESPONSES, UPDATES, PASSES, EVALUATED_AT = 32, 100, 2, "50"
-# Of the updates; the record has means over each AVERAGED of them.
-LOGGED = ["reward", "tied_prompts", "clip_fraction", "ratio_max", "grad_norm", "entropy", "kl", "response_length"]
-LOGGED += ["zero_gradient_fraction", "sampled_again", "seconds"]
+# Algorithm -> its own parameter.
+COMPARED = dict.fromkeys(("joint", "separate", "none", "token", "ppo-lambda-1", "grpo-k1", "dapo-k1"), 0.0)
+COMPARED |= {"rloo": 0.0, "rloo-response": 0.0, "rloo-token": 0.0, "rebel": 3.0, "gspo": 0.003}
+WITH_16 = ("joint", "grpo-k1", "rloo", "ppo-lambda-1")  # at the rates of 4 responses
+# The record has means of these over each AVERAGED updates.
+LOGGED = ("reward", "tied_prompts", "sampled_again", "clip_fraction", "ratio_max", "kl", "response_length", "seconds")
 AVERAGED = 10
 
 
-def train_and_record(run: Run, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains in `folder` with further settings; returns the run, its evaluations and the course of its metrics."""
+def arm(name: str, responses: int = 4, **fields: float) -> Run:
+    sizes = {"responses_per_prompt": responses, "prompts_per_update": RESPONSES // responses, "updates": UPDATES}
+    passes = 0 if name == "rloo" else PASSES
+    return Run("arithmetic", name, 0.0, 0.0, 0, own_parameter=COMPARED[name], inner_epochs=passes, **sizes, **fields)
+
+
+def arms() -> list[Run]:
+    """What is compared, each at its own rate."""
+    return [*map(arm, COMPARED), *(arm(name, 16) for name in WITH_16)]
+
+
+def chosen_rate(records: Records, one: Run) -> float | None:
+    """The rate with the highest mean accuracy on the starts that choose, with 4 responses; None before all have run."""
+    four = arm(one.algorithm)
+    tried = {rate: accuracies(records, replace(four, learning_rate=rate), SELECTION) for rate in RATES}
+    ran = [rate for rate, found in tried.items() if len(found) == len(SELECTION)]
+    return max(ran, key=lambda rate: sum(tried[rate].values())) if len(ran) == len(RATES) else None
+
+
+def accuracies(records: Records, one: Run, seeds: tuple[int, ...] = STARTS) -> dict[int, float]:
+    """Held-out accuracy after the last update, of the seeds that have run."""
+    names = {seed: replace(one, seed=seed).name for seed in seeds}
+    return {seed: records.histories[name][-1]["reward"] for seed, name in names.items() if name in records.histories}
+
+
+def planned() -> Iterator[Run]:
+    """All runs, the results of those arms whose rates were chosen."""
+    for name, rate, seed in product(COMPARED, RATES, SELECTION):
+        yield replace(arm(name), learning_rate=rate, seed=seed)
+    records = load(RECORD)
+    for seed, one in product(STARTS, arms()):
+        if rate := chosen_rate(records, one):
+            yield replace(one, learning_rate=rate, seed=seed)
+    for rate, seed in product(FIRST_RATES, STARTS):
+        yield replace(arm("joint", kl_per_update=KL_PER_UPDATE), learning_rate=rate, seed=seed)
+
+
+def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
+    """Trains in `folder`; returns the run, its evaluations and the course of its metrics."""
     start, output = folder / f"start-{run.seed}", folder / "trained" / run.name
     if not (start / "policy").exists():
         arithmetic.make(start, run.seed)
@@ -42,50 +89,34 @@ def train_and_record(run: Run, folder: Path, settings: dict[str, Any]) -> dict[s
         **{"reward": Named("sums:reward", arithmetic.reward), "gold_reward": None, "overwrite": True},
         **{"updates": run.updates, "eval_at": EVALUATED_AT, "eval_responses_per_prompt": 2},
         **arithmetic.LENGTHS,
-        prompts_per_minibatch=run.prompts_per_update // MINIBATCHES,
-        **settings,
     )
     AcceleratorState._reset_state(reset_partial_state=True)
     output.mkdir(parents=True, exist_ok=True)
     with (output.parent / f"{run.name}.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         train(config)
     digest = hashlib.sha256((start / "policy" / "model.safetensors").read_bytes()).hexdigest()
-    record = asdict(run) | {"settings": settings, "start": digest}
-    return record | {"evaluations": rounded_evaluations(output), "course": course(output)}
+    return asdict(run) | {"start": digest, "evaluations": rounded_evaluations(output), "course": course(output)}
 
 
 def course(folder: Path) -> dict[str, list[float]]:
     """Means over each AVERAGED updates of the metrics that the algorithm has."""
     updates = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     parts = [updates[first : first + AVERAGED] for first in range(0, len(updates), AVERAGED)]
-    return {
-        name: [float(f"{sum(update[name] for update in part) / len(part):.4g}") for part in parts]
-        for name in LOGGED
-        if name in updates[0]
+    means = {
+        name: [sum(one[name] for one in part) / len(part) for part in parts] for name in LOGGED if name in updates[0]
     }
+    return {name: [float(f"{value:.4g}") for value in values] for name, values in means.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", required=True, help="Of one_run.OWN_SETTINGS.")
-    parser.add_argument("--rates", nargs="+", type=float, required=True)
-    parser.add_argument("--seeds", nargs="+", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, default={}, help="Further ones of the objective, as JSON.")
-    parser.add_argument("--responses_per_prompt", type=int, default=4)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of arithmetic.jsonl.")
     parser.add_argument("--runs", type=Path, default=Path("runs/arithmetic"), help="Folder of starts and logs.")
-    asked = parser.parse_args()
+    folder = parser.parse_args().runs
     torch.set_num_threads(1)
-    path, k = asked.results / "arithmetic.jsonl", asked.responses_per_prompt
-    for seed, name, rate in product(asked.seeds, asked.algorithms, asked.rates):
-        run = Run("arithmetic", name, rate, 0.0, seed, updates=UPDATES, responses_per_prompt=k)
-        run = replace(run, prompts_per_update=RESPONSES // k, inner_epochs=0 if name == "rloo" else PASSES)
-        planned = asdict(run) | {"settings": asked.settings}
-        done = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-        if not any(planned.items() <= line.items() for line in done):
-            record = train_and_record(run, asked.runs, asked.settings)
-            with path.open("a") as file:
-                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    for run in planned():
+        if run.name not in load(RECORD).histories:
+            with RECORD.open("a") as file:
+                file.write(json.dumps(train_and_record(run, folder), separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

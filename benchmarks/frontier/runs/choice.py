@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from benchmarks.frontier.runs import settings, stale, tuned_arms
+from benchmarks.frontier.runs import stale, tuned_arms
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import Records
 
@@ -31,13 +31,6 @@ def choose_rates_of(arms: Callable[[], Iterable[Run]], records: Records) -> None
         if ends:
             found[arm.name] = max(ends, key=ends.__getitem__)
     tuned_arms.write(rates=found)
-
-
-def choose_critic(records: Records) -> None:
-    """Writes PPO's critic rate and value clip with the highest reward − BETA KL."""
-    ends = {one: at_the_end(records, tuned_arms.selection_runs(one, settings.RATE)) for one in settings.critics()}
-    best = max(ends, key=ends.__getitem__)
-    tuned_arms.write(critic={name: getattr(best, name) for name in ("critic_learning_rate", "value_clip_range")})
 
 
 def at_the_end(records: Records, runs: list[Run]) -> float:

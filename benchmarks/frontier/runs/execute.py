@@ -24,18 +24,17 @@ ARMS: dict[str, Callable[[], Iterator[Run]]] = {
     "offset_doses": rewards.without_offset,
     "scales": rewards.scales,
     "two_responses": settings.two_responses,
-    "tuned_critic": settings.tuned_critic,
 }
 
 
 def parts() -> dict[str, tuple[Callable[[], Iterable[Run]], Callable[[records.Records], None] | None]]:
     """The parts of the study in their order: what each runs, and the choice that its runs decide."""
     found: dict = {"corrections": (stale.corrections, choice.choose_corrections)}
-    found["critics"] = settings.critic_trials, choice.choose_critic
     for question, arms in ARMS.items():
         found[f"{question}_rates"] = lambda arms=arms: trials(arms()), partial(choice.choose_rates_of, arms)
         found[question] = lambda arms=arms: results(arms()), None
-    return found | {"offset_doses": (rewards.offset_doses, None), "offset_bits": (rewards.offset_bits, None)}
+    found |= {"offset_doses": (rewards.offset_doses, None), "offset_bits": (rewards.offset_bits, None)}
+    return found | {"found_rates": (settings.found_rates_results, None)}
 
 
 PARTS = parts()

@@ -86,7 +86,7 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
         "responses_per_prompt": run.responses_per_prompt,
         "prompts_per_update": run.prompts_per_update,
         # The number of optimizer steps does not depend on that of prompts.
-        "prompts_per_minibatch": run.prompts_per_update // MINIBATCHES,
+        "prompts_per_minibatch": max(1, run.prompts_per_update // MINIBATCHES),
         "rounds_ahead": run.rounds_ahead,
         "precision": "fp32",
         "report_to": "none",
@@ -122,6 +122,7 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in (*CLIPPINGS, "token")},
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
+    "ppo-lambda-1": ("ppo", PPO_SETTINGS | {"gae_lambda": 1.0}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
     **{f"rloo-{clipping}": ("rloo", {"clipping": clipping}) for clipping in ("response", "token")},

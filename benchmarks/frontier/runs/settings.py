@@ -1,14 +1,13 @@
-"""Two responses to a prompt, and PPO's critic."""
+"""Two responses to a prompt, and learning rates that are found."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 from benchmarks.frontier.runs.plan import Run
-from benchmarks.frontier.runs.tuned_arms import arm, chosen, selection_runs
+from benchmarks.frontier.runs.tuned_arms import RESULTS, arm
 
-# The first of each are those of one_run.PPO_SETTINGS; with them PPO's own rate is the one below.
-CRITIC_RATES, VALUE_CLIPS, RATE = (0.0, 1e-3, 4e-3), (0.0, 1.0, 0.2), 3e-4
+# What a rate is found from, and the nats of an update that it follows.
+FIRST_RATES, KL_PER_UPDATE = (1e-6, 1e-5, 1e-4, 1e-3), 0.3
 
 
 def two_responses() -> Iterator[Run]:
@@ -16,19 +15,10 @@ def two_responses() -> Iterator[Run]:
     return (arm(algorithm, 2) for algorithm in ("joint", "ppo"))
 
 
-def critics() -> list[Run]:
-    """PPO with every critic rate and value clip that is tried."""
-    return [
-        replace(arm("ppo"), critic_learning_rate=rate, value_clip_range=clip)
-        for rate, clip in product(CRITIC_RATES, VALUE_CLIPS)
-    ]
+def found_rates() -> list[Run]:
+    return [replace(arm("joint"), learning_rate=rate, kl_per_update=KL_PER_UPDATE) for rate in FIRST_RATES]
 
 
-def critic_trials() -> Iterator[Run]:
-    for one in critics():
-        yield from selection_runs(one, RATE)
-
-
-def tuned_critic() -> list[Run]:
-    """PPO with the critic that did best; nothing before `critics` has run."""
-    return [replace(arm("ppo"), **chosen()["critic"])] if "critic" in chosen() else []
+def found_rates_results() -> Iterator[Run]:
+    for seed, task in RESULTS:
+        yield from (replace(one, task=task, seed=seed) for one in found_rates())

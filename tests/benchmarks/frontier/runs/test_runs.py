@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.frontier.runs import choice, execute, one_run, settings, stale, tuned_arms
+from benchmarks.frontier.runs import choice, execute, one_run, stale, tuned_arms
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
@@ -58,12 +58,11 @@ def test_an_offset_moves_ppo(task, tmp_path):
 
 
 CRITIC = {"critic_learning_rate": 1e-3, "value_clip_range": 0.2}
-CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED}, "critic": CRITIC}
+CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED}}
 
 
 def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned_arms, "chosen", lambda: CHOSEN)
-    monkeypatch.setattr(settings, "chosen", lambda: CHOSEN)
     monkeypatch.setattr(tuned_arms, "chosen_rate", lambda arm: 3e-4)
     for planned, _ in execute.PARTS.values():
         names = [one.name for one in planned()]

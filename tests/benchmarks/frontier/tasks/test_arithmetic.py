@@ -27,6 +27,6 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
         write_jsonl(policy.parent / f"prompts.{part}.jsonl", [{"prompt": arithmetic.make_prompt([12, 34, 56, 78])}] * 8)
     monkeypatch.setattr(runs, "EVALUATED_AT", "1")
     run = Run("arithmetic", "joint", 1e-3, 0.0, 0, prompts_per_update=8, responses_per_prompt=2, updates=2)
-    record = runs.train_and_record(run, tmp_path, {})
+    record = runs.train_and_record(run, tmp_path)
     assert [one["step"] for one in record["evaluations"]] == [0, 1, 2]
     assert record["course"]["tied_prompts"] == [1.0]
