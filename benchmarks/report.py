@@ -2,7 +2,7 @@
 
 python -m benchmarks.report                        # every table and the goals, of the committed results
 python -m benchmarks.report RESULTS.json           # the tables of one run
-python -m benchmarks.report --write                # what pages say: of GPUs and of precisions
+python -m benchmarks.report --write                # what pages say of GPUs
 """
 
 import argparse
@@ -24,7 +24,6 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 FRONT_PAGE = FOLDER.parent / "README.md"
-PRECISION_PAGE = FOLDER.parent / "fastp3o" / "training" / "precision.md"
 BOTH = "forward and backward"
 # Of an iteration, in their order; an update is four epochs.
 PHASES = ("rollout", "reward", "logprobs", "update", "other")
@@ -110,17 +109,6 @@ def packing(results: Results) -> list[list[str]]:
     return lines
 
 
-def precision_table(record: dict) -> list[list[str]]:
-    """Rounding of log-ratios in each precision of the policy. Header first."""
-    rates = list(record["results"][0]["errors"])
-    lines = [["policy", *(f"lr {float(rate):.0e}" for rate in rates), "ratio/noise"]]
-    for result in record["results"]:
-        noise = result.get("ratio/noise")
-        cells = [f"{result['errors'][rate]:.2g}" for rate in rates]
-        lines.append([result["precision"], *cells, "" if noise is None else f"{noise:.2g}"])
-    return lines
-
-
 def markdown(lines: list[list[str]]) -> str:
     header, *rest = lines
     lines = [header, ["---"] * len(header), *rest]
@@ -143,12 +131,6 @@ def absent(record: dict) -> str:
     for entry in record["not_measured"]:
         reasons.setdefault(entry["reason"], set()).add(entry["name"].split("[")[0])
     return "\n".join(f"- {reason} ({', '.join(sorted(names))})" for reason, names in sorted(reasons.items()))
-
-
-def precision_section(record: dict) -> str:
-    device = f"{record['device']}, torch {record['torch']}"
-    policy = f"a Llama of {record['parameters'] / 1e6:.1f} M parameters, {record['nats_per_token']:.2f} nats a token"
-    return f"{markdown(precision_table(record))}\n\n{device}; {policy}; {record['responses']} responses."
 
 
 def between_markers(text: str, name: str, section: str) -> str:
@@ -252,11 +234,10 @@ def judged(*records: dict) -> Results:
 
 
 def write() -> None:
-    """Writes what pages say of GPUs, and the table of precisions."""
+    """Writes what pages say of GPUs."""
     record = gpu_record()
     write_between(README, "gpu", gpu_sentence(record))
     FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record))
-    write_between(PRECISION_PAGE, "precision", precision_section(load(RESULTS / "policy_precision.json")))
 
 
 def gpu_record() -> dict | None:

@@ -21,7 +21,6 @@ README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
 FIGURES = {
     README_PLOT: readme_plot.draw,
     RESULTS / "stale.svg": stale.figure,
-    RESULTS / "scales.svg": rewards.scales_figure,
 }
 
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.frontier.report import measures
-from benchmarks.frontier.report.figures import Mark, Row, draw
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import rewards
-from benchmarks.frontier.runs.plan import BETA, Run
+from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.tuned_arms import arm
 
 
@@ -36,26 +34,3 @@ def different_weights(study: Study) -> list[list[str]]:
     for algorithm, ran in runs[runs["name"].isin(planned)].groupby("algorithm", sort=False):
         lines.append([measures.NAMES[algorithm], str(len(ran)), str(ran["sha256"].nunique())])
     return lines
-
-
-MARKS = {"plain": Mark("o", "plain rewards", filled=False), "scaled": Mark("D", "a factor for every prompt")}
-
-
-def scales_figure(study: Study, path: Path) -> bool:
-    """What every algorithm reaches with a factor that differs between prompts, and without."""
-    panels = {}
-    for responses in (4, 16):
-        start = arm("joint", responses)
-        plain = [one for one in rewards.scales() if one.responses_per_prompt == responses and not one.reward_spread]
-        panels[f"{responses} responses to a prompt"] = [
-            Row(
-                one,
-                {
-                    "plain": measures.difference(study, (one, start), "end"),
-                    "scaled": measures.difference(study, (replace(one, reward_spread=rewards.SPREAD), start), "end"),
-                },
-            )
-            for one in plain
-        ]
-    title = f"Reward − {BETA:g} KL after training on rewards with a log-normal factor (σ 1) for every prompt"
-    return draw(panels, MARKS, minus="joint P3O with plain rewards", title=title, path=path)

@@ -23,6 +23,7 @@ from benchmarks.frontier.runs.settings import FIRST_RATES, KL_PER_UPDATE
 from benchmarks.frontier.tasks import arithmetic
 from benchmarks.frontier.tasks.task import RESULTS, Task
 from fastp3o.config import Named
+from fastp3o.evaluation.matched_kl import Seed
 from fastp3o.run.names import METRICS
 from fastp3o.training.loop import train
 
@@ -59,10 +60,11 @@ def chosen_rate(records: Records, one: Run) -> float | None:
     return max(ran, key=lambda rate: sum(tried[rate].values())) if len(ran) == len(RATES) else None
 
 
-def accuracies(records: Records, one: Run, seeds: tuple[int, ...] = STARTS) -> dict[int, float]:
+def accuracies(records: Records, one: Run, seeds: tuple[int, ...] = STARTS) -> dict[Seed, float]:
     """Held-out accuracy after the last update, of the seeds that have run."""
     names = {seed: replace(one, seed=seed).name for seed in seeds}
-    return {seed: records.histories[name][-1]["reward"] for seed, name in names.items() if name in records.histories}
+    done = records.histories
+    return {("", seed): float(done[name][-1]["reward"]) for seed, name in names.items() if name in done}
 
 
 def planned() -> Iterator[Run]:
