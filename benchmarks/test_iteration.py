@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from benchmarks.iteration_trainers import (
     CLOCK,
@@ -106,6 +107,7 @@ def run_in_turns(benchmark, case: Iteration, names: list[str], model: Path, fold
                 # Counting slows down what is left out anyhow.
                 peaks.setdefault(name, first_iteration.enter_context(peak_memory()) if number == 0 else [])
                 stopwatch = Stopwatch(first_iteration.close)
+                AcceleratorState._reset_state()  # keeps the precision of the trainer before
                 iterations[name] += TRAINERS[name](task, ITERATIONS, Path(own_folder), stopwatch)[1:]
             release()
 
