@@ -271,7 +271,7 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
     ("changes", "given", "message"),
     [
         ({}, {"prompts": None}, "^prompts is missing"),
-        ({"learning_rate": -1.0}, {}, "^learning_rate must be above 0, got -1.0"),
+        ({"learning_rate": -1.0}, {}, "^learning_rate must be 0 or more, got -1.0"),
         ({"split": "test"}, {"prompts": [{"prompt": "a"}]}, "<prompts>: there is no split 'test'"),
         ({}, {"prompts": ["a"]}, "<prompts> record 1: expected an object"),
         ({}, {"prompts": iter([])}, "prompts must be a Dataset or a list of records"),

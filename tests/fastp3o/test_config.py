@@ -81,7 +81,7 @@ def test_evaluations_come_regularly_at_given_updates_and_last():
 
 def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what_is_required(capsys):
     names = [flag.name for flag in fields(P3OConfig)]
-    assert names[:5] == ["clipping", "clip_range", "ratio_cap", "kl_coef", "kl_reward"]
+    assert names[:5] == ["learning_rate", "clipping", "clip_range", "ratio_cap", "kl_coef"]
     with pytest.raises(SystemExit):
         parse(P3OConfig, ["--help"])
     shown = capsys.readouterr().out
@@ -149,7 +149,7 @@ def test_the_options_of_p3o_are_the_settings_of_its_loss():
 
 
 def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
-    begins = {name: (2, {64: 1}) for name in ("rloo", "reinforce", "ppg")} | {"dapo": (8, {64: 16, 24: 8})}
+    begins = {name: (4, {64: 1}) for name in ("rloo", "reinforce", "ppg")} | {"dapo": (8, {64: 16, 24: 8})}
     begins |= {"grpo": (8, {64: 1}), "dr_grpo": (8, {64: 1}), "gspo": (8, {64: 4, 5: 1})}
     begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8})}
     for name, (responses, minibatches) in begins.items():

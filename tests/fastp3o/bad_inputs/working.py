@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 LENGTHS = "--max_prompt_tokens 32 --max_response_tokens 8"
 TRAINING = f"--model models/whole --output_dir o --report_to none {LENGTHS}"
 SAMPLING = "--prompts prompts.jsonl --reward rewards_for_tests:vowels"
-ONLINE = f"{TRAINING} {SAMPLING} --updates 1 --prompts_per_update 8"
+ONLINE = f"{TRAINING} {SAMPLING} --updates 1 --prompts_per_update 4 --prompts_per_minibatch 4 --responses_per_prompt 2"
 TINY = "--hidden_size 32 --intermediate_size 32 --layers 1 --vocab_size 300"
 WORKING = {
     "p3o": ONLINE,

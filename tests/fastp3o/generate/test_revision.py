@@ -144,7 +144,7 @@ def test_the_recipe_from_principles_to_p3o(principles, tiny_model, monkeypatch):
     short = "--max_prompt_tokens 32 --max_response_tokens 8"
     sampled = f"{short} --responses_per_prompt 2 --stop_strings {shlex.quote(json.dumps(LETTERS))}"
     trained = f"{short} --report_to none --learning_rate 1e-3"
-    online = f"{trained} --updates 2 --prompts_per_update 4 --inner_epochs 1"
+    online = f"{trained} --updates 2 --prompts_per_update 4 --prompts_per_minibatch 4 --inner_epochs 1"
     more = {"generate": sampled, "sft": trained, "reward": trained, "p3o": online}
     block = PAGE.read_text().partition("### From principles to P3O")[2].split("```")[1]
     commands = [line for line in block.splitlines() if line.startswith("fastp3o ")]

@@ -234,13 +234,14 @@ def test_what_takes_effect_is_said_in_one_line_each():
     assert resume(output_dir="moved", prompts="moved with the same contents") == []
     assert resume(learning_rate=0.5, kl_coef=0.1, hashes=HASHES | {"reward function": "9"}, processes=2) == [
         "resuming with another kl_coef: 0.05 before, 0.1 now",
+        "resuming with another kl_per_update: 0.3 before, None now",
         "resuming with another learning_rate: 1e-06 before, 0.5 now",
         "resuming with another source of the reward function",
         "resuming on another number of processes: 1 before, 2 now",
     ]
 
 
-@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 8}])
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 4}])
 def test_what_would_be_another_run_is_refused_by_name(changes):
     with pytest.raises(ResumeError, match=r"--resume: this would be another run: .*or a new --output_dir") as refused:
         resume(**changes)
