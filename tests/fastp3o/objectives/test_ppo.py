@@ -81,7 +81,8 @@ def test_a_value_that_has_moved_far_towards_its_return_stays(value, moves):
     """Its clipped distance to the return, 1, is the longer one then."""
     values = torch.tensor([value], requires_grad=True)
     zero = torch.zeros(1)
-    loss, _ = ppo_loss(zero.clone().requires_grad_(), values, given(zero, zero, zero, torch.ones(1)), 1, settings(value_clip_range=0.2))
+    batch, clipped = given(zero, zero, zero, torch.ones(1)), settings(value_clip_range=0.2)
+    loss, _ = ppo_loss(zero.clone().requires_grad_(), values, batch, 1, clipped)
     loss.backward()
     assert bool(values.grad.ne(0)) == moves
 
