@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from fastp3o.config import option
 from fastp3o.errors import UserError
-from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
+from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, RewardScalingConfig
 
 
 class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
@@ -27,17 +27,14 @@ class PPGConfig(P3OConfig, objective="ppg"):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
     clipping: Literal["none"] = option("none", "The gradient has nothing to clip.")
+    learning_rate: float = ONE_STEP_RATE
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fixed = {
-            "old_logprobs": "policy",
-            **{name: getattr(P3OConfig, name) for name in ("clip_range", "ratio_cap", "kl_reward")},
-            "inner_epochs": 1,
-            "prompts_per_minibatch": self.prompts_per_update,
-        }
+        fixed = {name: getattr(P3OConfig, name) for name in ("clip_range", "ratio_cap", "kl_reward")}
+        fixed |= {"old_logprobs": "policy", "inner_epochs": 1, "prompts_per_minibatch": self.prompts_per_update}
         if wrong := {name: value for name, value in fixed.items() if getattr(self, name) != value}:
             problems = (f"--{name} must be {value}, got {getattr(self, name)}" for name, value in wrong.items())
             raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")

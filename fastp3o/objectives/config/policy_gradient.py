@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 from fastp3o.config import option
-from fastp3o.objectives.config.base import KLConfig, RewardScalingConfig
+from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, RewardScalingConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -37,6 +37,7 @@ class RLOOConfig(RatioConfig, objective="rloo"):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
     objective_class: ClassVar[str] = "policy_gradient:RLOO"
+    learning_rate: float = ONE_STEP_RATE
     further_needs: ClassVar = dict.fromkeys(("clip_low", "clip_high"), ("clipping=response", "clipping=token"))
     clipping: Literal["none", "response", "token"] = option(
         "none", "Clipped ratios: none, for one step a round; of a response (TRL), or a token (verl, OpenRLHF)."
@@ -57,9 +58,7 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
 
 
 class ClippedConfig(RatioConfig):
-    """Clipped ratios, and advantages within a prompt's responses. A round makes the steps of each paper: one for GRPO
-    (arXiv 2402.03300) and Dr. GRPO (2503.20783), 16 for DAPO (2503.14476), 4 for GSPO (2507.18071).
-    """
+    """Clipped ratios, and advantages within a prompt's responses. A round makes as many steps as in each paper."""
 
     responses_per_prompt: int = option(
         8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
@@ -71,6 +70,7 @@ class GRPOConfig(ClippedConfig, objective="grpo"):
     """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses. The paper's KL is k3."""
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
+    learning_rate: float = ONE_STEP_RATE
     kl_coef: float = 0.04
     loss_mean: LossMean = option("sequence", "Over a response; token: all; constant: max_response_tokens (Dr. GRPO).")
 
@@ -87,6 +87,7 @@ class DAPOConfig(GRPOConfig, objective="dapo"):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
     paper_minibatches: ClassVar[int] = 16
+    learning_rate: float = 1e-6
     clip_high: float = 0.28
     kl_coef: float = 0.0
     loss_mean: LossMean = "token"
