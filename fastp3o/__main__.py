@@ -55,8 +55,7 @@ def main(command: str | None = None) -> None:
 
         chosen, action = found(STAGES[command][0]), STAGES[command][1]
         config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
-        # Its import takes seconds, which --help does without, and makes objects that stay: collecting garbage meanwhile
-        # would take a third as long again.
+        # Its import takes seconds, and makes objects that stay: collecting garbage meanwhile adds a third.
         gc.disable()
         act = found(action)
         gc.freeze()

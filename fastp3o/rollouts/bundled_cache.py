@@ -78,8 +78,7 @@ class BundledCache(Cache):
         self.used_first_seen = self.first_seen[:count]
         self.used_stacks = [(layers, stack[:, :count]) for layers, stack in self.stacks]
         self.first_newest = self.first_own(responses)
-        # Where each slot's response is among the members of these bundles, and the slot of each member; None where they
-        # are the same.
+        # Where each slot's response is among these bundles' members, and each member's slot; None: they are the same.
         self.member, self.slot = self.places[responses // M] * M + responses % M, None
         slots = torch.arange(len(responses), device=responses.device)
         if len(responses) < count * M or not torch.equal(self.member, slots):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import sqrt
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fastp3o.objectives.base import Microbatch, Minibatches
@@ -16,8 +17,8 @@ from fastp3o_kernels.losses import step_kl
 
 CHANGE = 4.0  # the most that an update multiplies or divides the rate by
 FIRST_CHANGE = CHANGE**8  # the same of a run's first update
-# Updates in which the rate may rise by CHANGE. Later it rises by RISE: where a policy that gets worse leaves fewer
-# prompts without ties, updates move less, and a rate that follows them at once makes an end of it.
+# After the first updates the rate rises by RISE at most: a policy that gets worse has more ties, so that its updates
+# move less, and a rate that followed them at once would make an end of it.
 FINDING, RISE = 10, 1.1
 
 
@@ -27,16 +28,18 @@ def adapted(
     update: int,
     order: Sequence[int],
     minibatches: Minibatches,
+    step_metrics: Sequence[dict[str, Tensor]],
     found: dict[str, float],
 ) -> Iterator[int]:
     """The minibatches of an update's steps, in this order. Adapts the policy's learning rate after the last one.
 
     A run's first update tests rates (Smith, arXiv 1506.01186): they double from step to step, up to the peak, and it
     ends with the step that moves the policy beyond the target. Otherwise a start that is too high would do damage that
-    no later update mends.
+    no later update mends. A step without a gradient, where all rewards tie or all is clipped, tests nothing.
 
-    found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, from a forward pass of one minibatch, which
-    stands for all. With `--old_logprobs sampler` another one before the steps gives log π_before.
+    step_metrics: those of the update's steps so far. found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per
+    response, from a forward pass of one minibatch, which stands for all. With `--old_logprobs sampler` another one
+    before the steps gives log π_before.
     """
     target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
     if target is None:
@@ -47,12 +50,13 @@ def adapted(
         with torch.no_grad(), accelerator.autocast():
             before = policy_logprobs(optimizer.model, [one.row for one in watched])
         watched = [replace(one, old_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
-    peak, way, moved = float(schedule.base_lrs[0]), 0.0, 0.0
+    peak, rates, moved = float(schedule.base_lrs[0]), list[float](), 0.0
     first = peak == config.learning_rate
     for made, index in enumerate(order, 1):
         if first:
-            optimizer.set_peak_learning_rate(peak * 2.0 ** (made - len(order)))
-        way += optimizer.next_learning_rate()
+            tested = sum(one["grad_norm"].item() > 0 for one in step_metrics)
+            optimizer.set_peak_learning_rate(peak * 2.0 ** (tested + 1 - len(order)))
+        rates.append(optimizer.next_learning_rate())
         yield index
         if first or made == len(order):
             with accelerator.autocast():
@@ -60,8 +64,9 @@ def adapted(
             if first and moved > target:
                 accelerator.print(f"--kl_per_update: the first update ends after {made} steps and {moved:.3g} nats")
                 break
-    if moved > 0:  # otherwise rewards were equal, or fp16 skipped all steps
-        # The KL grows with the square of the way, the sum of the steps' rates.
+    # The KL grows with the square of the way, the sum of the steps' rates.
+    way = sum(rate for rate, one in zip(rates, step_metrics, strict=True) if one["grad_norm"].item() > 0)
+    if moved > 0 and way > 0:
         change = way / (len(order) * peak) * sqrt(target / moved)
         limit = FIRST_CHANGE if first else CHANGE
         peak *= min(max(change, 1 / limit), limit if update <= FINDING else RISE)

@@ -65,7 +65,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 step_metrics: list[dict[str, Tensor]] = []
                 seeds = [derived_seed(config.seed, update, epoch) for epoch in range(config.inner_epochs)]
                 order = [index for seed in seeds for index in shuffled(len(minibatches), seed).tolist()]
-                for index in adapted(run.optimizer, config, update, order, minibatches, found):
+                for index in adapted(run.optimizer, config, update, order, minibatches, step_metrics, found):
                     loss = objective.loss if step_metrics else objective.first_loss
                     step_metrics.append(step(passes[index], loss))
                 with accelerator.autocast():

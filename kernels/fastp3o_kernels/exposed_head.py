@@ -36,8 +36,7 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 # Products that every soft cap in use bends, and tokens to look at.
 LARGEST_PRODUCT = 100.0
 TOKENS = 3
-# Share of the largest logit, or of all hidden states, that may differ: rounding to bf16 stays below it, a scale or cap
-# is far above.
+# Share of the largest logit, or of all hidden states, that may differ: bf16 stays below, a scale or cap far above it.
 TOLERANCE = 0.02
 
 

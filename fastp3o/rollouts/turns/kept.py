@@ -54,8 +54,7 @@ class KeptQueue(Queue):
         self.sampled.fill_(NO_TOKEN)
 
     def own_tokens(self) -> Tensor:
-        # Idle slots write at the last place, which only the last token of a full trajectory reads. What would come
-        # after it is cut.
+        # Idle slots write at the last place, which only the last token of a full trajectory reads; more is cut.
         return (self.seen[self.response] + self.steps).clamp(max=self.last_place)
 
 

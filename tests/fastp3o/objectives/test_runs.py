@@ -1,9 +1,14 @@
 """Short runs of every objective by its name: they resume exactly, and settings do what they say."""
 
+import operator
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastp3o.models.loading import load_policy
 from fastp3o.objectives.base import Microbatch, mean_kl
@@ -161,7 +166,7 @@ def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(
     """At the schedule's peak, and by the KL to the reference. In the first update rates double from step to step."""
     monkeypatch.setattr(kl_per_update, "FINDING", 2)
     changes = {"ppo": {"rounds_ahead": 1}, "rloo": {"precision": "fp16", "lora_rank": 2, **SETTINGS["ppg"]}}
-    changes |= {"p3o": {"old_logprobs": "sampler", "lr_schedule": "linear", "warmup_steps": 6}}
+    changes |= {"p3o": {"old_logprobs": "sampler", "clipping": "none", "lr_schedule": "linear", "warmup_steps": 6}}
     settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "target_kl": 1e-3, "kl_coef": 0.01, "save_every": 3}
     settings |= {"updates": 4, **VARIED, **changes[name]}
     steps, coefficient = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings), KLCoefficient(0.01, 1e-3)
@@ -205,4 +210,26 @@ def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, ti
     way = 0.01 * (2.0 ** (made - 3) - 1 / 8)
     assert second["learning_rate"] == pytest.approx(way / 4 * (2e-4 / first["kl_moved"]) ** 0.5)
     train(config(tiny_model, "tied", **settings, reward="rewards_for_tests:constant"))
-    assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [(0.0, 0.01)] * 2
+    assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [(0.0, 0.01 / 8)] * 2
+
+
+@given(norms=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5), first=st.booleans())
+def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
+    """Where the KL grows as it should, one update finds the rate, whatever steps are tied; without any it stays."""
+    rates, done, schedule = [], [], SimpleNamespace(base_lrs=[0.01])
+    optimizer = SimpleNamespace(
+        accelerator=SimpleNamespace(autocast=nullcontext, print=print),
+        schedule=schedule,
+        next_learning_rate=lambda: schedule.base_lrs[0],
+        set_peak_learning_rate=lambda rate: schedule.base_lrs.__setitem__(0, rate),
+    )
+    settings = SimpleNamespace(kl_per_update=1.0, old_logprobs="policy", learning_rate=0.01 if first else 0.02)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kl_per_update, "kl_moved", lambda *_: (70 * sum(map(operator.mul, rates, norms))) ** 2)
+        for index in kl_per_update.adapted(optimizer, settings, 1, range(len(norms)), [[None]], done, {}):
+            rates.append(schedule.base_lrs[0])
+            done.append({"grad_norm": torch.tensor(norms[index])})
+    if first:
+        tested = [sum(norms[:step]) for step in range(len(rates))]
+        assert rates == [0.01 * 2.0 ** (one + 1 - len(norms)) for one in tested]
+    assert schedule.base_lrs[0] == pytest.approx(1 / (70 * len(norms)) if any(norms) else 0.01)
