@@ -44,6 +44,9 @@ NAMES = {
     "dapo-k1": "DAPO, k1",
     "gspo": "GSPO",
     "rebel": "REBEL",
+    "oapl": "OAPL",
+    "vespo": "VESPO",
+    "copg": "CoPG",
     "ppo-lambda-1": "PPO, λ 1",
     "ppo_centred": "PPO less the prompt's mean",
 }

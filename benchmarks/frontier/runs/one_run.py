@@ -129,6 +129,7 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"kl_estimator": "k3"}) for name in ("grpo", "dr_grpo", "dapo")},
     **{f"{name}-k1": (name, {"kl_estimator": "k1"}) for name in ("grpo", "dr_grpo", "dapo")},
     "gspo": ("gspo", {"kl_estimator": "k1"}),
+    "oapl": ("oapl", {"old_logprobs": "policy"}),
 }
 
 # Objective -> the fields of its configuration that Run.own_parameter sets.
@@ -136,6 +137,7 @@ OWN_PARAMETERS = {
     **dict.fromkeys(("p3o", "ppo"), ("clip_range",)),
     **dict.fromkeys(("grpo", "gspo"), ("clip_low", "clip_high")),
     "rebel": ("eta",),
+    "oapl": ("beta2",),
 }
 
 
