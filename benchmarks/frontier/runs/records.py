@@ -20,7 +20,7 @@ EVALUATION_FIELDS = ("run", "step", "kl", "reward", "gold")
 class Records:
     """One row per run and one per evaluation, in recorded order; rewards are divided by their factor.
 
-    runs: name, group (of tasks), the fields of plan.Run, sha256 (of the final weights), and of the last evaluation
+    runs: name, the fields of plan.Run, sha256 (of the final weights), and of the last evaluation
         final_kl and final_objective, which runs with this KL coefficient maximise
     evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), and
         objective: the reward's gain over the run's start − BETA KL
@@ -53,7 +53,6 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
     runs.insert(0, "name", Series(names, dtype=object))
-    runs.insert(1, "group", runs["task"].map(lambda task: task.rpartition("-")[0]))
     evaluations = DataFrame(
         [
             one | {"run": name, "reward": one["reward"] / line["reward_factor"]}

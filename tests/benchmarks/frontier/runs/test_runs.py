@@ -58,7 +58,7 @@ def test_an_offset_moves_ppo(task, tmp_path):
 
 
 CRITIC = {"critic_learning_rate": 1e-3, "value_clip_range": 0.2}
-CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED}}
+CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED + stale.OFF_POLICY}}
 
 
 def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatch):
@@ -84,6 +84,7 @@ def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatc
         ({"algorithm": "rebel", "own_parameter": 3.0}, {"eta": 3.0}),
         ({"algorithm": "separate", "own_parameter": 0.5}, {"clipping": "separate", "clip_range": 0.5}),
         ({"algorithm": "ppo", "own_parameter": 0.5}, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
+        ({"algorithm": "oapl", "own_parameter": 0.3}, {"old_logprobs": "policy", "beta2": 0.3}),
         ({"rounds_ahead": 6}, {"old_logprobs": "policy", "sampler_ratio_cap": 0.0, "rounds_ahead": 6}),
         ({"rounds_ahead": 6, "correction": "ratios"}, {"old_logprobs": "sampler", "sampler_ratio_cap": 0.0}),
         ({"rounds_ahead": 6, "correction": "weights"}, {"old_logprobs": "policy", "sampler_ratio_cap": 10.0}),
