@@ -16,7 +16,7 @@ from fastp3o.evaluation.matched_kl import Estimate
 COLORS = {"joint": "#0072B2", "separate": "#56B4E9", "none": "#8C8C8C", "ppo": "#D55E00", "dpo": "#009E73"}
 COLORS |= {"rloo": "#CC79A7", "grpo": "#E69F00", "dr_grpo": "#A6761D", "dapo": "#7B3294", "gspo": "#B2182B"}
 COLORS |= {"rloo-response": "#CC79A7", "rloo-token": "#CC79A7", "grpo-k1": "#E69F00", "dr_grpo-k1": "#A6761D"}
-COLORS |= {"dapo-k1": "#7B3294"}
+COLORS |= {"dapo-k1": "#7B3294", "oapl": "#66A61E", "vespo": "#E7298A", "copg": "#1B9E77"}
 COLORS |= {"rebel": "#1B7837", "ppo_centred": "#F4A582"}
 
 

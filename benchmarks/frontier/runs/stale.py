@@ -12,8 +12,8 @@ COMPARED = (
     *((name, 0.0) for name in (*CLIPPINGS, "ppo", "grpo", "dapo")),
     *(("gspo", 0.003), ("gspo", 0.03), ("rloo", 0.0), ("rebel", 3.0)),
 )
-# They learn from what any policy sampled. OAPL's β2 is the better of 0.3 and the paper's 1e-3.
-OFF_POLICY = (("vespo", 0.0), ("oapl", 0.3), ("copg", 0.0))
+# OAPL's β2 is the better of 0.3 and the paper's 1e-3.
+STALE = (("vespo", 0.0), ("oapl", 0.3), ("copg", 0.0), ("grpo-k1", 0.0), ("rloo-token", 0.0))
 FRESH = tuple((name, 0.0) for name in ("grpo-k1", "rloo-token", "rloo-response", "dr_grpo-k1", "dr_grpo", "dapo-k1"))
 CORRECTIONS = ("none", "ratios", "weights")
 # Ratios to the policy that sampled run whether chosen or not.
@@ -32,7 +32,7 @@ def corrected(algorithm: str, own: float) -> list[Run]:
 def corrections() -> Iterator[Run]:
     """Every algorithm with every correction."""
     for number in range(2):
-        for algorithm, own in COMPARED + OFF_POLICY:
+        for algorithm, own in COMPARED + STALE:
             for one in corrected(algorithm, own):
                 yield from selection_runs(one, rates_of(one)[number])
 
@@ -50,7 +50,7 @@ def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
     if chosen is None:
         chosen = required("corrections", "corrections") if lag else {}
     for responses in (4, 16):
-        for algorithm, own in COMPARED + (OFF_POLICY if lag else FRESH):
+        for algorithm, own in COMPARED + (STALE if lag else FRESH):
             corrections = [chosen[label(algorithm, own)]] if lag else ["none"]
             corrections += ["ratios"] if lag and (algorithm, own) in RATIOS else []
             for correction in dict.fromkeys(corrections):
