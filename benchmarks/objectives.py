@@ -122,7 +122,7 @@ def ipo(groups: Groups) -> Tensor:
 
 
 OBJECTIVES: dict[str, Objective] = {
-    **{f"P3O, {clipping}": p3o(clipping) for clipping in ("joint", "separate", "none", "token", "soft")},
+    **{f"P3O, {clipping}": p3o(clipping) for clipping in ("joint", "separate", "none", "token")},
     "PPG": pair_objective(ppg, "rewards"),
     "REINFORCE": response_objective(losses.reinforce, "centred"),
     "RLOO": response_objective(losses.ppo_clip, "old", "leave one out"),

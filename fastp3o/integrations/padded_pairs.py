@@ -49,7 +49,7 @@ def padded_p3o_loss(
     Args:
         model: after `expose_head`, in any wrapper.
         rewards: [P, K].
-        settings: clipping is not "token".
+        settings: clipping is "joint", "separate" or "none".
         old_logprobs: [P, K], the log-probs by the policy that sampled; None if it is this policy.
         ref_logprobs: [P, K], those by the reference; None if it is the policy that sampled.
         temperature: the sampler's, which divides logits.
@@ -61,7 +61,7 @@ def padded_p3o_loss(
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel cuts batches between responses to one prompt: start with torchrun, or one GPU")
     if settings.clipping == "token":
-        raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate, none or soft')
+        raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate or none')
     ref = old_logprobs if ref_logprobs is None else ref_logprobs
     is_reference = ref is None
     if ref is None:

@@ -29,7 +29,7 @@ class P3O(Objective):
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
     def clip_range(self, length: float) -> float | None:
-        return self.settings.clip_range if self.settings.clipping in ("joint", "separate", "soft") else None
+        return self.settings.clip_range if self.settings.clipping in ("joint", "separate") else None
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)

@@ -27,7 +27,7 @@ def p3o_policy_loss(
         logprobs, old_logprobs, mask: [B, C].
         advantages: [B, C]. A response's advantage is that at its first token: its reward less the cost of the KL, and
             less anything that its siblings share.
-        settings: clipping is not "token"; kl_coef is 0, for the KL is in the advantages.
+        settings: clipping is "joint", "separate" or "none"; kl_coef is 0, for the KL is in the advantages.
         divisor: divides the sum over prompts; P by default.
 
     Raises ValueError for a KL that would count twice, and if B is not a multiple of K.

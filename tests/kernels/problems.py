@@ -16,7 +16,7 @@ from fastp3o_kernels.head import head as head_module
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.head import HeadDtypes
 
-CLIPPINGS = ("joint", "separate", "none", "token", "soft")
+CLIPPINGS = ("joint", "separate", "none", "token")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with Triton.

@@ -112,11 +112,7 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
         (token_p3o_loss, (FOUR[0], [0, 1, 2], *FOUR[:3]), "token_logprobs must have shape [N]"),
         (partial(linear_logprobs, outputs="entropy"), HEAD, "outputs must be among entropy, mean_logit, is_top"),
         (partial(token_logprobs, outputs=["entropies"]), HEAD[::2], "got ['entropies']"),
-        (
-            partial(P3OSettings, clipping="both"),
-            (),
-            "clipping must be one of joint, separate, none, token, soft, got 'both'",
-        ),
+        (partial(P3OSettings, clipping="both"), (), "clipping must be one of joint, separate, none, token, got 'both'"),
         (partial(P3OSettings, clip_range=0), (), "clip_range must be above 0, got 0"),
         (partial(P3OSettings, ratio_cap=0.5), (), "ratio_cap must be at least 1, got 0.5"),
         (partial(P3OSettings, sampler_ratio_cap=0.9), (), "sampler_ratio_cap must be at least 1, got 0.9"),

@@ -119,7 +119,7 @@ CENTRED = "ppo_centred"  # PPO with rewards less the mean of their prompt's
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in (*CLIPPINGS, "token", "soft")},
+    **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in (*CLIPPINGS, "token")},
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
     "ppo-lambda-1": ("ppo", PPO_SETTINGS | {"gae_lambda": 1.0}),

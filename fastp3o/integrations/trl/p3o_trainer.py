@@ -54,7 +54,7 @@ class P3OConfig(GRPOConfig):
     vllm_importance_sampling_correction: bool = field(
         default=False, metadata={"help": "Must stay False: old log-probs are the training model's own."}
     )
-    clipping: str = field(default="joint", metadata={"help": "joint (P3O-V2), separate (P3O-V1), none or soft."})
+    clipping: str = field(default="joint", metadata={"help": "joint (P3O-V2), separate (P3O-V1) or none."})
     ratio_cap: float = field(default=10.0, metadata={"help": "Importance weights are kept within 1/C and C."})
     kl_reward: str = field(default="current", metadata={"help": "Policy in the KL part of the reward: or rollout."})
 
@@ -69,7 +69,7 @@ class P3OConfig(GRPOConfig):
         if self.vllm_importance_sampling_correction:
             raise ValueError("vllm_importance_sampling_correction is GRPO's, and P3O would ignore it: set it to False")
         if self.clipping == "token":
-            raise ValueError('clipping="token" averages over tokens, not pairs; choose joint, separate, none or soft')
+            raise ValueError('clipping="token" averages over tokens, not pairs; choose joint, separate or none')
         group_sizes = {"per_device_train_batch_size": self.num_generations}
         if self.eval_strategy != "no":
             group_sizes["per_device_eval_batch_size"] = self.num_generations_eval or self.num_generations

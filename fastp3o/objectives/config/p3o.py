@@ -12,10 +12,8 @@ class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
 
     objective_class: ClassVar[str] = "p3o:P3O"
     learning_rate: float = 0.0
-    clipping: Literal["joint", "separate", "none", "token", "soft"] = option(
-        "joint",
-        "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation), token (first author's variant), "
-        "or soft: less weight for a pair, the further it has moved the right way.",
+    clipping: Literal["joint", "separate", "none", "token"] = option(
+        "joint", "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant)."
     )
     clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).", above=0, changeable=True)
     ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1)

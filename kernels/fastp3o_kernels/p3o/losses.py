@@ -154,8 +154,7 @@ def p3o_loss(
     With q = sg((r1 − r2) − β (u of the policy in the KL)), u = log π/π_ref(y1) − log π/π_ref(y2), ρ = π/π_old:
         joint (P3O-V2): mean of max(−q c u, −q c clip(u, u_old ± ε)) / 2, c = sg(clip(ρ1 ρ2, 1/C, C));
         separate (P3O-V1): mean of [max(−q c2 ρ1, −q c2 clip(ρ1, 1 ± ε)) + max(q c1 ρ2, q c1 clip(ρ2, 1 ± ε))] / 2;
-        none: the joint loss without its clipped branch, −q c u / 2;
-        soft: that, times sg(1 / (1 + (x / ε)²)), x = max(0, sign(q) (u − u_old)): what a pair has moved the right way.
+        none: the joint loss without its clipped branch.
     ε, C and β are the settings' clip_range, ratio_cap and kl_coef; kl_reward is the policy in the KL part of q.
     The mean is over all pairs of responses to the same prompt: one in the paper, K (K − 1) / 2 for K responses (beyond
     it). Adding any number to all rewards of a prompt changes nothing.
@@ -167,7 +166,7 @@ def p3o_loss(
             as at the first step after a rollout; every ratio is exactly 1.
         ref_logprobs: [P, K] of the frozen reference.
         rewards: [P, K].
-        settings: clipping is "joint", "separate", "none" or "soft"; for "token" see `token_p3o_loss`.
+        settings: clipping is "joint", "separate" or "none"; for "token" see `token_p3o_loss`.
         valid_responses: [P, K] bool, False for responses that take part in no pair, such as truncated ones, which may
             have NaN elsewhere; None: all are valid. Their pairs count in the mean, as 0:
             every prompt weighs the same, whatever the batch. Where less than a pair is left, and where P is 0, the loss

@@ -61,9 +61,6 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
     # Of all but the separate loss: −q c, c = sg(clip(ρ1 ρ2, 1/C, C)).
     joint_ratios = exp_limited(log_ratios.sum(dim=1)).clamp(1 / settings.ratio_cap, settings.ratio_cap)
     weighted_advantage = -q * joint_ratios.detach()
-    if settings.clipping == "soft":
-        moved = q.sign() * (log_ratios[:, 0] - log_ratios[:, 1]).detach()
-        weighted_advantage = weighted_advantage / (1 + (moved.clamp(min=0.0) / epsilon).square())
 
     if settings.clipping == "separate":
         pair_ratios = exp_limited(log_ratios)

@@ -98,11 +98,8 @@ def pair_losses(q, u, u_clipped, log_ratio, clip_range, ratio_cap, CLIPPING: tl.
         loss_1, slope_1 = separate_term(-q, log_ratio_1, log_ratio_2, clip_range, ratio_cap)
         loss_2, slope_2 = separate_term(q, log_ratio_2, log_ratio_1, clip_range, ratio_cap)
         return loss_1 + loss_2, slope_1, slope_2
-    # P3O-V2, without its clipped branch, or with less weight for a pair that has moved the right way.
+    # P3O-V2, or without its clipped branch.
     weight = -q * clip(limited_ratio(log_ratio_1 + log_ratio_2), 1 / ratio_cap, ratio_cap)
-    if CLIPPING == "soft":
-        moved = larger(tl.where(q > 0, log_ratio_1 - log_ratio_2, log_ratio_2 - log_ratio_1), 0.0) / clip_range
-        weight /= 1 + moved * moved
     loss, slope = weight * u, weight
     if CLIPPING == "joint":
         slope = tl.where(weight * u_clipped > loss, 0.0, weight)

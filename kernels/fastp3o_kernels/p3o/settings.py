@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastp3o_kernels.checks import checked_number
 
-CHOICES = {"clipping": ("joint", "separate", "none", "token", "soft"), "kl_reward": ("current", "rollout")}
+CHOICES = {"clipping": ("joint", "separate", "none", "token"), "kl_reward": ("current", "rollout")}
 
 # Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
 LOG_RATIO_LIMIT = 60.0
@@ -32,7 +32,7 @@ SAMPLER_METRICS = {"sampler_ratio_mean": "pairs", "sampler_ratio_capped": "pairs
 class P3OSettings:
     """Settings of P3O's losses; `p3o_loss` has the formulas.
 
-    clipping: joint (P3O-V2), separate (P3O-V1), none (the paper's ablation), token (first author's variant) or soft.
+    clipping: joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).
     clip_range: ε of the clipping (paper: 0.2). ratio_cap: C, importance weights are kept within 1/C and C (first
     author: 10). sampler_ratio_cap: C of the truncated importance weights of pairs, where sampler_logprobs are given
     (common: 2). kl_coef: β, the weight of the KL to the reference (first author: 0.05). kl_reward: the policy in the KL
@@ -74,7 +74,7 @@ class P3OLossOutput(NamedTuple):
     metrics: detached 0-d tensors, never read by the host inside an operation; means over the pairs that count, their
         responses or the tokens of these, whatever the divisor, and 0 where no pair counts:
         ratio_mean, ratio_max: of π/π_old over the responses;
-        clip_fraction: share outside the clip range: of pairs (joint; also reported by soft and none), of
+        clip_fraction: share outside the clip range: of pairs (joint; also reported by none, which clips nothing), of
             responses (separate) or of tokens (token);
         advantage_mean_abs: mean |q| over pairs;
         zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient;

@@ -34,7 +34,7 @@ def test_a_shift_of_the_rewards_per_prompt_changes_no_bit(clipping, level, impl,
 @pytest.mark.parametrize(
     ("clipping", "level", "impl", "dtype", "held"),
     pairwise(
-        ["joint", "separate", "none", "soft"],
+        ["joint", "separate", "none"],
         ["tokens", "logits", "hidden"],
         IMPLEMENTATIONS,
         [torch.float32, torch.bfloat16],

@@ -60,9 +60,7 @@ def test_an_objective_waits_for_nothing(name, impl):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("clipping", "own"), [("joint", False), ("separate", True), ("none", False), ("token", False), ("soft", False)]
-)
+@pytest.mark.parametrize(("clipping", "own"), [("joint", False), ("separate", True), ("none", False), ("token", False)])
 @pytest.mark.parametrize("impl", [None, "eager"])
 def test_p3o_and_log_probs_wait_for_nothing_at_every_level(dtype, clipping, own, impl):
     settings = kernels.P3OSettings(clipping=clipping)
