@@ -30,7 +30,7 @@ from fastp3o.training.loop import train
 RECORD = RESULTS / "arithmetic.jsonl"
 # Seeds whose starts solve a tenth of the sums: two choose rates, eight give the results, and on others rates are found.
 # A machine that rounds differently makes other starts of them: those from 17 on are of a second one.
-SELECTION, STARTS, FOUND_ON = (0, 1), (4, 5, 7, 10, 11, 13, 15, 17), (17, 20, 22, 24)
+SELECTION, STARTS, FOUND_ON = (0, 1), (4, 5, 7, 10, 11, 13, 15, 17), (17, 20, 22, 24, 25)
 RATES = (3e-5, 1e-4)
 RESPONSES, UPDATES, PASSES, EVALUATED_AT = 32, 100, 2, "50"
 # Algorithm -> its own parameter.
