@@ -45,7 +45,7 @@ def verdicts(study: Study) -> list[Verdict]:
         for K in (4, 16)
     ]
     return [
-        Verdict("an offset of one deviation per prompt", *offset),
+        Verdict("an offset of one deviation per prompt, PPO alone", *offset),
         *(Verdict(f"a factor per prompt (σ 1), {K} responses", *under_scales(study, K)) for K in (4, 16)),
         Verdict("fresh rollouts, 2 responses per prompt", *pairs),
         *by_lag,
