@@ -37,9 +37,8 @@ def adapted(
     ends with the step that moves the policy beyond the target. Otherwise a start that is too high would do damage that
     no later update mends. A step without a gradient, where all rewards tie or all is clipped, tests nothing.
 
-    step_metrics: those of the update's steps so far. found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per
-    response, from a forward pass of one minibatch, which stands for all. With `--old_logprobs sampler` another one
-    before the steps gives log π_before.
+    step_metrics: of the steps so far. found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of
+    one minibatch, which stands for all. With `--old_logprobs sampler` one before the steps gives log π_before.
     """
     target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
     if target is None:
@@ -50,22 +49,23 @@ def adapted(
         with torch.no_grad(), accelerator.autocast():
             before = policy_logprobs(optimizer.model, [one.row for one in watched])
         watched = [replace(one, old_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
-    peak, rates, moved = float(schedule.base_lrs[0]), list[float](), 0.0
+    peak, rates, tested, moved = float(schedule.base_lrs[0]), list[float](), 0, 0.0
     first = peak == config.learning_rate
     for made, index in enumerate(order, 1):
         if first:
-            tested = sum(one["grad_norm"].item() > 0 for one in step_metrics)
             optimizer.set_peak_learning_rate(peak * 2.0 ** (tested + 1 - len(order)))
         rates.append(optimizer.next_learning_rate())
         yield index
         if first or made == len(order):
+            tested += step_metrics[-1]["grad_norm"].item() > 0
             with accelerator.autocast():
                 found["kl_moved"] = moved = kl_moved(optimizer, watched)
             if first and moved > target:
                 accelerator.print(f"--kl_per_update: the first update ends after {made} steps and {moved:.3g} nats")
                 break
     # The KL grows with the square of the way, the sum of the steps' rates.
-    way = sum(rate for rate, one in zip(rates, step_metrics, strict=True) if one["grad_norm"].item() > 0)
+    norms = torch.stack([one["grad_norm"] for one in step_metrics]).tolist()
+    way = sum(rate for rate, norm in zip(rates, norms, strict=True) if norm > 0)
     if moved > 0 and way > 0:
         change = way / (len(order) * peak) * sqrt(target / moved)
         limit = FIRST_CHANGE if first else CHANGE

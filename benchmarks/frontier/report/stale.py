@@ -40,8 +40,7 @@ def best_p3o(study: Study, lag: int, responses: int) -> Run | None:
 def rivals(study: Study, lag: int, responses: int) -> list[tuple[Run, Run]]:
     """The best P3O against every algorithm that is not P3O."""
     first = best_p3o(study, lag, responses)
-    ran = stale.COMPARED + (stale.STALE if lag else stale.FRESH)
-    others = [tuned(study, *pair, lag, responses) for pair in ran if pair[0] not in CLIPPINGS]
+    others = [tuned(study, *pair, lag, responses) for pair in stale.compared(lag) if pair[0] not in CLIPPINGS]
     return [(first, other) for other in others] if first else []
 
 
@@ -53,7 +52,7 @@ def ratios(algorithm: str, own: float, responses: int) -> Run:
 def rows_of(study: Study, responses: int) -> list[Row]:
     """Every algorithm's paired differences of reward − BETA KL to joint P3O with fresh rollouts."""
     start, rows = tuned(study, "joint", 0.0, 0, responses), []
-    ran = {*stale.COMPARED, *stale.FRESH, *stale.STALE}
+    ran = {pair for lag in stale.LAGS for pair in stale.compared(lag)}
     for algorithm, own in sorted(ran, key=lambda pair: ([*measures.NAMES].index(pair[0]), pair[1])):
         asked = {
             "fresh": tuned(study, algorithm, own, 0, responses),

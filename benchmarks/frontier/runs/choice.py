@@ -10,7 +10,7 @@ from benchmarks.frontier.runs.records import Records
 def choose_corrections(records: Records) -> None:
     """Writes each algorithm's correction with the highest reward − BETA KL at its better rate."""
     found = {}
-    for algorithm, own in stale.COMPARED + stale.STALE:
+    for algorithm, own in stale.compared(max(stale.LAGS)):
         ends = {
             (arm.correction, rate): at_the_end(records, tuned_arms.selection_runs(arm, rate))
             for arm in stale.corrected(algorithm, own)

@@ -20,6 +20,11 @@ CORRECTIONS = ("none", "ratios", "weights")
 RATIOS = [(name, own) for name, own in COMPARED if name in (*CLIPPINGS, "ppo", "grpo", "rebel") or own == 0.03]
 
 
+def compared(lag: int) -> tuple[tuple[str, float], ...]:
+    """Each algorithm that runs at a lag, and its own parameter."""
+    return COMPARED + (STALE if lag else FRESH)
+
+
 def corrected(algorithm: str, own: float) -> list[Run]:
     """The arms from which an algorithm's correction is chosen, at half of the rates. Two have no ratios."""
     return [
@@ -32,7 +37,7 @@ def corrected(algorithm: str, own: float) -> list[Run]:
 def corrections() -> Iterator[Run]:
     """Every algorithm with every correction."""
     for number in range(2):
-        for algorithm, own in COMPARED + STALE:
+        for algorithm, own in compared(max(LAGS)):
             for one in corrected(algorithm, own):
                 yield from selection_runs(one, rates_of(one)[number])
 
@@ -50,7 +55,7 @@ def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
     if chosen is None:
         chosen = required("corrections", "corrections") if lag else {}
     for responses in (4, 16):
-        for algorithm, own in COMPARED + (STALE if lag else FRESH):
+        for algorithm, own in compared(lag):
             corrections = [chosen[label(algorithm, own)]] if lag else ["none"]
             corrections += ["ratios"] if lag and (algorithm, own) in RATIOS else []
             for correction in dict.fromkeys(corrections):

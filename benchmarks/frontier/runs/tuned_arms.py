@@ -15,8 +15,6 @@ from benchmarks.frontier.tasks.task import TASKS
 
 PROMPTS = {2: 64, 4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
-USUAL_PASSES = 4
-PASSES = {"rloo": 1}  # by default, where that is not the usual
 
 RESULTS = tuple(enumerate(TASKS[:8]))  # seed, task
 SELECTION = tuple(zip((100, 101), TASKS[8:], strict=True))
@@ -31,9 +29,8 @@ def arm(algorithm: str, responses: int = 4, own: float = 0.0, **fields: float | 
 
 
 def rates_of(arm: Run) -> tuple[float, ...]:
-    """The rates that an arm tries: four, higher ones with fewer passes over a round."""
-    passes = arm.inner_epochs or PASSES.get(arm.algorithm, USUAL_PASSES)
-    return tuple(rate * (2.0 if passes < 2 else 0.5 if passes > USUAL_PASSES else 1.0) for rate in RATES)
+    """The rates that an arm tries: four, twice as high for plain RLOO, which makes one pass over a round."""
+    return tuple(2.0 * rate for rate in RATES) if arm.algorithm == "rloo" else RATES
 
 
 def selection_runs(arm: Run, rate: float) -> list[Run]:
