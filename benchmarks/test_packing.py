@@ -73,7 +73,10 @@ def packed_update(
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
         pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
         old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
-        microbatch = Microbatch(row, rewards, logprobs, logprobs, old, ref)
+        lengths = row.cu_seqlens.diff()
+        moved = ((apart - sums).flatten() / lengths for apart in (old, ref))
+        old_tokens, ref_tokens = (logprobs + one.repeat_interleave(lengths) for one in moved)
+        microbatch = Microbatch(row, rewards, old_tokens, ref_tokens)
         return lambda: OBJECTIVE.loss(policy, microbatch, all_pairs)[0]
 
     labelled = sum(len(row.labels) for row in rows)

@@ -30,7 +30,7 @@ class Evaluation:
 
     accelerator: Accelerator
     policy: PackedModel
-    reference: Reference
+    reference: Reference | None
     sampler: Sampler
     rewards: dict[str, Reward]
     prompts: Dataset
@@ -41,16 +41,17 @@ class Evaluation:
     greedy: Sampler | None = None
 
     def __call__(self) -> dict[str, float]:
-        """Means over prompts of: rewards (no penalties), KL to the reference in nats per sequence (log π − log π_ref of
-        the samples), response length in tokens, share without end-of-sequence. `_std` is the standard deviation over
-        prompts. And means of what rewards log.
+        """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in nats per sequence
+        (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence. `_std` is the
+        standard deviation over prompts. And means of what rewards log.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
         groups = self.sampler(prompts, self.responses_per_prompt, derived_seed(self.seed, EVALUATION))
         with self.accelerator.autocast():
             with_deviation = rewarded(self.rewards, groups)
-            with_deviation["kl"] = self.sequence_log_ratios(groups)
+            if self.reference is not None:
+                with_deviation["kl"] = self.sequence_log_ratios(groups, self.reference)
         logged = logged_means(self.rewards)
         values = with_deviation | lengths_and_ends(groups)
         if self.greedy is not None:
@@ -74,12 +75,12 @@ class Evaluation:
         return metrics | logged
 
     @torch.no_grad()
-    def sequence_log_ratios(self, groups: list[Group]) -> Tensor:
+    def sequence_log_ratios(self, groups: list[Group], reference: Reference) -> Tensor:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
         groups, own = with_tensor_group(self.policy, groups)
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
-        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, self.reference(rows), strict=True)])[own]
+        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[own]
 
 
 def lengths_and_ends(groups: list[Group]) -> dict[str, Tensor]:

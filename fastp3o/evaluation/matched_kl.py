@@ -34,7 +34,9 @@ def read_run(folder: Path) -> Evaluations:
         raise UserError(f"{path} has no evaluations: give the folder of a P3O run with evaluations (--eval_prompts)")
     for evaluation in evaluations:
         if missing := {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys():
-            raise UserError(f"{path} lacks {', '.join(sorted(missing))} at step {evaluation['step']}")
+            lacks = f"{path} lacks {', '.join(sorted(missing))} at step {evaluation['step']}"
+            remedy = ": where the loss has no KL, a run reports one if --reference names a model"
+            raise UserError(lacks + (remedy if "kl" in missing else ""))
     return evaluations
 
 

@@ -60,6 +60,13 @@ class WithoutAdapters(Reference):
             self.model.model.enable_adapters()
 
 
+class NoReference(Reference):
+    """Takes a reference's place where no loss reads one: all of its log-probs are 0."""
+
+    def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
+        return [torch.zeros(len(row.labels), device=row.labels.device) for row in rows]
+
+
 class LoadedForEachUse(Reference):
     """A model that is in memory only while it computes."""
 

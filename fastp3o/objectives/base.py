@@ -6,6 +6,7 @@ Shapes: P prompts with K responses each, N labelled tokens of a packed row, n to
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, compress
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import Scaler
-from fastp3o_kernels import Groups, Head, linear_loss
+from fastp3o_kernels import Groups, Head, linear_loss, sequence_logprobs
 
 if TYPE_CHECKING:  # types alone: their import takes seconds
     from torch.distributed.checkpoint.stateful import Stateful
@@ -30,20 +31,60 @@ class Microbatch:
     row: PackedRow
     rewards: Tensor  # [P, K] fp32, scaled
     old_token_logprobs: Tensor  # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`)
-    ref_token_logprobs: Tensor  # [N] fp32, by the reference
-    old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
-    ref_logprobs: Tensor  # [P, K] fp32
+    ref_token_logprobs: Tensor  # [N] fp32, by the reference; zeros without one
+    # [N] fp32: the update's first loss leaves the policy's log-probs here, NaN until then. None: nothing needs that. If
+    # it is `old_token_logprobs`, they have no pass of their own, since the update makes one step.
+    noted_token_logprobs: Tensor | None = field(default=None, kw_only=True)
     sampler_token_logprobs: Tensor | None = field(default=None, kw_only=True)  # [N] fp32, by what sampled, if needed
     loss_mask: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
     # [N] fp32, scaled: parts of `rewards` that come at these tokens; None: all of it comes at a response's last
     token_rewards: Tensor | None = field(default=None, kw_only=True)
     prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
 
+    @cached_property
+    def old_logprobs(self) -> Tensor:
+        """[P, K] fp32: sums over a response's tokens."""
+        return self.response_sums(self.old_token_logprobs)
+
+    @cached_property
+    def ref_logprobs(self) -> Tensor:
+        """[P, K] fp32."""
+        return self.response_sums(self.ref_token_logprobs)
+
+    @property
+    def policy_token_logprobs(self) -> Tensor:
+        """[N] fp32, by the policy before the update; with `--old_logprobs sampler` only in the first step's."""
+        return self.old_token_logprobs if self.noted_token_logprobs is None else self.noted_token_logprobs
+
+    @property
+    def old_are_noted(self) -> bool:
+        """Whether the first loss gives the old log-probs: to it they are its own, and every ratio is 1."""
+        return self.noted_token_logprobs is self.old_token_logprobs
+
+    def note(self, token_logprobs: Tensor) -> None:
+        """Keeps the policy's log-probs [N] as the first loss has computed them, if anything needs that."""
+        if self.noted_token_logprobs is not None:
+            self.noted_token_logprobs.copy_(token_logprobs.detach())
+
+    def response_sums(self, values: Tensor) -> Tensor:
+        """[N] -> [P, K]."""
+        return sequence_logprobs(values, self.row.cu_seqlens).view(self.rewards.shape)
+
     def sampler_log_ratios(self) -> Tensor:
         """[N] fp32: log π_old − log μ of each token, μ what sampled it. Raises ValueError if log μ is not known."""
+        return self.old_token_logprobs - self.known_sampler_logprobs()
+
+    def sampler_logprobs(self) -> Tensor:
+        """[P, K] fp32: log μ of each response, such that its difference to the old log-prob rounds little."""
+        if self.old_are_noted:
+            return self.response_sums(self.known_sampler_logprobs())
+        return self.old_logprobs - self.response_sums(self.sampler_log_ratios())
+
+    def known_sampler_logprobs(self) -> Tensor:
+        """[N] fp32: log μ of each token. Raises ValueError if it is not known."""
         if self.sampler_token_logprobs is None:
             raise ValueError("importance weights need the log-probs of what sampled, and these rollouts have none")
-        return self.old_token_logprobs - self.sampler_token_logprobs
+        return self.sampler_token_logprobs
 
 
 def masked_tokens(row: PackedRow, loss_mask: Tensor | None) -> int:
@@ -96,6 +137,11 @@ class Objective(ABC):
         """What an update changes beside its optimizer steps, such as settings, as metrics by name."""
         return {} if self.kl is None or self.kl.target is None else {"kl_coef": self.kl.value}
 
+    @property
+    def reads_old_first(self) -> bool:
+        """Whether something reads the old log-probs before an update's first loss, or that loss computes none."""
+        return self.kl is not None and self.kl.target is not None
+
     def clip_range(self, length: float) -> float | None:
         """Clip range of the sequence's log-ratio at this length, None if it is not clipped."""
         return None
@@ -125,7 +171,9 @@ class Objective(ABC):
         """The loss of one microbatch, divided by the divisor of its minibatch, as a mean over the processes."""
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """The loss at an update's first optimizer step, when the policy still is the one before the update."""
+        """The loss at an update's first optimizer step, when the policy still is the one before the update. It leaves
+        the policy's log-probs in `Microbatch.noted_token_logprobs`, if there is room for them.
+        """
         return self.loss(policy, microbatch, divisor)
 
 
@@ -143,23 +191,28 @@ class GroupwiseObjective(Objective):
         """The loss of some prompts, summed, and its metrics.
 
         groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `loss_mask` [P, K] and
-            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_log_ratios` [n], as in `Microbatch`.
+            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_tokens` [n], by what sampled.
         """
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        return self.loss(policy, microbatch, divisor, first=True)
+
+    def loss(
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+    ) -> LossAndMetrics:
+        """first: at an update's first step."""
         row, loss_mask = microbatch.row, microbatch.loss_mask
         if loss_mask is None:
             loss_mask = torch.ones_like(microbatch.rewards, dtype=torch.bool)
-        token_tensors = {"old_tokens": microbatch.old_token_logprobs, "ref_tokens": microbatch.ref_token_logprobs}
+        token_tensors = {"ref_tokens": microbatch.ref_token_logprobs}
         if self.sampler_ratio_cap:
-            token_tensors["sampler_log_ratios"] = microbatch.sampler_log_ratios()
-        responses = {
-            "old": microbatch.old_logprobs,
-            "ref": microbatch.ref_logprobs,
-            "rewards": microbatch.rewards,
-            "loss_mask": loss_mask,
-            **microbatch.prepared,
-        }
+            token_tensors["sampler_tokens"] = microbatch.known_sampler_logprobs()
+        responses = {"ref": microbatch.ref_logprobs, "rewards": microbatch.rewards, "loss_mask": loss_mask}
+        objective = self.sums
+        if first and microbatch.old_are_noted:
+            objective = on_policy(self.sums)
+        else:
+            token_tensors["old_tokens"], responses["old"] = microbatch.old_token_logprobs, microbatch.old_logprobs
 
         def head_loss(hidden: Tensor, head: Head) -> LossAndMetrics:
             return linear_loss(
@@ -167,15 +220,31 @@ class GroupwiseObjective(Objective):
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                self.sums,
+                objective,
                 responses_per_group=loss_mask.shape[1],
                 token_tensors=token_tensors,
-                response_tensors=responses,
+                response_tensors=responses | microbatch.prepared,
                 outputs=self.outputs,
                 divisor=divisor,
+                logprobs_out=microbatch.noted_token_logprobs if first else None,
             )
 
         return policy(row, row.labelled_at, head_loss)
+
+
+def on_policy(sums: Callable[[Groups], LossAndMetrics]) -> Callable[[Groups], LossAndMetrics]:
+    """`sums` of groups whose old log-probs are those that the loss has just computed."""
+
+    def with_own_as_old(groups: Groups) -> LossAndMetrics:
+        own = groups.token_logprobs.detach()
+        return sums(groups.having(old_tokens=own, old=groups.sums(own)))
+
+    return with_own_as_old
+
+
+def sampler_log_ratios(groups: Groups) -> Tensor:
+    """[n]: log π_old − log μ of each token, μ what sampled it."""
+    return groups["old_tokens"] - groups["sampler_tokens"]
 
 
 def sampler_ratio_metrics(ratios: Tensor, cap: float) -> dict[str, Tensor]:

@@ -22,10 +22,21 @@ class Distillation(Objective):
     def __init__(self, config: DistillationConfig):
         self.exact, self.scaler = config.kl == "exact", AbsoluteScaler(0.0, scale=False)
 
+    @property
+    def reads_old_first(self) -> bool:
+        """The exact KL needs no log-probs of the labels."""
+        return self.exact
+
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask)
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        return self.loss(policy, microbatch, divisor, first=True)
+
+    def loss(
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+    ) -> LossAndMetrics:
+        """first: at an update's first step."""
         from fastp3o.models.packed_model import label_logprobs
 
         row, mask = microbatch.row, microbatch.loss_mask
@@ -34,8 +45,11 @@ class Distillation(Objective):
         def token_losses(hidden: Tensor, head: Head) -> Tensor:
             if teacher is not None:
                 return linear_distillation(hidden, head, *teacher)
+            logprobs = label_logprobs(hidden, head, row)
+            if first:
+                microbatch.note(logprobs)
             # Its gradient is (log π − log π_teacher) ∇ log π.
-            return k2(label_logprobs(hidden, head, row), microbatch.ref_token_logprobs)
+            return k2(logprobs, microbatch.ref_token_logprobs)
 
         losses = policy(row, row.labelled_at, token_losses)
         mask = torch.ones_like(microbatch.rewards, dtype=torch.bool) if mask is None else mask

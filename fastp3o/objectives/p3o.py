@@ -10,7 +10,7 @@ from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import scaler_of_differences
-from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
+from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss
 from fastp3o_kernels.p3o.settings import DEFAULTS
 
 
@@ -35,18 +35,19 @@ class P3O(Objective):
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """Old log-probs are the policy's own, so that every ratio is exactly 1; not with `--old_logprobs sampler`."""
-        return self.loss(policy, microbatch, divisor, on_policy=self.old_is_policy)
+        return self.loss(policy, microbatch, divisor, first=True)
 
     def loss(
-        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, on_policy: bool = False
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
     ) -> LossAndMetrics:
-        """on_policy: old log-probs are the policy's."""
+        """first: at an update's first step, where the old log-probs are the policy's, so that every ratio is exactly 1;
+        not with `--old_logprobs sampler`.
+        """
+        on_policy = first and self.old_is_policy
         clips_tokens = self.settings.clipping == "token" and not on_policy
         row, sampler_logprobs = microbatch.row, None
         if self.weighs_pairs:
-            log_ratios = sequence_logprobs(microbatch.sampler_log_ratios(), row.cu_seqlens)
-            sampler_logprobs = microbatch.old_logprobs - log_ratios.view(microbatch.rewards.shape)
+            sampler_logprobs = microbatch.sampler_logprobs()
 
         def head_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
             return linear_p3o_loss(
@@ -62,6 +63,7 @@ class P3O(Objective):
                 valid_responses=microbatch.loss_mask,
                 sampler_logprobs=sampler_logprobs,
                 divisor=divisor,
+                logprobs_out=microbatch.noted_token_logprobs if first else None,
             )
 
         loss, means, counts = policy(row, row.labelled_at, head_loss)

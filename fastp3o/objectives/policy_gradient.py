@@ -7,7 +7,6 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from typing import ClassVar
 
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from fastp3o.objectives.base import (
     GroupwiseObjective,
     LossAndMetrics,
-    Microbatch,
     Minibatches,
     SumOverProcesses,
     masked_tokens,
+    sampler_log_ratios,
     sampler_ratio_metrics,
     with_count,
 )
@@ -36,7 +35,7 @@ TOKEN_KL = {"k2": formulas.k2, "k3": formulas.k3}
 
 class PolicyGradient(GroupwiseObjective):
     """Subclasses define the advantages and the losses that these weigh. loss_mean: how the losses of tokens are
-    averaged, see `total`. `prepare` adds `advantages`, [P, K] fp32.
+    averaged, see `total`.
     """
 
     kl: KLCoefficient
@@ -51,6 +50,15 @@ class PolicyGradient(GroupwiseObjective):
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask) if self.loss_mean == "token" else len(row.groups)
 
+    @property
+    def subtracts_kl(self) -> bool:
+        """Whether rewards are less the KL of the old policy, the estimator k1."""
+        return self.config.kl_estimator == "k1" and self.kl.value != 0
+
+    def less_kl(self, rewards: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+        """Rewards less the KL by k1, all [P, K]. old, ref: log-probs of responses."""
+        return rewards - self.kl.value * (old - ref)
+
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages of the responses to some prompts, or rewards that `losses` compares: [P, K] -> [P, K]."""
         return rewards
@@ -59,22 +67,15 @@ class PolicyGradient(GroupwiseObjective):
     def losses(self, groups: Groups) -> Tensor:
         """Losses of responses or of pairs of them, [P, M], or of tokens, [n]; `groups` has `advantages`, too."""
 
-    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
-        minibatches = super().prepare(policy, minibatches, sum_over_processes)
-        # The estimator k1 subtracts the KL here.
-        coef = self.kl.value if self.config.kl_estimator == "k1" else 0.0
-
-        def with_advantages(batch: Microbatch) -> Microbatch:
-            rewards = batch.rewards - coef * (batch.old_logprobs - batch.ref_logprobs) if coef else batch.rewards
-            return replace(batch, prepared={"advantages": self.advantages(rewards)})
-
-        return [[with_advantages(batch) for batch in minibatch] for minibatch in minibatches]
-
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
         """log π_old − log μ of what has a loss in `losses`, μ what sampled: by default of whole responses, [P, K]."""
-        return groups.sums(groups["sampler_log_ratios"])
+        return groups.sums(sampler_log_ratios(groups))
 
     def sums(self, groups: Groups) -> LossAndMetrics:
+        rewards = groups["rewards"]
+        if self.subtracts_kl:
+            rewards = self.less_kl(rewards, groups["old"], groups["ref"])
+        groups = groups.having(advantages=self.advantages(rewards))
         losses, metrics = self.losses(groups), self.metrics(groups)
         weights: dict[str, Tensor] = {}
         if self.sampler_ratio_cap:
@@ -149,7 +150,7 @@ class Clipped(PolicyGradient):
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
         """Of tokens, [n], or of whole responses, [P, K], which are sampled as a whole also where means are clipped."""
         of_tokens = self.compared(groups)[0].dim() == 1
-        return groups["sampler_log_ratios"] if of_tokens else super().sampler_log_ratios(groups)
+        return sampler_log_ratios(groups) if of_tokens else super().sampler_log_ratios(groups)
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         logprobs, old = self.compared(groups)
@@ -185,22 +186,33 @@ class RLOO(Clipped):
 
 
 class REINFORCE(RLOO):
-    """−A log π(y|x), A the reward less the mean over the update."""
+    """−A log π(y|x), A the reward less the mean over the update, which is `baseline`."""
+
+    baseline: float
 
     def __init__(self, config: configs.REINFORCEConfig):
         super().__init__(config)
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
-    advantages = PolicyGradient.advantages  # rewards; `prepare` subtracts the baseline
+    @property
+    def reads_old_first(self) -> bool:
+        """The baseline has the KL of the whole update."""
+        return super().reads_old_first or self.subtracts_kl
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return rewards - self.baseline
 
     def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
-        rewards = torch.cat([batch.prepared["advantages"] for batch in chain.from_iterable(minibatches)]).double()
+        batches = list(chain.from_iterable(minibatches))
+        rewards = torch.cat([one.rewards for one in batches])
+        if self.subtracts_kl:
+            old = torch.cat([one.old_logprobs for one in batches])
+            rewards = self.less_kl(rewards, old, torch.cat([one.ref_logprobs for one in batches]))
+        rewards = rewards.double()
         total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])).tolist()
-        return [
-            [replace(part, prepared={"advantages": part.prepared["advantages"] - total / count}) for part in minibatch]
-            for minibatch in minibatches
-        ]
+        self.baseline = total / count
+        return minibatches
 
 
 class GRPO(Clipped):

@@ -49,6 +49,11 @@ class ActorCritic(Objective):
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
     @property
+    def reads_old_first(self) -> bool:
+        """Advantages have the KL of each token."""
+        return self.kl.value != 0
+
+    @property
     def learning_rates(self) -> Mapping[str, float]:
         return {"critic": self.config.critic_learning_rate}
 
@@ -91,7 +96,13 @@ class PPO(ActorCritic):
 
     config: PPOConfig
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        return self.loss(policy, microbatch, divisor, first=True)
+
+    def loss(
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+    ) -> LossAndMetrics:
+        """first: at an update's first step."""
         from fastp3o.models.packed_model import label_entropies, label_logprobs
 
         row, critic = microbatch.row, policy.get_submodule("critic")
@@ -102,6 +113,8 @@ class PPO(ActorCritic):
             return label_logprobs(hidden, head, row), None, critic(row)
 
         logprobs, entropy, values = policy(row, row.labelled_at, logprobs_entropy_values)
+        if first:
+            microbatch.note(logprobs)
         return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy)
 
 
@@ -132,7 +145,7 @@ def token_rewards(
     rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, *, kl_coef: float
 ) -> Tensor:
     """KL penalties of tokens, and a response's reward at its last token (Ziegler et al. 2019): [S], [N] x 2 -> [N]."""
-    kl_penalties = -kl_coef * (logprobs - ref_logprobs)
+    kl_penalties = -kl_coef * (logprobs - ref_logprobs) if kl_coef else torch.zeros_like(logprobs)
     return kl_penalties.index_add(0, cu_seqlens[1:].long() - 1, rewards)
 
 

@@ -11,7 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics, with_count
+from fastp3o.objectives.base import (
+    GroupwiseObjective,
+    LossAndMetrics,
+    sampler_log_ratios,
+    sampler_ratio_metrics,
+    with_count,
+)
 from fastp3o.objectives.config import preferences as configs
 from fastp3o.rewards.scaling import AbsoluteScaler, differences, pairs
 from fastp3o_kernels import Groups, losses
@@ -70,7 +76,7 @@ def pair_sums(
     margins = labels * differences(scores)
     metrics = {"accuracy": (1 + margins.sign()) / 2, "margin": margins, **further(scores, labels)}
     if sampler_ratio_cap:
-        log_ratios = pairs(groups.sums(groups["sampler_log_ratios"])).sum(-1)
+        log_ratios = pairs(groups.sums(sampler_log_ratios(groups))).sum(-1)
         ratios = losses.truncated_ratios(log_ratios, sampler_ratio_cap)
         values = values * ratios
         metrics |= sampler_ratio_metrics(ratios, sampler_ratio_cap)

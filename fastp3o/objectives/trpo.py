@@ -36,8 +36,21 @@ class TRPO(ActorCritic):
             raise UserError("--objective trpo trains in one process, which must hold all of the policy")
 
     @property
+    def reads_old_first(self) -> bool:
+        """The loss is the critic's, and computes no log-probs."""
+        return True
+
+    @property
     def adaptive_metrics(self) -> dict[str, float]:
         return {**super().adaptive_metrics, **self.step_metrics}
+
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        from fastp3o.models.packed_model import labelled_logprobs
+
+        if microbatch.noted_token_logprobs is not None:
+            with torch.no_grad():
+                microbatch.note(labelled_logprobs(policy, microbatch.row))
+        return self.loss(policy, microbatch, divisor)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """The critic's."""

@@ -16,7 +16,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import quantized_layers
-from fastp3o.models.reference import InContext, MovingReference, Reference, SecondModel, WithoutAdapters
+from fastp3o.models.reference import InContext, MovingReference, NoReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
@@ -252,7 +252,11 @@ def load_named_reward(
 def load_reference(
     context: Context, config: OnlineConfig, policy: PackedModel
 ) -> tuple[Reference, SampledModel | None]:
-    """Loads the loop's reference, which may move; and the same model to sample from, if a mixture is sampled."""
+    """Loads the loop's reference, which may move, if it needs one; and the same model to sample from, if a mixture is
+    sampled.
+    """
+    if not config.needs_reference:
+        return NoReference(), None
     if not config.from_mixture and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
     frozen = load_reference_model(context, config)

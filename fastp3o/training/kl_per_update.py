@@ -38,17 +38,18 @@ def adapted(
     no later update mends. A step without a gradient, where all rewards tie or all is clipped, tests nothing.
 
     step_metrics: of the steps so far. found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of
-    one minibatch, which stands for all. With `--old_logprobs sampler` one before the steps gives log π_before.
+    one minibatch, which stands for all. With `--old_logprobs sampler` and several steps one more before them gives log
+    π_before.
     """
     target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
     if target is None:
         yield from order
         return
     watched = next(filter(None, minibatches))  # a process may have no row in the first
-    if config.old_logprobs == "sampler":
+    if config.old_logprobs == "sampler" and config.steps_per_update > 1:
         with torch.no_grad(), accelerator.autocast():
             before = policy_logprobs(optimizer.model, [one.row for one in watched])
-        watched = [replace(one, old_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
+        watched = [replace(one, noted_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
     peak, rates, tested, moved = float(schedule.base_lrs[0]), list[float](), 0, 0.0
     first = peak == config.learning_rate
     for made, index in enumerate(order, 1):
@@ -80,7 +81,7 @@ def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
     logprobs = torch.cat(policy_logprobs(policy, [one.row for one in microbatches]))
     if isinstance(policy, FSDPModule):
         policy.reshard()  # no backward pass does it, and a reference may follow the own parts
-    kls = step_kl(logprobs, torch.cat([one.old_token_logprobs for one in microbatches])).double()
+    kls = step_kl(logprobs, torch.cat([one.policy_token_logprobs for one in microbatches])).double()
     responses = sum(one.rewards.numel() for one in microbatches)
     kl, count = sum_over_processes(optimizer.accelerator, torch.stack([kls.sum(), kls.new_tensor(responses)])).tolist()
     return kl / count

@@ -1,93 +1,80 @@
-"""Log-probs by what sampled the responses, how far they are from the policy's, and how much of a ratio is rounding."""
+"""How far the policy's log-probs are from those of what sampled the responses, and how much of a ratio is rounding."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, by_group, sums_by_group
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.rollouts.groups import Group, pack_groups
-from fastp3o.training.microbatches import policy_logprobs
-from fastp3o_kernels import sequence_logprobs
 
 # Share of the clip range; beyond it, clipping acts on rounding more often than users would want.
 TOLERATED = 0.2
+# Rounding does not change from one update to the next: a few responses, now and then, tell of it.
+NOISE_EVERY, NOISE_RESPONSES = 10, 8
 
 
-def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tuple[Tensor, ...]:
-    """The sampler's log-probs of the rows' tokens, [N] fp32 each, on their device. Raises ValueError without any."""
-    for group in groups:
-        if any(response.logprobs is None for response in group.responses):
-            raise UserError("what sampled the responses gave no log-probs of them, as transformers' generate does not")
-    on_host = tuple(
-        torch.tensor(
-            [value for g in row.groups for response in groups[g].responses for value in response.logprobs or ()]
-        )
-        for row in rows
-    )
-    return to_device(on_host, rows[0].labels.device)
+def measures_noise(update: int) -> bool:
+    """Whether an update measures `ratio/noise`: the first one, and every NOISE_EVERY-th after it."""
+    return update % NOISE_EVERY == 1
 
 
-def with_sampler_logprobs(groups: Sequence[Group], minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:
-    """The microbatches with the log-probs of what sampled."""
-    sampled = iter(sampler_logprobs(groups, [one.row for minibatch in minibatches for one in minibatch]))
-    return [[replace(one, sampler_token_logprobs=next(sampled)) for one in minibatch] for minibatch in minibatches]
+def first_responses(groups: Sequence[Group], row: PackedRow) -> list[Group]:
+    """Each of a row's first responses as a group, whose prompt is its own: NOISE_RESPONSES, or as many as are no longer
+    than the row, since a longer one would take more memory than training does; at least one.
+    """
+    members = [groups[number] for number in row.groups]
+    unshared = [Group(group.prompt, [response]) for group in members for response in group.responses][:NOISE_RESPONSES]
+    ends = accumulate(len(prompt.ids) + len(response.ids) for prompt, (response,) in unshared)
+    return unshared[: max(1, bisect_right(list(ends), row.tokens))]
+
+
+@torch.no_grad()
+def evaluated_again(policy: PackedModel, groups: Sequence[Group], row: PackedRow) -> Tensor:
+    """log π(y|x) of a row's first responses (`first_responses`), [n] fp32, as another row gives them.
+
+    In that they are in opposite order, each with its own copy of the prompt, so that every matrix product has another
+    shape. Its rotary positions begin at 1, which turns queries and keys alike and rounds all of them again. Without
+    rotary positions only the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show
+    no noise.
+    """
+    unshared = first_responses(groups, row)
+    length = sum(len(prompt.ids) + len(response.ids) for prompt, (response,) in unshared)
+    (again,) = pack_groups(unshared[::-1], Packing(tokens_per_row=length))
+    if policy.relative_positions:
+        again = replace(again, position_ids=again.position_ids + 1)
+    again = again.to(row.labels.device)
+    return sums_by_group([again], [labelled_logprobs(policy, again)]).flatten().flip(0)
 
 
 @torch.no_grad()
 def logprob_metrics(
-    policy: PackedModel, groups: Sequence[Group], minibatches: list[list[Microbatch]], *, old_are_policys: bool
+    groups: Sequence[Group], microbatches: Sequence[Microbatch], again: Tensor | None
 ) -> dict[str, Tensor]:
     """How far the policy's log-probs before an update's first step are from others of the same responses, 0-d fp32.
 
-    ratio/noise: see `ratio_noise`. sampler_gap: root mean square over responses of log π(y|x) as sampled less the
-    policy's, in nats. sampler_kl: its mean, an estimate of the KL of what sampled to the policy. Without log-probs of
-    the sampler the last two are absent. They are of this process's first row if `old_are_policys` is false, since the
-    policy's own are known of no other.
+    ratio/noise: root mean square of the difference to `evaluated_again` of the first microbatch, in nats per response;
+    absent without. sampler_gap: root mean square over responses of log π(y|x) as sampled less the policy's, in nats.
+    sampler_kl: its mean, an estimate of the KL of what sampled to the policy. Without log-probs of the sampler the last
+    two are absent. microbatches: those whose log-probs by the policy are known.
     """
-    microbatches = list(chain.from_iterable(minibatches))
-    if not old_are_policys:
-        first = microbatches[0]
-        (logprobs,) = policy_logprobs(policy, [first.row])
-        sums = sequence_logprobs(logprobs, first.row.cu_seqlens).view(first.rewards.shape)
-        microbatches = [replace(first, old_token_logprobs=logprobs, old_logprobs=sums)]
-    metrics = {"ratio/noise": ratio_noise(policy, groups, microbatches[0])}
+    metrics = {}
+    sums = [one.response_sums(one.policy_token_logprobs) for one in microbatches]
+    if again is not None:
+        metrics["ratio/noise"] = (again - sums[0].flatten()[: len(again)]).square().mean().sqrt()
     if any(response.logprobs is None for group in groups for response in group.responses):
         return metrics
-    old = by_group([m.row for m in microbatches], [m.old_logprobs.flatten() for m in microbatches])
-    numbers = sorted(number for m in microbatches for number in m.row.groups)
+    known = by_group([one.row for one in microbatches], [values.flatten() for values in sums])
+    numbers = sorted(number for one in microbatches for number in one.row.groups)
     sampled = torch.tensor([[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers])
-    gaps = to_device(sampled, old.device) - old
+    gaps = to_device(sampled, known.device) - known
     return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}
-
-
-@torch.no_grad()
-def ratio_noise(policy: PackedModel, groups: Sequence[Group], microbatch: Microbatch) -> Tensor:
-    """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
-
-    The first is the row of `microbatch`, on which the policy trains. The second is a row of its first responses in
-    opposite order, each with its own copy of the prompt, so that every matrix product has another shape. It has only as
-    many responses as fit into the same length, since a longer row would take more memory than training does. Its rotary
-    positions begin at 1, which turns queries and keys alike and rounds all of them anew. Without rotary positions only
-    the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show no noise.
-    """
-    members = [groups[number] for number in microbatch.row.groups]
-    unshared = [Group(group.prompt, [response]) for group in members for response in group.responses]
-    ends = list(accumulate(len(prompt.ids) + len(response.ids) for prompt, (response,) in unshared))
-    fitting = max(1, bisect_right(ends, microbatch.row.tokens))
-    (row,) = pack_groups(unshared[:fitting][::-1], Packing(tokens_per_row=ends[fitting - 1]))
-    if policy.relative_positions:
-        row = replace(row, position_ids=row.position_ids + 1)
-    row = row.to(microbatch.old_logprobs.device)
-    again = sums_by_group([row], [labelled_logprobs(policy, row)])
-    return (again.flatten().flip(0) - microbatch.old_logprobs.flatten()[:fitting]).square().mean().sqrt()
 
 
 def noise_warning(noise: float, clip_range: float, precision: str) -> str:

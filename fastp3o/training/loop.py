@@ -4,6 +4,7 @@ Other objectives go through the same loop (`fastp3o.objectives`).
 """
 
 from functools import partial
+from itertools import chain
 
 from torch import Tensor
 
@@ -14,16 +15,17 @@ from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import TOKEN_REWARDS
 from fastp3o.rollouts.groups import finished
 from fastp3o.training.kl_per_update import adapted
-from fastp3o.training.logprob_gaps import logprob_metrics, sampler_logprobs, with_sampler_logprobs
+from fastp3o.training.logprob_gaps import evaluated_again, logprob_metrics, measures_noise
 from fastp3o.training.metrics import Update, report_update
 from fastp3o.training.microbatches import (
+    counted,
     equal_passes,
     gather_groups,
     make_microbatches,
     pack_minibatches,
-    policy_logprobs,
     with_token_rewards,
 )
+from fastp3o.training.old_logprobs import old_logprobs, with_sampler_logprobs
 from fastp3o.training.online import set_up
 
 
@@ -34,7 +36,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError if a remote reward or
     a vLLM server fails, and FunctionError if a function fails.
     """
-    buffer, score, logged, objective, policy, reference, step, run = set_up(config, caller)
+    buffer, score, logged, objective, policy, reference, add_gradients, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
@@ -50,24 +52,31 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(run.optimizer.share, rollouts, config.minibatches_per_update, config.packing)
                 loss_mask = finished(rollouts) if config.mask_truncated else None
-                old = partial(sampler_logprobs, rollouts) if old_are_sampled else partial(policy_logprobs, policy)
-                minibatches = make_microbatches(accelerator, old, reference, rows, scaled, loss_mask)
+                old = old_logprobs(config, objective, policy, rollouts)
+                minibatches = make_microbatches(
+                    accelerator, old, reference, rows, scaled, loss_mask, noted=old_are_sampled
+                )
                 if config.sampler_ratio_cap:
                     minibatches = with_sampler_logprobs(rollouts, minibatches)
                 if token_rewards is not None:
                     minibatches = with_token_rewards(minibatches, token_rewards / objective.scaler.std())
                 minibatches = objective.prepare(policy, minibatches, sum_over_processes)
-                gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
-                buffer.require_same_policy(update, rollouts, gaps)
-            with run.phase("update"):
-                passes = equal_passes(accelerator, minibatches, loss_mask, objective)
-                found: dict[str, float] = {}
-                step_metrics: list[dict[str, Tensor]] = []
                 seeds = [derived_seed(config.seed, update, epoch) for epoch in range(config.inner_epochs)]
                 order = [index for seed in seeds for index in shuffled(len(minibatches), seed).tolist()]
+                passes = equal_passes(accelerator, minibatches, loss_mask, objective)
+                # What is compared with the sampler: all, or what the first step's loss computes.
+                compared = counted(passes[order[0]]) if old_are_sampled else [*chain.from_iterable(minibatches)]
+                again = evaluated_again(policy, rollouts, compared[0].row) if measures_noise(update) else None
+            with run.phase("update"):
+                found: dict[str, float] = {}
+                step_metrics: list[dict[str, Tensor]] = []
                 for index in adapted(run.optimizer, config, update, order, minibatches, step_metrics, found):
-                    loss = objective.loss if step_metrics else objective.first_loss
-                    step_metrics.append(step(passes[index], loss))
+                    gradients = add_gradients(passes[index], objective.loss if step_metrics else objective.first_loss)
+                    if not step_metrics:
+                        # By now the policy's log-probs are known, and nothing has moved.
+                        gaps = logprob_metrics(rollouts, compared, again)
+                        buffer.require_same_policy(update, rollouts, gaps)
+                    step_metrics.append(gradients | run.optimizer.step(gradients["loss"]))
                 with accelerator.autocast():
                     objective.conclude(policy, minibatches, sum_over_processes)
                 reference.follow(policy, update)

@@ -46,6 +46,8 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         mine = torch.cat([one.ref_logprobs - one.old_logprobs for one in update.microbatches]).cpu()
         update = update._replace(rewards={"reward": gather_table(run.optimizer, update, mine)})
     metrics, log_ratios = update_metrics(run.optimizer, update, from_policy)
+    if not config.needs_reference:
+        metrics.pop("kl")
     metrics |= objective.adaptive_metrics | update.round_metrics
     if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
@@ -55,12 +57,13 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if run.accelerator.num_processes > 1:
         metrics["balance"] = balance(run.accelerator, update.minibatches)
     clip_range = objective.clip_range(metrics["response_length"])
-    if clip_range is not None and metrics["ratio/noise"] > TOLERATED * clip_range:
-        precision = run.optimizer.precision.name
-        run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], clip_range, precision))
+    noise = metrics.get("ratio/noise", 0.0)
+    if clip_range is not None and noise > TOLERATED * clip_range:
+        run.warn_once("ratio/noise", noise_warning(noise, clip_range, run.optimizer.precision.name))
     if metrics["tied_prompts"] == 1 and config.reads_rewards:
         run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
-    run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
+    beside_bar = tuple(name for name in ("reward", "kl", "response_length") if name in metrics)
+    run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=beside_bar)
     if config.log_rollouts and update.number % config.log_rollouts == 0:
         run.reporter.rollouts(update.number, logged_groups(run, config, update, log_ratios))
     if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
@@ -78,8 +81,9 @@ def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tu
     from_policy: number of a prompt's responses that are the policy's; the others are the mixture's.
 
     reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
-    rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of
-    the responses' tokens, in nats per token. missing_eos: share without an end-of-sequence. Others: `logprob_metrics`.
+    rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response; without a reference it means
+    nothing. entropy: −mean log π_old of the responses' tokens, in nats per token. missing_eos: share without an
+    end-of-sequence. Others: `logprob_metrics`.
     """
     accelerator, shares = optimizer.accelerator, optimizer.share.count
     rewards, microbatches = update.rewards["reward"], update.microbatches
@@ -163,14 +167,14 @@ def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Te
         LoggedGroup(
             update.number,
             groups[place].prompt.text,
-            finite_or_none(kls[place]),
+            finite_or_none(kls[place]) if config.needs_reference else None,
             [
                 LoggedResponse(
                     text=response.text,
                     ids=list(response.ids),
                     reward=tables["reward"][place][k],
                     parts={name: finite_or_none(table[place][k]) for name, table in tables.items() if name != "reward"},
-                    log_ratio=finite_or_none(ratios[place][k]),
+                    log_ratio=finite_or_none(ratios[place][k]) if config.needs_reference else None,
                     finished=response.finished,
                     turns=[list(turn) for turn in response.turns],
                 )

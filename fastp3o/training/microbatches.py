@@ -24,7 +24,6 @@ from fastp3o.packing.pack import Packing, balanced, deal, group_sizes
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.processes import Share
 from fastp3o.rollouts.groups import Group, pack_groups, token_ids
-from fastp3o_kernels import sequence_logprobs
 
 RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
 Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
@@ -57,16 +56,19 @@ def pack_minibatches(share: Share, groups: list[Group], minibatches: int, packin
 @torch.no_grad()
 def make_microbatches(
     accelerator: Accelerator,
-    old: RowLogprobs,
+    old: RowLogprobs | None,
     reference: Reference,
     minibatches: list[list[PackedRow]],
     rewards: Tensor,
     loss_mask: Tensor | None,
+    *,
+    noted: bool = False,
 ) -> list[list[Microbatch]]:
     """Adds the loss's inputs to the rows: rewards, old and reference log-probs.
 
     old: gives the old log-probs. If they come from the policy on the very rows that it is trained on, every ratio is
-    exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give.
+    exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give. None: the
+    update's only loss computes them. noted: whether the first loss leaves the policy's log-probs, as it then does.
 
     rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, what takes part, or None.
     """
@@ -74,17 +76,20 @@ def make_microbatches(
     tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
     # One copy for all rows.
     rows, row_tables = to_device((on_host, tables), accelerator.device)
+    room = [unknown_logprobs(row) for row in rows] if noted or old is None else []
+    old_logprobs = room if old is None else old(rows)
     microbatches = (
         Microbatch(
             row=row,
             rewards=table,
             old_token_logprobs=old_tokens,
             ref_token_logprobs=ref_tokens,
-            old_logprobs=sequence_logprobs(old_tokens, row.cu_seqlens).view(table.shape),
-            ref_logprobs=sequence_logprobs(ref_tokens, row.cu_seqlens).view(table.shape),
+            noted_token_logprobs=noted_tokens,
             loss_mask=mask,
         )
-        for row, (table, mask), old_tokens, ref_tokens in zip(rows, row_tables, old(rows), reference(rows), strict=True)
+        for row, (table, mask), old_tokens, ref_tokens, noted_tokens in zip(
+            rows, row_tables, old_logprobs, reference(rows), room or [None] * len(rows), strict=True
+        )
     )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
@@ -110,6 +115,11 @@ def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor
     return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
 
 
+def unknown_logprobs(row: PackedRow) -> Tensor:
+    """Room for log-probs of a row's tokens, [N] fp32; NaN, so that nothing takes them for known ones."""
+    return torch.full((len(row.labels),), torch.nan, device=row.labels.device)
+
+
 Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss
 
 
@@ -120,6 +130,11 @@ class Passes(NamedTuple, Generic[Item]):
 
     rows: list[tuple[Item, bool]]
     divisor: float | Tensor
+
+
+def counted(passes: Passes[Item]) -> list[Item]:
+    """The rows of a minibatch that count, or the one that stands in for none."""
+    return [row for row, counts in passes.rows if counts] or [passes.rows[0][0]]
 
 
 def equal_passes(
@@ -143,26 +158,18 @@ def equal_passes(
     ]
 
 
-def optimizer_step(
+def add_gradients(
     optimizer: Optimizer,
     passes: Passes[Item],
     loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics],
     further_passes: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Makes a minibatch's backward passes and a step. Returns this process's metrics, as `mean_over_steps` takes them.
+    """Makes the backward passes over a minibatch. Returns the loss, 0-d, and the sums of its metrics on this process,
+    as `mean_over_steps` takes them. Does not wait for the device: `Optimizer.require_finite` tells of failures.
 
     loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
-    the step, and returns its metrics. Does not wait for the device: `Optimizer.require_finite` tells of failures.
+    the step, and returns its metrics.
     """
-    metrics = add_gradients(optimizer, passes, loss)
-    further = {} if further_passes is None else further_passes()
-    return metrics | further | optimizer.step(metrics["loss"])
-
-
-def add_gradients(
-    optimizer: Optimizer, passes: Passes[Item], loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics]
-) -> dict[str, Tensor]:
-    """Makes the backward passes over a minibatch. Returns the loss, 0-d, and the sums of its metrics."""
     scale = optimizer.loss_scale
     # The scale of fp16's loss is a part of the divisor, so that a row's incoming gradient is 1 in any precision.
     divisor = passes.divisor if scale is None else passes.divisor / scale
@@ -175,7 +182,8 @@ def add_gradients(
             value.backward()
         total = total + value.detach()
         metrics.add(row_metrics, counts=counts)
-    return {"loss": total if scale is None else total / scale, **metrics.read()}
+    further = {} if further_passes is None else further_passes()
+    return {"loss": total if scale is None else total / scale, **metrics.read(), **further}
 
 
 class MetricSums:

@@ -34,14 +34,14 @@ from fastp3o.training.build import (
     policy_sampler,
     sampled_model,
 )
-from fastp3o.training.microbatches import Rewards, optimizer_step
+from fastp3o.training.microbatches import Rewards, add_gradients
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
 Score = Callable[[list[Group]], Rewards]
 Logged = Callable[[], dict[str, float]]
-# The buffer, `score`, what rewards log, objective, policy and reference, the optimizer step, the run.
+# The buffer, `score`, what rewards log, objective, policy and reference, a step's backward passes, the run.
 Online = tuple[RolloutBuffer, Score, Logged, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
 
 
@@ -70,7 +70,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     objective.add_to(policy)
     rewards = load_rewards(context, config, prompts, held_out.examples)
     accelerator, precision, _, mesh, _ = context
-    steps = config.updates * config.inner_epochs * config.minibatches_per_update
+    steps = config.updates * config.steps_per_update
     optimizer: Optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     reference, sampled_reference = load_reference(context, config, policy)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
@@ -91,15 +91,17 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         config,
         optimizer,
         Steps(type(objective).__name__, "update", config.updates),
-        evaluate=make_evaluation(context, config, sampled, reference, rewards, held_out),
+        evaluate=make_evaluation(
+            context, config, sampled, reference if config.needs_reference else None, rewards, held_out
+        ),
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState(objective.stateful_parts, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, reward)
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
-    step = partial(optimizer_step, optimizer, further_passes=pretraining)
+    gradients = partial(add_gradients, optimizer, further_passes=pretraining)
     logged = partial(logged_means, {"reward": reward})
-    return buffer, score, logged, objective, policy, reference, step, run
+    return buffer, score, logged, objective, policy, reference, gradients, run
 
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
@@ -143,11 +145,11 @@ def make_evaluation(
     context: Context,
     config: OnlineConfig,
     sampled: SampledModel,
-    reference: Reference,
+    reference: Reference | None,
     rewards: dict[str, Reward],
     held_out: HeldOut,
 ) -> Evaluation | None:
-    """Builds the evaluation, which measures how far the policy is from where the reference began."""
+    """Builds the evaluation, which measures how far the policy is from where the reference began, if there is one."""
     if held_out.examples is None:
         return None
     if config.reference_moves:

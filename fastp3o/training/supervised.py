@@ -23,7 +23,7 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import load_trained
-from fastp3o.training.microbatches import MetricSums, Passes, mean_over_steps, optimizer_step
+from fastp3o.training.microbatches import MetricSums, Passes, add_gradients, mean_over_steps
 from fastp3o.training.setup import load_examples, load_held_out, make_context
 
 Row = TypeVar("Row", bound=PackedRow)
@@ -147,7 +147,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         rows = task.prepared_rows(optimizer.model, batch)
         count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
         passes = Passes(pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean"))
-        metrics = mean_over_steps(context.accelerator, [optimizer_step(optimizer, passes, task.loss_on_device)])
+        gradients = add_gradients(optimizer, passes, task.loss_on_device)
+        metrics = mean_over_steps(context.accelerator, [gradients | optimizer.step(gradients["loss"])])
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}

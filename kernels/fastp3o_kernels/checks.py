@@ -77,6 +77,16 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
             raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}")
 
 
+def check_logprobs_out(logprobs_out: Tensor | None, hidden: Tensor) -> None:
+    """Raises ValueError unless the log-probs of hidden's [N, D] tokens fit into it: [N] fp32 or fp64, on its device."""
+    if logprobs_out is None:
+        return
+    check_shape("logprobs_out", logprobs_out, (len(hidden),), "a log-prob for each token")
+    if logprobs_out.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"logprobs_out must be fp32 or fp64, got {logprobs_out.dtype}")
+    check_same_device(hidden=hidden, logprobs_out=logprobs_out)
+
+
 def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, responses_per_prompt: int = 1) -> Tensor:
     """The offsets as a tensor. Sequences may be empty, and there may be none. rows: one for each token."""
     cu_seqlens, tokens = torch.as_tensor(cu_seqlens), len(rows)

@@ -75,8 +75,8 @@ def test_a_peak_is_predicted_within_a_tenth(precision, sizes, share_prompts, tra
     choose_trainable(model, TrainableConfig(trainable_layers=trained_layers))
     if checkpointing:
         model.recompute_activations()
-    old = torch.full((P, 2), -response * torch.tensor(float(model_sizes[-1])).log())
-    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old)
+    old = torch.full((len(row.labels),), -torch.tensor(float(model_sizes[-1])).log())
+    microbatch = Microbatch(row, torch.randn(P, 2), old, old)
 
     def update():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast is not None):

@@ -74,6 +74,7 @@ def offset_reward(run: Run, task: Task) -> OffsetReward:
 def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
     settings = SETTINGS | {
         "model": task.policy,
+        "reference": task.policy,  # which evaluations measure the KL to, whether the loss has one or not
         "reward": task.reward_model,
         "gold_reward": GOLD,
         "prompts": task.prompts,

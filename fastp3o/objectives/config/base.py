@@ -33,7 +33,11 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of evaluations; several sets: NAME=SOURCE,NAME=SOURCE.")
-    reference: str | None = option(None, "The KL's reference; by default the starting model, which is free with LoRA.")
+    reference: str | None = option(
+        None,
+        "The model that the KL is measured to. None: the starting model, with LoRA the policy without its adapters; "
+        "and none at all where the loss reads no reference (--kl_coef 0): then no KL is reported, either.",
+    )
     reference_every: int = option(0, "Updates after which the policy becomes the reference; 0: it stays.", at_least=0)
     reference_decay: float = option(
         0.0, "Each update makes the reference decay * itself + (1 - decay) * policy; 0: it stays.", at_least=0, below=1
@@ -141,6 +145,20 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     def minibatches_per_update(self) -> int:
         return self.prompts_per_update // self.prompts_per_minibatch
 
+    @property
+    def steps_per_update(self) -> int:
+        return self.inner_epochs * self.minibatches_per_update
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference is loaded and run: the loss reads one, or the user names or moves one."""
+        return bool(self.loss_reads_reference or self.reference or self.reference_moves)
+
+    @property
+    def loss_reads_reference(self) -> bool:
+        """Whether the loss, or what is sampled, is another with another reference."""
+        return True
+
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step in self.evaluated_at or super().evaluates_after(step, last=last)
 
@@ -161,6 +179,10 @@ class KLConfig(OnlineConfig):
     target_kl: float | None = option(
         None, "KL (nats per response) that kl_coef is adapted to; None: fixed.", above=0, changeable=True
     )
+
+    @property
+    def loss_reads_reference(self) -> bool:
+        return self.kl_coef > 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,6 +66,10 @@ class FreshPairConfig(PairLoss, OnlineConfig):
     compares_with_old: ClassVar[bool] = False
     assumes_own_samples: ClassVar[bool] = False
 
+    @property
+    def loss_reads_reference(self) -> bool:
+        return self.anchor == "ref"
+
 
 class LogisticLoss(PairLoss):
     label_smoothing: float = option(0.0, "How likely a label is wrong.", at_least=0, below=0.5, changeable=True)
@@ -204,7 +208,7 @@ class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
 
 
 class BPOConfig(OnlineDPOConfig, objective="bpo"):
-    """BPO (arXiv 2406.12168): online DPO against the policy that sampled; evaluations keep the reference."""
+    """BPO (arXiv 2406.12168): online DPO against the policy that sampled; --reference is for the reported KL alone."""
 
     anchor: ClassVar[str] = "old"
     compares_with_old: ClassVar[bool] = True

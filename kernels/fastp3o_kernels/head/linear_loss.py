@@ -6,14 +6,20 @@ N tokens, D hidden size, V vocabulary; P groups with K responses each.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import bounds_of_prompts, check_divisor, check_same_device, checked_cu_seqlens
+from fastp3o_kernels.checks import (
+    bounds_of_prompts,
+    check_divisor,
+    check_logprobs_out,
+    check_same_device,
+    checked_cu_seqlens,
+)
 from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
@@ -44,6 +50,10 @@ class Groups:
     def __getitem__(self, name: str) -> Tensor:
         """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given."""
         return self.tensors[name]
+
+    def having(self, **tensors: Tensor) -> "Groups":
+        """The same groups with further tensors by name."""
+        return replace(self, tensors={**self.tensors, **tensors})
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -90,6 +100,7 @@ class ObjectiveSums:
     group_tensors: Metrics  # [P, ...]
     outputs: Collection[str]  # statistics that the objective sees
     divisor: float | Tensor  # of its sum
+    logprobs_out: Tensor | None = None  # [N], gets the tokens' log-probs
     sum: Tensor | None = None
     metrics: Metrics = field(default_factory=dict)
 
@@ -132,6 +143,8 @@ class ObjectiveSums:
         return gradients[0] * factor, None if entropy is None else gradients[1] * factor
 
     def total(self, chunked: ChunkedHead) -> Tensor:
+        if self.logprobs_out is not None:
+            self.logprobs_out.copy_(chunked.logprobs)
         return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
 
 
@@ -158,6 +171,7 @@ def linear_loss(
     group_tensors: Mapping[str, Tensor] | None = None,
     outputs: Collection[str] = (),
     divisor: float | Tensor | None = None,
+    logprobs_out: Tensor | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> LinearLossOutput:
@@ -193,6 +207,7 @@ def linear_loss(
             and "is_top", as in `linear_logprobs`.
         divisor: what the sum over all groups is divided by, P by default. For accumulation and several processes: the
             number of groups, or of tokens, in the whole batch.
+        logprobs_out: [N] floating point, which gets the tokens' log-probs; None: nothing does.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
         impl: None, "triton" or "eager", as in `linear_logprobs`. The objective is PyTorch in any case.
 
@@ -218,6 +233,7 @@ def linear_loss(
             (group_tensors, (P,), "a row for each group"),
         )
     )
+    check_logprobs_out(logprobs_out, hidden)
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     divisor = max(P, 1) if divisor is None else divisor
@@ -225,9 +241,11 @@ def linear_loss(
     if isinstance(divisor, Tensor):
         divisor = on_device(divisor.detach(), hidden.device, dtypes.logits)
     offsets = on_device(cu_seqlens, hidden.device, torch.int64)
-    sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor)
+    sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor, logprobs_out)
     if impl == "eager":
         values = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
+        if logprobs_out is not None:
+            logprobs_out.copy_(values.logprobs.detach())
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.
         nothing = 0 * values.logprobs.sum()
         loss = (sums.add(values, slice(0, P), slice(0, N)) + nothing if P else nothing) / divisor

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import bounds_of_prompts
+from fastp3o_kernels.checks import bounds_of_prompts, check_logprobs_out
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
@@ -32,8 +32,8 @@ class PairLoss:
 
     outputs: Collection[str] = ()
 
-    def __init__(self, pairs: Pairs, settings: P3OSettings):
-        self.pairs, self.settings = pairs, settings
+    def __init__(self, pairs: Pairs, settings: P3OSettings, logprobs_out: Tensor | None):
+        self.pairs, self.settings, self.logprobs_out = pairs, settings, logprobs_out
         self.terms: Tensor | None = None  # what each prompt adds, with Triton, filled in chunk by chunk
         self.output: P3OLossOutput | None = None  # without a gradient, of the last chunk and then of all
 
@@ -59,6 +59,8 @@ class PairLoss:
         return coefficients, None
 
     def total(self, chunked: ChunkedHead) -> Tensor:
+        if self.logprobs_out is not None:
+            self.logprobs_out.copy_(chunked.logprobs)
         if chunked.triton:
             if self.terms is None:
                 self.terms = empty_terms(self.pairs)
@@ -85,6 +87,7 @@ def linear_p3o_loss(
     valid_responses: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
     divisor: float | Tensor | None = None,
+    logprobs_out: Tensor | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> P3OLossOutput:
@@ -107,6 +110,7 @@ def linear_p3o_loss(
             gradient but take part in the logits' product, which empty responses do not.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
         divisor: of the sum over prompts, or tokens with clipping="token", as in `token_p3o_loss`.
+        logprobs_out: [N] floating point, which gets the tokens' log-probs; None: nothing does.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`. Responses to a prompt
             whose logits it does not hold are computed in two passes: what fits is kept, the rest computed twice, with
             the same result.
@@ -124,13 +128,16 @@ def linear_p3o_loss(
     pairs = Pairs(
         cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
     ).checked("hidden", hidden, settings)
+    check_logprobs_out(logprobs_out, hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())
     if impl == "eager" or len(hidden) == 0:
         rounded = HeadDtypes.for_hidden(hidden).rounded
         logprobs = head_oracle.linear_outputs(hidden, head, labels, NO_LABEL, rounded).logprobs
+        if logprobs_out is not None:
+            logprobs_out.copy_(logprobs.detach())
         return oracle.token_loss(logprobs, pairs, settings)
     bounds = bounds_of_prompts(cu_seqlens, len(hidden), rewards.shape[1])
-    loss = PairLoss(pairs, settings)
+    loss = PairLoss(pairs, settings, logprobs_out)
     value = chunked_loss(hidden, head, labels, bounds, loss, memory_budget, triton=triton)
     assert loss.output is not None  # the loop asks for the total
     return loss.output._replace(loss=value)

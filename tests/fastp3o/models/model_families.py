@@ -162,7 +162,7 @@ def packed(model: PackedModel, groups: Groups, expected: Outcome, *, share_promp
     *known, rewards = rollout_near(expected.logprobs)
     old, ref = ([values[s] for s in order] for values in known)
     rewards = rewards[[s // 2 for s in order[::2]]]
-    microbatch = Microbatch(row, rewards, torch.cat(old), torch.cat(ref), sums(old), sums(ref))
+    microbatch = Microbatch(row, rewards, torch.cat(old), torch.cat(ref))
     loss, _ = LOSS.build().loss(model, microbatch, len(rewards))
     return outcome(model.model, logprobs, loss)
 

@@ -274,9 +274,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
     every = [y for g in order for y in groups[g]]
     objective = config.build()
     old, ref, sampler = ([getattr(y, name) for y in every] for name in ("old", "ref", "sampler"))
-    sums = (torch.stack([values.sum() for values in tokens]).view(P, K) for tokens in (old, ref))
     more = {"sampler_token_logprobs": torch.cat(sampler), "loss_mask": counts[order] if config.mask_truncated else None}
-    microbatch = Microbatch(row, objective.scaler(rewards)[order], torch.cat(old), torch.cat(ref), *sums, **more)
+    microbatch = Microbatch(row, objective.scaler(rewards)[order], torch.cat(old), torch.cat(ref), **more)
     policy = PackedModel(model)
     ((prepared,),) = objective.prepare(policy, [[microbatch]], lambda sums: sums)
     loss, metrics = objective.loss(policy, prepared, objective.divisor(row, prepared.loss_mask) or 1)

@@ -22,7 +22,7 @@ def run(model: str, folder: str, **changes) -> None:
 def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> Microbatch:
     unused = torch.empty(0)
     prepared = {"old_values": old_values, "advantages": advantages, "returns": returns}
-    return Microbatch(None, unused, old_logprobs, unused, unused, unused, prepared=prepared)
+    return Microbatch(None, unused, old_logprobs, unused, prepared=prepared)
 
 
 def settings(**changes) -> PPOConfig:

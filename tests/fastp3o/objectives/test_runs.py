@@ -16,6 +16,7 @@ from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import kl_per_update
 from fastp3o.training.loop import train
 from fastp3o_kernels import linear_distillation
@@ -68,8 +69,9 @@ def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model
 
 
 def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
-    zeros = torch.zeros(2, 2)
-    rows = [Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros) for kl in (1.0, 2.0, 6.0)]
+    (row,) = pack([[1]] * 2, [[[2, 3], [4]]] * 2, Packing(100))
+    zeros, ends = torch.zeros(len(row.labels)), row.cu_seqlens[1:].long() - 1
+    rows = [Microbatch(row, torch.zeros(2, 2), zeros.index_fill(0, ends, kl), zeros) for kl in (1.0, 2.0, 6.0)]
     assert mean_kl([rows[:1], rows[1:]], lambda sums: sums) == 3.0
     assert mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5  # of another process
 
@@ -143,7 +145,7 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
     # Evaluations tell the way from the start.
     assert [evaluation["kl"] == 0 for evaluation in metrics("followed", "eval.jsonl")] == [True] + [False] * 5
     mean = train_and_resume(tiny_model, "mean", reference_decay=0.2, kl_coef=0.0, precision="bf16", **settings)
-    train(config(tiny_model, "stays", kl_coef=0.0, precision="bf16", **settings))
+    train(config(tiny_model, "stays", kl_coef=0.0, reference=tiny_model, precision="bf16", **settings))
     assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2  # of samples, so it may be below 0
 
 

@@ -38,7 +38,7 @@ def batches(policy: PackedModel, counted: Tensor | None) -> list[Microbatch]:
     for row in pack(FOURS.prompts, FOURS.responses, Packing(20)):
         old = labelled_logprobs(policy, row).detach()
         advantages = torch.randn(len(old), generator=generator, dtype=torch.float64).to(old.dtype)
-        one = Microbatch(row, unused, old, *[unused] * 3, prepared={"advantages": advantages})
+        one = Microbatch(row, unused, old, unused, prepared={"advantages": advantages})
         found.append(replace(one, loss_mask=None if counted is None else counted[list(row.groups)]))
     return found
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from fastp3o_kernels import linear_loss
+from fastp3o_kernels import linear_logprobs, linear_loss
 from tests.kernels.levels import IMPLEMENTATIONS, Batch
-from tests.kernels.problems import DEVICE
+from tests.kernels.problems import DEVICE, budget_for
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -25,3 +25,38 @@ def test_a_constant_objective_has_no_gradient(constant):
     given = *leaves, batch.pairs.labels, batch.pairs.cu_seqlens, constant
     linear_loss(*given, group_tensors={"weights": weights}).loss.backward()
     assert not any(leaf.grad.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize("level", ["objective", "hidden", "hidden, its own"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_loss_leaves_the_log_probs_that_it_has_computed(impl, level):
+    """Also where it is computed in parts, and where nothing needs a gradient; loss and gradients stay the same."""
+    batch = Batch(level)
+    expected, gradients = batch.run(impl)
+    states = batch.states
+    logprobs = linear_logprobs(states.hidden, states.head, batch.pairs.labels, impl=impl).detach()
+    for options in ({}, {"memory_budget": budget_for(10, 50)}):
+        out = torch.full_like(logprobs, torch.nan)
+        output, found = batch.run(impl, logprobs_out=out, **options)
+        torch.testing.assert_close(out, logprobs)
+        torch.testing.assert_close(output.loss, expected.loss)
+        torch.testing.assert_close(found, gradients)
+    out = torch.full_like(logprobs, torch.nan)
+    with torch.no_grad():
+        batch.output(batch.leaves(), impl=impl, logprobs_out=out)
+    torch.testing.assert_close(out, logprobs)
+
+
+@pytest.mark.parametrize("level", ["objective", "hidden"])
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        (lambda N: torch.empty(N + 1), "logprobs_out must have shape"),
+        (lambda N: torch.empty(N, dtype=torch.bfloat16), "logprobs_out must be fp32 or fp64, got torch.bfloat16"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_room_for_log_probs_that_would_not_hold_them_is_refused(level, out, says):
+    batch = Batch(level)
+    with pytest.raises(ValueError, match=says):
+        batch.run(logprobs_out=out(len(batch.pairs.labels)).to(DEVICE))

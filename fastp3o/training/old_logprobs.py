@@ -1,0 +1,51 @@
+"""Where the log-probs that ratios compare with come from: a pass of the policy, the loss itself, or what sampled."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastp3o.errors import UserError
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.base import Microbatch, Objective
+from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.packing.packed_row import PackedRow, to_device
+from fastp3o.rollouts.groups import Group
+from fastp3o.training.microbatches import RowLogprobs, policy_logprobs
+
+
+def old_logprobs(
+    config: OnlineConfig, objective: Objective, policy: PackedModel, groups: Sequence[Group]
+) -> RowLogprobs | None:
+    """What gives the old log-probs of an update's rows before its steps; None: its only step's loss computes them.
+
+    A pass for them alone would be a fifth of such an update. It is made where the loss must have them before, and
+    where that has dropout, which makes its log-probs others than the policy's.
+    """
+    if config.old_logprobs == "sampler":
+        return partial(sampler_logprobs, groups)
+    if config.steps_per_update == 1 and not objective.reads_old_first and not config.lora_dropout:
+        return None
+    return partial(policy_logprobs, policy)
+
+
+def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tuple[Tensor, ...]:
+    """The sampler's log-probs of the rows' tokens, [N] fp32 each, on their device. Raises ValueError without any."""
+    for group in groups:
+        if any(response.logprobs is None for response in group.responses):
+            raise UserError("what sampled the responses gave no log-probs of them, as transformers' generate does not")
+    on_host = tuple(
+        torch.tensor(
+            [value for g in row.groups for response in groups[g].responses for value in response.logprobs or ()]
+        )
+        for row in rows
+    )
+    return to_device(on_host, rows[0].labels.device)
+
+
+def with_sampler_logprobs(groups: Sequence[Group], minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:
+    """The microbatches with the log-probs of what sampled."""
+    sampled = iter(sampler_logprobs(groups, [one.row for minibatch in minibatches for one in minibatch]))
+    return [[replace(one, sampler_token_logprobs=next(sampled)) for one in minibatch] for minibatch in minibatches]
