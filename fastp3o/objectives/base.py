@@ -208,7 +208,7 @@ class GroupwiseObjective(Objective):
         if self.sampler_ratio_cap:
             token_tensors["sampler_tokens"] = microbatch.known_sampler_logprobs()
         responses = {"ref": microbatch.ref_logprobs, "rewards": microbatch.rewards, "loss_mask": loss_mask}
-        objective = self.sums
+        objective: Callable[[Groups], LossAndMetrics] = self.sums
         if first and microbatch.old_are_noted:
             objective = on_policy(self.sums)
         else:
@@ -223,7 +223,7 @@ class GroupwiseObjective(Objective):
                 objective,
                 responses_per_group=loss_mask.shape[1],
                 token_tensors=token_tensors,
-                response_tensors=responses | microbatch.prepared,
+                response_tensors={**responses, **microbatch.prepared},
                 outputs=self.outputs,
                 divisor=divisor,
                 logprobs_out=microbatch.noted_token_logprobs if first else None,

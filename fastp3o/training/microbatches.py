@@ -78,6 +78,7 @@ def make_microbatches(
     rows, row_tables = to_device((on_host, tables), accelerator.device)
     room = [unknown_logprobs(row) for row in rows] if noted or old is None else []
     old_logprobs = room if old is None else old(rows)
+    noted_logprobs: Sequence[Tensor | None] = room or [None] * len(rows)
     microbatches = (
         Microbatch(
             row=row,
@@ -88,7 +89,7 @@ def make_microbatches(
             loss_mask=mask,
         )
         for row, (table, mask), old_tokens, ref_tokens, noted_tokens in zip(
-            rows, row_tables, old_logprobs, reference(rows), room or [None] * len(rows), strict=True
+            rows, row_tables, old_logprobs, reference(rows), noted_logprobs, strict=True
         )
     )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
