@@ -1,7 +1,7 @@
 """What a user meets and a contributor reads, counted: `python -m tests.surface --write` writes surface.md.
 
 Counted are the flags of each command, public names, objectives, commands, and the tokens of code in each folder: what
-Python reads, without comments, docstrings and help texts. Lines are not: to save them costs what somebody needs to read.
+Python reads, without comments, docstrings and help texts. Lines are not: saving them costs what somebody needs to read.
 """
 
 import argparse
