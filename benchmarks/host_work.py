@@ -1,15 +1,18 @@
 """Counts what the host hands to the device while something runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import CUDA
 
 aten = torch.ops.aten
-# Position of the left factor among the arguments; the right one follows.
+# Position of the left factor among the arguments; the right one follows, transposed for oneDNN's products.
 LEFT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1}
+ONEDNN = "mkldnn::_linear_pointwise"
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
@@ -30,6 +33,9 @@ class Operations(TorchDispatchMode):
         if place is not None:
             left, right = args[place : place + 2]
             self.total += 2 * left.numel() * right.shape[-1]
+        elif func._schema.name == ONEDNN:
+            left, right = args[:2]
+            self.total += 2 * left.numel() * right.shape[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -45,4 +51,10 @@ def host_work(function: Callable[[], object]) -> dict[str, float]:
         torch.cuda.synchronize()
     averages = profile.key_averages()
     launches = sum(event.count for event in averages if event.key.startswith(LAUNCHES))
-    return {"launches": launches, "gpu_ms": sum(event.self_device_time_total for event in averages) / 1e3}
+    return {"launches": launches, "gpu_ms": kernel_ms(averages)}
+
+
+def kernel_ms(averages: Iterable[FunctionEventAvg]) -> float:
+    """Milliseconds of all kernels and copies. The host's operations that launched them show the same times again."""
+    on_device = [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    return sum(event.self_device_time_total for event in on_device) / 1e3
