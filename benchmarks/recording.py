@@ -7,19 +7,16 @@ A test that leaves the GPU unusable ends the process with DEVICE_LOST, so that a
 """
 
 import os
-import platform
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.environment import environment
 from benchmarks.results_file import OUT_OF_TIME, empty, end_running, load, name_of, unbegun, without_the_unbegun, write
 
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "flash-attn")
 STARTED = time.monotonic()
 RECORD = pytest.StashKey[dict]()
 # The exit status of a process whose CUDA context is unusable.
@@ -86,6 +83,7 @@ def record_without_figures(record: dict, item: pytest.Item, reason: str) -> None
         record["not_measured"].append({"name": name_of(item.nodeid), "reason": reason})
     if not out_of_time:
         record["finished"].append(item.nodeid)
+        record["skipped"].append(item.nodeid)
     record["running"] = None
 
 
@@ -112,23 +110,3 @@ def device_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def environment() -> dict[str, object]:
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    git = f"git -C '{Path(__file__).parent}' describe --always --dirty"
-    commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({torch.get_num_threads()} threads)",
-        "cuda": torch.version.cuda if cuda else None,
-        "python": platform.python_version(),
-        "packages": {name: installed(name) for name in PACKAGES},
-        "commit": commit or os.environ.get("FASTP3O_COMMIT"),
-        "date": time.strftime("%Y-%m-%d"),
-    }

@@ -3,7 +3,8 @@
     environment     the machine and the versions; None until a process has said them
     benchmarks      a dict of figures each
     not_measured    name and reason each
-    finished        tests that need not run again, by their node ids; failed: those of fastp3o among them that failed
+    finished        tests that need not run again, by their node ids; failed: those of fastp3o among them that failed;
+                    skipped: those that could not run there, and peers without figures
     running         the test that runs, None between two
     late            tests that were killed as the time ended: they come last the next time
     complete        whether no test is left
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OUT_OF_TIME = "out of time"
-LISTS = ("benchmarks", "not_measured", "finished", "failed", "late")
+LISTS = ("benchmarks", "not_measured", "finished", "failed", "skipped", "late")
 # What makes several results of one rollout or iteration: each sampler or trainer is a test of its own.
 PARTS = ("ways", "trainers")
 
@@ -83,11 +84,17 @@ def end_running(record: dict, reason: str) -> dict:
 
 
 def merged(records: Iterable[dict]) -> dict:
-    """One record of several. Reports read the first three of its entries."""
+    """One record of several, as reports read it. tests: how many of fastp3o's tests passed, without benchmarks, and the
+    names of all that failed.
+    """
     records = list(records)
     environments = [record["environment"] for record in records if record["environment"]]
     lists = {name: [entry for record in records for entry in record[name]] for name in ("benchmarks", "not_measured")}
-    return {"environment": environments[0] if environments else None, **lists}
+    failed = [test for record in records for test in record["failed"]]
+    passed = {test for record in records for test in record["finished"] if test.startswith("tests/")}
+    passed -= {test for record in records for test in (*record["failed"], *record["skipped"])}
+    tests = {"passed": len(passed), "failed": failed}
+    return {"environment": environments[0] if environments else None, **lists, "tests": tests}
 
 
 def joined(benchmarks: list[dict]) -> list[dict]:

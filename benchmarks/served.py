@@ -16,6 +16,7 @@ from timeit import timeit
 import torch
 from accelerate import Accelerator
 
+from benchmarks.environment import environment
 from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
@@ -43,7 +44,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # The load is that of others, as the measurement begins.
     machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__, "threads": 1}
-    RESULTS.write_text(json.dumps({"machine": machine, "speed": speed(given)}, indent=1) + "\n")
+    record = {"environment": environment(), "machine": machine, "speed": speed(given)}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, rounds: int = 3) -> dict:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.environment import environment
 from benchmarks.training_shapes import llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -113,7 +114,7 @@ def main() -> None:
         print(json.dumps(results[-1]), flush=True)
     lines = ",\n".join(map(json.dumps, results))
     path = Path(__file__).parent / "results" / "turns.json"
-    path.write_text(f'{{"torch": "{torch.__version__}", "benchmarks": [\n{lines}\n]}}\n')
+    path.write_text(f'{{"environment": {json.dumps(environment())}, "benchmarks": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_parts
+from benchmarks import gpu_parts, results_file
 from benchmarks.gpu_parts import Part
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +94,14 @@ def test_a_test_that_the_deadline_ends_comes_last_the_next_time(tmp_path):
     assert [run([part], tmp_path, seconds=0.8) for _ in range(2)] == [1, 1]
     found = json.loads((tmp_path / "out" / "kernels.gpu.json").read_text())
     assert [result["implementation"] for result in found["benchmarks"]] == ["fastp3o", "peer"]
+
+
+def test_the_record_has_how_many_tests_passed_and_which_failed():
+    tests = {"finished": ["tests/a.py::test_a", "tests/a.py::test_b", "tests/a.py::test_skipped", "benchmarks/b.py::c"]}
+    tests |= {"failed": ["tests/a.py::test_b"], "skipped": ["tests/a.py::test_skipped"]}
+    others = {"finished": ["sanitizer", "tests/c.py::test_c"], "failed": ["sanitizer"]}
+    record = results_file.merged(results_file.empty() | part for part in (tests, others))
+    assert record["tests"] == {"passed": 2, "failed": ["tests/a.py::test_b", "sanitizer"]}
 
 
 def test_parts_name_files_that_exist():
