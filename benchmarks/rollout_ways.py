@@ -97,28 +97,46 @@ def settings_with(more: dict[str, object]) -> Callable[..., GenerationConfig]:
     return lambda **settings: GenerationConfig(**settings, **more)
 
 
-def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
+class Batches:
+    """`generate_batch`. Its manager, with a cache and CUDA graphs, stays for all calls of a case, as in a server."""
+
+    def __init__(self):
+        self.latest: tuple[PackedModel, Rollouts] | None = None
+
+    def __call__(self, policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
+        if self.latest != (policy, case):
+            # The manager's room and ends are those of its first call.
+            if self.latest:
+                self.latest[0].model.destroy_cached_continuous_batching_manager()
+            self.latest = policy, case
+        return by_generate_batch(policy, prompts, case)
+
+
+def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts) -> Sampled:
+    """The manager has a generator of its own, which no seed reaches."""
     ends = policy.model.generation_config.eos_token_id
     with sampling_mode(policy) as model:
         settings = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.response, eos_token_id=ends, pad_token_id=END
         )
         results = model.generate_batch(
-            repeated(prompts, case), generation_config=settings, continuous_batching_config=pages(prompts, case)
+            repeated(prompts, case),
+            generation_config=settings,
+            continuous_batching_config=pages(prompts, case),
+            persistent_manager=True,
         )
     return grouped([cut_after_end(result.generated_tokens, set(ends)) for result in results.values()], prompts, case)
 
 
 def pages(prompts: list[Ids], case: Rollouts) -> object:
-    """The default takes most of the memory, which other processes on a CPU need too."""
+    """Room for all responses at once. The default takes most of the memory, which the ways in turns with it need."""
     from transformers import ContinuousBatchingConfig
 
-    if CUDA:
-        return ContinuousBatchingConfig()
     defaults = ContinuousBatchingConfig()
     page = defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size  # 5.17's name
     sequence_pages = -(-(max(map(len, prompts)) + case.response) // page)
-    return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, max_batch_tokens=2048)
+    tokens = {} if CUDA else {"max_batch_tokens": 2048}
+    return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, **tokens)
 
 
 def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
@@ -170,7 +188,7 @@ WAYS: dict[str, Way] = {
     "generate": by_generate,
     "fastp3o engine": by_engine,
     "generate, static cache": partial(by_generate, cache_implementation="static"),
-    "generate_batch": by_generate_batch,
+    "generate_batch": Batches(),
     "TRL GRPO": by_trl,
 }
 # It compiles for each shape.

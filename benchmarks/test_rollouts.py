@@ -35,7 +35,7 @@ PROMPTS = 64 if LARGE else 2 if TRIAL else 32
 ROUNDS = 1 if TRIAL else 3
 # Seconds of a round that only one more follows, and of one that five times as many follow.
 LONG_ROUND, SHORT_ROUND = 60, 1
-# A way that takes this many times as long as `generate` has one turn only.
+# A way whose first turn takes this many times as long as `generate` has one more only.
 HOPELESS = 3
 # The counter of operations on a CPU does not see into a thread of the way's own.
 UNSEEN_ON_CPUS = ("generate_batch",)
@@ -178,15 +178,13 @@ class Measurement:
             self.turn(way, seed)
 
     def run(self, benchmark) -> None:
-        """The first round compiles and captures, and finds caches cold; it stands only where no other follows."""
+        """The first round compiles, captures and makes room, and finds caches cold: it never counts."""
         seeds = count()
         self.one_round(next(seeds))
         way_ms, generate_ms = (self.figures.ms[way][0] for way in (self.way, "generate"))
-        if self.way not in SLOW_TO_START and way_ms > HOPELESS * generate_ms:
-            benchmark.pedantic(lambda: None, rounds=1)
-            return
         seconds = (way_ms + generate_ms) / 1e3
-        rounds = 1 if seconds > LONG_ROUND else ROUNDS if seconds > SHORT_ROUND else 5 * ROUNDS
+        hopeless = self.way not in SLOW_TO_START and way_ms > HOPELESS * generate_ms
+        rounds = 1 if hopeless or seconds > LONG_ROUND else ROUNDS if seconds > SHORT_ROUND else 5 * ROUNDS
         for way in self.figures.ms:
             self.figures.forget(way)
         benchmark.pedantic(lambda: self.one_round(next(seeds)), rounds=rounds)
