@@ -2,43 +2,25 @@
 
 python -m benchmarks.report                        # every table and the goals, of the committed results
 python -m benchmarks.report RESULTS.json           # the tables of one run
-python -m benchmarks.report --write                # what pages say of GPUs
+python -m benchmarks.report --write                # what pages say of the committed results (`pages.py`)
 """
 
 import argparse
-import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
-from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
+from benchmarks import pages
+from benchmarks.environment import described
+from benchmarks.goals import goals_table
+from benchmarks.modelled import modelled
 from benchmarks.predicted_iteration import predicted_iterations
-from benchmarks.results_file import joined
-from benchmarks.shapes import LARGE_HEADS, HeadSizes
-from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, modelled_time, plan_chunks
-from fastp3o_kernels.head.head import HeadDtypes
+from benchmarks.records import CPU_RECORDS, GPU_RECORD, NOT_MEASURED, RESULTS, Results, load, results_of, select
 
-FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results"
-README = FOLDER / "README.md"
-FRONT_PAGE = FOLDER.parent / "README.md"
 BOTH = "forward and backward"
 # Of an iteration, in their order; an update is four epochs.
 PHASES = ("rollout", "reward", "logprobs", "update", "other")
 WAYS = ("fastp3o", "eager", "TRL", "Liger")
 ABSENT = "–"
-
-
-def load(path: Path) -> dict:
-    record = json.loads(path.read_text())
-    return record | {"benchmarks": joined(record["benchmarks"])} if "benchmarks" in record else record
-
-
-def described(environment: dict) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
-    return f"{environment['device']}; {packages}; {environment['date']}"
 
 
 def comparison(results: Results, level: str) -> list[list[str]]:
@@ -68,36 +50,6 @@ def other_passes(results: Results) -> list[list[str]]:
     return lines
 
 
-def ragged(P: int, K: int, response: int) -> list[int]:
-    """Bounds of P groups of K responses, each of half to one and a half times the mean length."""
-    seeded = torch.Generator().manual_seed(0)
-    lengths = torch.randint(response // 2, 3 * response // 2 + 1, (P, K), generator=seeded)
-    return [0, *lengths.sum(1).cumsum(0).tolist()]
-
-
-# The head's tokens of some rows: responses to (prompts, mean tokens).
-MODELLED = {"32 pairs, exactly 128": list(range(0, 8193, 256)), "19 pairs (350, 40)": ragged(19, 2, 40)}
-MODELLED |= {"21 pairs (128, 128)": ragged(21, 2, 128), "4 pairs (350, 850)": ragged(4, 2, 850)}
-MODELLED |= {"2 × 16 (256)": ragged(2, 16, 256)}
-
-
-def modelled_ratio(bounds: list[int], head: HeadSizes, budget: int) -> float:
-    """Time of the head's plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
-    N, dtypes = bounds[-1], HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
-    products = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
-    # Kernels over rows move 10 bytes a logit; reading the weight moves 2 an element.
-    return (products + 5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
-
-
-def modelled() -> list[list[str]]:
-    """Predicted ratios with the least and the most memory budget. Header first."""
-    lines = [["modelled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
-    for name, bounds in MODELLED.items():
-        ratios = [[modelled_ratio(bounds, head, b) for b in (MEMORY_BUDGET, MOST_BUDGET)] for head in LARGE_HEADS]
-        lines.append([name, str(bounds[-1]), *(f"{least:.2f} / {most:.2f}" for least, most in ratios)])
-    return lines
-
-
 def packing(results: Results) -> list[list[str]]:
     """Updates of the policy in each layout, fastest first. Header first."""
     lines = [["prompt, response", "K", "layout", "tokens computed", "ms", "speed, × plain packing", "extra GB"]]
@@ -109,20 +61,9 @@ def packing(results: Results) -> list[list[str]]:
     return lines
 
 
-def markdown(lines: list[list[str]]) -> str:
-    header, *rest = lines
-    lines = [header, ["---"] * len(header), *rest]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def plain(lines: list[list[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def goals_table(results: Results) -> list[list[str]]:
-    verdicts = [(goal.what, goal.goal, *goal.verdict(results)) for goal in GOALS]
-    return [["what", "goal", "measured", ""], *([*goal, "" if met == NOT_MEASURED else met] for *goal, met in verdicts)]
 
 
 def absent(record: dict) -> str:
@@ -131,17 +72,6 @@ def absent(record: dict) -> str:
     for entry in record["not_measured"]:
         reasons.setdefault(entry["reason"], set()).add(entry["name"].split("[")[0])
     return "\n".join(f"- {reason} ({', '.join(sorted(names))})" for reason, names in sorted(reasons.items()))
-
-
-def between_markers(text: str, name: str, section: str) -> str:
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    if begin not in text or end not in text:
-        raise ValueError(f"the text has no {begin} and {end} to write between")
-    return text[: text.index(begin) + len(begin)] + f"\n{section}\n" + text[text.index(end) :]
-
-
-def write_between(path: Path, name: str, section: str) -> None:
-    path.write_text(between_markers(path.read_text(), name, section))
 
 
 def iterations(results: Results) -> list[list[str]]:
@@ -186,7 +116,7 @@ def figures(results: Results, key: str, form: str, times: float = 1.0) -> str:
 def rollouts(results: Results) -> list[list[str]]:
     """Each way at each shape: tokens a second, and what a step takes. Header first."""
     sampled = select(results, level="rollouts")
-    on_gpu = any("gpu_ms_per_step" in way for result in sampled for way in result["ways"].values())
+    on_gpu = any("launches_per_step" in way for result in sampled for way in result["ways"].values())
     counted = "launches" if on_gpu else "operations"
     lines = [["model", "prompt + response", "K", "P", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
     lines[0] += ["GPU ms a step", "share of the floor"] if on_gpu else []
@@ -221,53 +151,6 @@ def speeds(record: dict) -> list[list[str]]:
     return [["sampler", "tokens/s", "tokens a processor second"], *lines]
 
 
-def judged(*records: dict) -> Results:
-    """The results that goals are about. On a CPU these are only rollouts and iterations, whose goals name a
-    device.
-    """
-    results = []
-    for record in records:
-        cuda = bool(record["environment"]["cuda"])
-        levels = ("rollouts", "iteration", "model")
-        results += [result | {"cuda": cuda} for result in record["benchmarks"] if cuda or result["level"] in levels]
-    return results
-
-
-def write() -> None:
-    """Writes what pages say of GPUs."""
-    record = gpu_record()
-    write_between(README, "gpu", gpu_sentence(record))
-    FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record))
-
-
-def gpu_record() -> dict | None:
-    """What `run_gpu.sh` has measured on a GPU; None before."""
-    path = RESULTS / "kernels.gpu.json"
-    return load(path) if path.exists() else None
-
-
-def gpu_sentence(record: dict | None) -> str:
-    """What is known of GPUs."""
-    if record is None:
-        return "- All timings are from a CPU and small models: no GPU has been measured."
-    verdicts = [goal.verdict(judged(record)).met for goal in GOALS if "CPU" not in goal.what]
-    measured = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
-    met = f"{measured.count('met')} of {len(measured)} goals that were measured are met, {len(verdicts)} were set"
-    return f"- On {described(record['environment'])}: [{met}](goals.py)."
-
-
-def with_gpu_limit(front_page: str, record: dict | None) -> str:
-    """The front page with its line about GPUs."""
-    tested = "kernels are tested in an interpreter, and compiled for sm_80 to sm_100"
-    line = f"- [No GPU timings](benchmarks/README.md) yet: {tested}."
-    if record is not None:
-        line = f"- [GPU timings](benchmarks/README.md) are of one machine: {record['environment']['device']}."
-    changed, found = re.subn(r"(?m)^- \[(No )?GPU timings\].*$", lambda _: line, front_page)
-    if found != 1:
-        raise ValueError(f"{FRONT_PAGE} must have one line about GPU timings, and has {found}")
-    return changed
-
-
 def summary(records: Iterable[dict]) -> str:
     """Every table of the results of one or several runs, and the goals."""
     records = list(records)
@@ -279,7 +162,7 @@ def summary(records: Iterable[dict]) -> str:
     )
     tables = [comparison(results, "hidden"), comparison(results, "logits"), other_passes(results), packing(results)]
     tables += [iterations(results), rollouts(results), objectives(cpu, gpu)]
-    tables.append(goals_table(judged(*records)))
+    tables.append(goals_table(results_of(records)))
     return "\n\n".join(
         [*devices, *(plain(table) for table in tables if table[1:]), *filter(None, map(absent, records))]
     )
@@ -287,7 +170,7 @@ def summary(records: Iterable[dict]) -> str:
 
 def committed() -> str:
     """The summary of all committed results, with what no suite measures."""
-    paths = [path for pattern in ("*.cpu.json", "*.gpu.json") for path in sorted(RESULTS.glob(pattern))]
+    paths = [RESULTS / name for name in (*CPU_RECORDS, GPU_RECORD)]
     predicted = [plain(modelled()), plain(predicted_iterations())]
     return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json"))), *predicted])
 
@@ -298,7 +181,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="Write what pages say of the results.")
     arguments = parser.parse_args()
     if arguments.write:
-        write()
+        pages.write()
     else:
         print(summary([load(arguments.results)]) if arguments.results else committed())
 

@@ -21,7 +21,8 @@ LENGTHS = [Lengths(24, 8)] if TRIAL else [Lengths(350, 40), Lengths(128, 128), L
 # K, to each prompt.
 RESPONSES = [2, 4]
 # Tokens of an update, about, if nothing is shared or padded; and of one of its passes.
-TOKENS = 16384 if LARGE else 256 if TRIAL else 6144
+LARGE_TOKENS = 16384
+TOKENS = LARGE_TOKENS if LARGE else 256 if TRIAL else 6144
 TOKENS_PER_PASS = TOKENS // 2
 
 
@@ -41,18 +42,19 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: in
 
 # What an interpreter of kernels can train.
 TINY = llama(32, 48, 1, 2, 1, 203)
-# Llama 3.2 1B; on a CPU the quickstart's.
-CONFIG = llama(2048, 8192, 16, 32, 8, 128256) if LARGE else TINY if TRIAL else llama(128, 384, 4, 4, 4, 4096)
+ONE_B = llama(2048, 8192, 16, 32, 8, 128256)  # Llama 3.2 1B
+# On a CPU the quickstart's.
+CONFIG = ONE_B if LARGE else TINY if TRIAL else llama(128, 384, 4, 4, 4, 4096)
 
 
-def random_groups(lengths: Lengths, responses: int) -> tuple[list[Ids], list[list[Ids]]]:
+def random_groups(lengths: Lengths, responses: int, tokens: int = TOKENS) -> tuple[list[Ids], list[list[Ids]]]:
     """Prompts and the K responses of each, uniformly from half to one and a half times the mean lengths."""
     generator = random.Random(0)
 
     def ids(mean: int) -> Ids:
         return generator.choices(range(CONFIG.vocab_size), k=generator.randint(mean // 2, 3 * mean // 2))
 
-    prompts = round(TOKENS / (responses * sum(lengths)))
+    prompts = round(tokens / (responses * sum(lengths)))
     return [ids(lengths.prompt) for _ in range(prompts)], [
         [ids(lengths.response) for _ in range(responses)] for _ in range(prompts)
     ]

@@ -430,8 +430,9 @@ class LoadingConfig(Flags):
     )
     attention: AttentionName = option(
         "auto",
-        "Kernels on a GPU; none was run yet. auto: flash-attn 2 if installed, else torch's. fa3, fa4: torch's, by an "
-        "installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its cache (needs kernels).",
+        "Kernels on a GPU, where only torch's own has run, on an H100. auto: flash-attn 2 if installed, else torch's. "
+        "fa3, fa4: torch's, by an installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its "
+        "cache (needs kernels).",
         changeable=True,
     )
 

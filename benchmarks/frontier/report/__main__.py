@@ -15,7 +15,7 @@ from benchmarks.frontier.runs.execute import ARMS
 from benchmarks.frontier.runs.records import load
 from benchmarks.frontier.runs.stale import LAGS
 from benchmarks.frontier.tasks.task import RESULTS
-from benchmarks.report import markdown
+from benchmarks.markdown import markdown
 
 README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
 FIGURES = {

@@ -11,7 +11,7 @@ from benchmarks.frontier.runs.rewards import PPO_RATES, ppo, scales
 from benchmarks.frontier.runs.settings import two_responses
 from benchmarks.frontier.runs.tuned_arms import arm
 from benchmarks.goals import NOT_MEASURED
-from benchmarks.report import markdown, write_between
+from benchmarks.markdown import markdown, write_between
 from fastp3o.evaluation.matched_kl import Estimate
 
 README = Path(__file__).parents[1] / "README.md"

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from fastp3o.models import packed_model
 from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
 from tests.fastp3o.models import model_families as families
-from tests.fastp3o.rollouts.test_engine import sample
+from tests.fastp3o.rollouts.test_engine import RESPONSE_TOKENS, sample
 
 # Rows of other lengths, with segments of one token and prompts that are shared once, three times or never. Lengths are
 # equal by chance to one another, to sizes of the model and to numbers of segments.
@@ -100,6 +100,23 @@ def test_rollouts_take_no_further_graphs_for_other_shapes(family, static, compil
     with policy.with_own_attention() as inner:
         inner.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
     assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
+def test_the_engine_runs_every_layer_compiled_in_its_prefill_and_in_each_step(monkeypatch):
+    layers, calls = 2, []
+
+    def counting(layer, *args, **kwargs):
+        calls.append(layer)
+        return eager_forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(packed_model, "compiled", lambda: counting)
+    policy = PackedModel(families.random_model("llama", num_hidden_layers=layers))
+    policy.compile_layers()
+    # The steps go on to the limit: one response at least is that long.
+    ids, _ = sample(policy, static=True)
+    assert max(len(response) for group in ids for response in group) == RESPONSE_TOKENS
+    assert len(set(calls)) == layers
+    assert len(calls) >= layers * (1 + RESPONSE_TOKENS - 1)
 
 
 def test_names_stay_and_a_copy_runs_its_own_layers(monkeypatch):

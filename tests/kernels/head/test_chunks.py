@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.report import MODELLED, modelled_ratio
+from benchmarks.modelled import MODELLED, modelled_ratio
 from benchmarks.shapes import LARGE_HEADS
 from fastp3o_kernels.head import chunks
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, TILE, Chunk, plan_chunks

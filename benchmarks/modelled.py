@@ -1,0 +1,38 @@
+"""Modelled time of the head's plans on an H100, by the model that chooses them: no figure here was measured."""
+
+import torch
+
+from benchmarks.shapes import LARGE_HEADS, HeadSizes
+from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, modelled_time, plan_chunks
+from fastp3o_kernels.head.head import HeadDtypes
+
+
+def ragged(P: int, K: int, response: int) -> list[int]:
+    """Bounds of P groups of K responses, each of half to one and a half times the mean length."""
+    seeded = torch.Generator().manual_seed(0)
+    lengths = torch.randint(response // 2, 3 * response // 2 + 1, (P, K), generator=seeded)
+    return [0, *lengths.sum(1).cumsum(0).tolist()]
+
+
+# The head's tokens of some rows: responses to (prompts, mean tokens). The first are those that the suite measures.
+MEASURED = "32 pairs, exactly 128"
+MODELLED = {MEASURED: list(range(0, 8193, 256)), "19 pairs (350, 40)": ragged(19, 2, 40)}
+MODELLED |= {"21 pairs (128, 128)": ragged(21, 2, 128), "4 pairs (350, 850)": ragged(4, 2, 850)}
+MODELLED |= {"2 × 16 (256)": ragged(2, 16, 256)}
+
+
+def modelled_ratio(bounds: list[int], head: HeadSizes, budget: int) -> float:
+    """Time of the head's plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
+    N, dtypes = bounds[-1], HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
+    products = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
+    # Kernels over rows move 10 bytes a logit; reading the weight moves 2 an element.
+    return (products + 5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
+
+
+def modelled() -> list[list[str]]:
+    """Predicted ratios with the least and the most memory budget. Header first."""
+    lines = [["modelled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
+    for name, bounds in MODELLED.items():
+        ratios = [[modelled_ratio(bounds, head, b) for b in (MEMORY_BUDGET, MOST_BUDGET)] for head in LARGE_HEADS]
+        lines.append([name, str(bounds[-1]), *(f"{least:.2f} / {most:.2f}" for least, most in ratios)])
+    return lines
