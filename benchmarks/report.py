@@ -2,17 +2,17 @@
 
 python -m benchmarks.report                        # every table and the goals, of the committed results
 python -m benchmarks.report RESULTS.json           # the tables of one run
-python -m benchmarks.report --write                # what pages say of the committed results (`pages.py`)
+python -m benchmarks.report --write                # what pages say of the committed results (`pages/`)
 """
 
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import pages
 from benchmarks.environment import described
 from benchmarks.goals import goals_table
 from benchmarks.modelled import modelled
+from benchmarks.pages import sections
 from benchmarks.predicted_iteration import predicted_iterations
 from benchmarks.records import CPU_RECORDS, GPU_RECORD, NOT_MEASURED, RESULTS, Results, load, results_of, select
 
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="Write what pages say of the results.")
     arguments = parser.parse_args()
     if arguments.write:
-        pages.write()
+        sections.write()
     else:
         print(summary([load(arguments.results)]) if arguments.results else committed())
 

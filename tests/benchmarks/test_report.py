@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages, report
+from benchmarks import report
 from benchmarks.goals import CPU, GOALS, GPU
 from benchmarks.markdown import between_markers
+from benchmarks.pages import machines, sections, sources
 from benchmarks.records import CPU_RECORDS, GPU_RECORD, NOT_MEASURED
 
 ROOT = Path(__file__).parents[2]
-RECORDS = pages.records()
+RECORDS = sources.records()
 
 
 def result(level="hidden", implementation="fastp3o", passes="forward and backward", N=8192, ratio=1.0, ms=10.0, **more):
@@ -62,7 +63,7 @@ def test_rollouts_are_judged_by_the_device_of_the_goal():
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.device}: {goal.what}, {goal.goal}")
 def test_no_goal_reads_a_result_of_another_device(goal):
     """The same results, but ten times worse or better, from the other device: they change no verdict."""
-    own = pages.results(RECORDS, goal.device)
+    own = sources.results(RECORDS, goal.device)
     alone = goal.verdict(own)
     for factor in (0.1, 10):
         others = [scaled(one, factor) | {"cuda": not one["cuda"]} for one in own]
@@ -85,7 +86,7 @@ def scaled(value, factor, key=""):
     return value * factor if measured else value
 
 
-def changed(name: str) -> pages.Records:
+def changed(name: str) -> sources.Records:
     """The records, of which this one has other numbers, of the same machine."""
     record = scaled(RECORDS[name], 3)
     if "environment" in record:
@@ -93,7 +94,7 @@ def changed(name: str) -> pages.Records:
     return RECORDS | {name: record}
 
 
-SECTIONS = [(page, name) for page, sections in pages.SECTIONS.items() for name in sections]
+SECTIONS = [(page, name) for page, found in sections.SECTIONS.items() for name in found]
 # Those that no record gives are predicted by formulas.
 SOURCES = {
     "served": ["served.json"],
@@ -104,8 +105,8 @@ SOURCES = {
     "registers": ["compiled_kernels.json"],
     "precision": ["policy_precision.json"],
     "trpo": ["trpo.json"],
-    "seeds": [pages.SEEDS],
-    "exploited": [pages.EXPLOITED],
+    "seeds": [sources.SEEDS],
+    "exploited": [sources.EXPLOITED],
     "game": ["game.json"],
     "critic": ["game.json"],
     "rewards by turn": ["game.json"],
@@ -115,15 +116,15 @@ SOURCES = {
 SOURCES |= {name: [GPU_RECORD] for name in ("products", "head", "gpu", "modelled", "measured", "memory", "h100")}
 
 
-@pytest.mark.parametrize("page", pages.SECTIONS)
+@pytest.mark.parametrize("page", sections.SECTIONS)
 def test_a_page_is_what_the_committed_records_give(page):
     hint = "run: python -m benchmarks.report --write"
-    assert pages.written(page, RECORDS) == (ROOT / page).read_text(), hint
+    assert sections.written(page, RECORDS) == (ROOT / page).read_text(), hint
 
 
 @pytest.mark.parametrize(("page", "name"), SECTIONS)
 def test_a_changed_record_changes_each_row_of_the_page_that_is_of_it(page, name):
-    section = pages.SECTIONS[page][name]
+    section = sections.SECTIONS[page][name]
     before = section(RECORDS)
     if name in ("devices", "predicted", "turns machine"):
         return
@@ -148,7 +149,7 @@ def merged_rows(before: str, once: str, after: str) -> str:
 def test_the_report_prints_the_goals_of_the_page():
     printed = re.sub(r" +", " ", report.committed())
     assert "nan" not in printed
-    page = pages.goals(RECORDS)
+    page = machines.goals(RECORDS)
     assert page in (ROOT / "benchmarks/README.md").read_text()
     for row in page.splitlines()[2:]:
         assert " ".join(row.strip("| ").replace(" | ", " ").split()) in printed
@@ -157,10 +158,10 @@ def test_the_report_prints_the_goals_of_the_page():
 def test_tests_that_failed_on_a_gpu_are_named_and_an_old_record_says_that_it_lacks_them():
     failed = [{"name": f"test_a[{K}]", "reason": "failed"} for K in (2, 4)]
     old = {"not_measured": [*failed, {"name": "test_b", "reason": "absent: CCE"}]}
-    assert pages.tests_passed(old) == "How many tests passed there is not recorded, 2 failed (`test_a`)"
-    found = pages.tests_passed({"tests": {"passed": 1624, "failed": ["tests/a.py::test_b"]}})
+    assert machines.tests_passed(old) == "How many tests passed there is not recorded, 2 failed (`test_a`)"
+    found = machines.tests_passed({"tests": {"passed": 1624, "failed": ["tests/a.py::test_b"]}})
     assert found == "1,624 tests passed there, 1 failed (`test_b`)"
-    assert pages.tests_passed({"tests": {"passed": 3, "failed": []}}) == "3 tests passed there, 0 failed"
+    assert machines.tests_passed({"tests": {"passed": 3, "failed": []}}) == "3 tests passed there, 0 failed"
 
 
 # A figure with the unit of a measurement.

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.goals import GPU
-from benchmarks.pages import records, results
+from benchmarks.pages.sources import records, results
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.records import select
 from benchmarks.training_shapes import LARGE_TOKENS, ONE_B, random_groups

@@ -1,0 +1,27 @@
+"""The front page and the page of memory: a few of the suite's figures."""
+
+from benchmarks.goals import GPU, speedups
+from benchmarks.pages.sources import HIDDEN, N, Records, results
+from benchmarks.records import GPU_RECORD, figure, select, spread
+
+
+def memory(records: Records) -> str:
+    """Of P3O's loss at all heads, beside PyTorch and TRL's chunks."""
+    measured = select(results(records, GPU), N=N, **HIDDEN)
+    ours, pytorch, trl = (
+        figure(measured, "extra_gb", "{:.1f}", implementation=name) for name in ("fastp3o", "eager", "TRL")
+    )
+    longer = spread(speedups("hidden", "TRL".__eq__)(measured))
+    return f"{ours} GB on an H100, PyTorch {pytorch}, TRL's\nchunks {trl} at {longer} × the time"
+
+
+def limit(records: Records) -> str:
+    found = select(results(records, GPU), level="model", passes="update, prompts of 350, 2 responses of 40")
+    device, ratio = records[GPU_RECORD]["environment"]["device"], figure(found, "ratio_to_bare")
+    return f"one {device.removeprefix('NVIDIA ')}; an update takes {ratio} × its products' time"
+
+
+def calculator(records: Records) -> str:
+    """Of all updates, which tests/scripts/test_memory.py compares with the formula."""
+    updates = [r for r in select(results(records, GPU), level="model") if r["passes"].startswith("update, ")]
+    return f"{len(updates)} updates of 1 B took {spread((r['extra_gb'] for r in updates), '{:.1f}')} GB"

@@ -1,0 +1,92 @@
+"""Pages of the trainer and of scripts: what runs of small models gave."""
+
+import statistics
+
+from benchmarks.markdown import markdown
+from benchmarks.pages.sources import EXPLOITED, SEEDS, Records, Section
+
+# Of 95%, by degrees of freedom.
+STUDENT = {3: 3.182, 7: 2.365}
+PPO, AT_THE_END = "PPO", "PPO, rewards at the end"
+# As the page has them.
+GAME_NAMES = {
+    PPO: "PPO, rewards of turns where they come",
+    AT_THE_END: "PPO, all at the end (`--process_rewards false`)",
+}
+
+
+def mean_and_interval(values: list[float]) -> str:
+    """With half of the interval of 95%, by Student's t."""
+    half = STUDENT[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.3f} ± {half:.3f}"
+
+
+def precision(records: Records) -> str:
+    record = records["policy_precision.json"]
+    rates = "1e-06", "1e-05", "0.0001"
+    lines = [["policy", "lr 1e-06", "lr 1e-05", "lr 1e-04", "ratio/noise"]]
+    for one in record["results"]:
+        errors = [f"{one['errors'][rate]:.2g}" for rate in rates]
+        noise = one.get("ratio/noise")
+        lines.append([one["precision"], *errors, "" if noise is None else f"{noise:.2g}"])
+    return markdown(lines)
+
+
+def trpo(records: Records) -> str:
+    """Four seeds each: a difference with its interval of 95% by Student's t."""
+    runs = records["trpo.json"]["runs"]
+    key = "reward_less_0.1_kl"
+    ahead, behind = (
+        [own[key] - ppo[key] for own, ppo in zip(runs[name], runs["ppo"], strict=True)]
+        for name in ("trpo, max_kl 0.01", "trpo, max_kl 0.003")
+    )
+    kl, ppo_kl = (statistics.mean(run["kl"] for run in runs[name]) for name in ("trpo, max_kl 0.01", "ppo"))
+    return (
+        f"{mean_and_interval(ahead)} (95%) ahead of tuned PPO "
+        f"in\nreward − 0.1 KL, at a KL of {kl:.1f} instead of {ppo_kl:.1f}; 0.003 was "
+        f"{-statistics.mean(behind):.2f} behind"
+    )
+
+
+def seeds(records: Records) -> str:
+    held_out = "held-out labels that the reward model has right"
+    lines = [["seed", held_out, "sampled before", "sampled after", "greedy before", "greedy after"]]
+    for seed, found in enumerate(records[SEEDS]):
+        sampled = [f"{found[f'sampled {when}']:.2f} ± {found[f'deviation {when}']:.2f}" for when in ("before", "after")]
+        greedy = [f"{found[f'greedy {when}']:.2f}" for when in ("before", "after")]
+        lines.append([str(seed), f"{found['accuracy']:g}", *sampled, *greedy])
+    return markdown(lines)
+
+
+def exploited(records: Records) -> str:
+    lines = [["update", "reward of the reward model", "overlap with the true summaries", "response, tokens"]]
+    lines[0] += ["without an end", "KL, nats"]
+    for one in records[EXPLOITED]:
+        figures = [f"{one['reward']:.2f}", f"{one['gold']:.3f}", f"{one['response_length']:.1f}"]
+        lines.append([str(one["step"]), *figures, f"{one['missing_eos']:.0%}", f"{one['kl']:.1f}"])
+    return markdown(lines)
+
+
+def game(records: Records) -> str:
+    """Means over seeds with their intervals."""
+    lines = [["algorithm", "start", "40 updates", "80", "160", "160, likeliest guesses"]]
+    for run in records["game.json"]["runs"]:
+        found = [mean_and_interval(digits_found(run, updates)) for updates in ("40", "80", "160")]
+        start = "" if len(lines) > 1 else f"{statistics.mean(digits_found(run, '0')):.3f}"
+        greedy = statistics.mean(seed["greedy"]["160"] for seed in run["seeds"])
+        lines.append([GAME_NAMES.get(run["algorithm"], run["algorithm"]), start, *found, f"{greedy:.3f}"])
+    return markdown(lines)
+
+
+def digits_found(run: dict, updates: str) -> list[float]:
+    return [seed["found"][updates] for seed in run["seeds"]]
+
+
+def game_lead(leader: str, other: str) -> Section:
+    """After 80 updates, seed by seed."""
+
+    def section(records: Records) -> str:
+        runs = {run["algorithm"]: digits_found(run, "80") for run in records["game.json"]["runs"]}
+        return mean_and_interval([mine - theirs for mine, theirs in zip(runs[leader], runs[other], strict=True)])
+
+    return section

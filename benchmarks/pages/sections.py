@@ -1,0 +1,60 @@
+"""Records -> the sections of pages that state their figures: none is typed.
+
+`python -m benchmarks.report --write` writes them between their marks, and a test compares them.
+"""
+
+from pathlib import Path
+
+from benchmarks.markdown import between_markers, markdown
+from benchmarks.pages import counts, cpu, front, gpu, machines, notes, runs
+from benchmarks.pages.sources import Records, Section, records
+from benchmarks.predicted_iteration import predicted_iterations
+
+ROOT = Path(__file__).parents[2]
+SECTIONS: dict[str, dict[str, Section]] = {
+    "benchmarks/README.md": {
+        "devices": machines.devices,
+        "products": machines.products,
+        "head": gpu.head,
+        "gpu": gpu.others,
+        "cpu": cpu.table,
+        "goals": machines.goals,
+        "modelled": counts.modelled_table,
+        "update launches": counts.launches("update"),
+        "log-probs launches": counts.launches("logprobs"),
+        "served": counts.served,
+        "turns machine": counts.turns_machine,
+        "turns": counts.turns,
+        "predicted": lambda records: markdown(predicted_iterations()),
+    },
+    "benchmarks/NOTES.md": {
+        "measured": notes.figures,
+        "compiled": notes.compiled,
+        "registers": notes.registers,
+    },
+    "README.md": {"memory": front.memory, "gpu": front.limit},
+    "fastp3o/objectives/README.md": {"trpo": runs.trpo},
+    "fastp3o/training/memory.md": {"h100": front.calculator},
+    "fastp3o/training/precision.md": {"precision": runs.precision},
+    "scripts/README.md": {
+        "seeds": runs.seeds,
+        "exploited": runs.exploited,
+        "game": runs.game,
+        "critic": runs.game_lead(runs.PPO, "P3O"),
+        "rewards by turn": runs.game_lead(runs.PPO, runs.AT_THE_END),
+    },
+}
+
+
+def written(page: str, records: Records) -> str:
+    """A page with all of its sections as the records give them. page: its path in the project."""
+    text = (ROOT / page).read_text()
+    for name, section in SECTIONS[page].items():
+        text = between_markers(text, name, section(records))
+    return text
+
+
+def write() -> None:
+    found = records()
+    for page in SECTIONS:
+        (ROOT / page).write_text(written(page, found))
