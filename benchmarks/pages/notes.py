@@ -5,7 +5,7 @@ from math import ceil
 from benchmarks.goals import GPU, ONE_B
 from benchmarks.markdown import bullet
 from benchmarks.pages.sources import FROZEN, HIDDEN, N, Records, results, ways
-from benchmarks.records import Results, figure, select, spread
+from benchmarks.records import NOT_MEASURED, Results, figure, select, spread
 from benchmarks.shapes import LARGE_HEADS
 
 
@@ -45,9 +45,10 @@ def exposed(measured: Results) -> str:
     found = []
     for D, V in LARGE_HEADS:
         shape = {"N": N, "D": D, "V": V, "dtype": "bfloat16", "implementation": "fastp3o"}
-        both = (select(measured, **wanted, **shape) for wanted in (HIDDEN, FROZEN))
-        found += [full["ms"] - frozen["ms"] - full["bare_ms"] / 3 for full, frozen in zip(*both, strict=True)]
-    return "; ".join(f"{ms:.1f}" for ms in found)
+        for full in select(measured, **HIDDEN, **shape):
+            for frozen in select(measured, **FROZEN, **shape):
+                found.append(full["ms"] - frozen["ms"] - full["bare_ms"] / 3)
+    return "; ".join(f"{ms:.1f}" for ms in found) or NOT_MEASURED
 
 
 def model_note(measured: Results, kind: str) -> str:

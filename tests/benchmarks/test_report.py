@@ -146,6 +146,14 @@ def merged_rows(before: str, once: str, after: str) -> str:
     return "\n".join(new if new != old else known for old, new, known in rows)
 
 
+@pytest.mark.parametrize(("page", "name"), SECTIONS)
+def test_what_a_record_lacks_is_not_measured(page, name):
+    empty = {file: RECORDS[file] | {"benchmarks": []} for file in (GPU_RECORD, *CPU_RECORDS)}
+    found = sections.SECTIONS[page][name](RECORDS | empty)
+    needs = {file for file in SOURCES.get(name, ()) if file in empty}
+    assert NOT_MEASURED in found or not needs or name == "h100"
+
+
 def test_the_report_prints_the_goals_of_the_page():
     printed = re.sub(r" +", " ", report.committed())
     assert "nan" not in printed
