@@ -5,6 +5,9 @@ Choices depend on seed, step and sizes only, so a resumed run makes the same.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from heapq import heappop, heappush, heapreplace
+from math import inf
 
 import numpy as np
 import torch
@@ -12,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.packing.packed_row import Ids, PackedRow, Part, RowBuilder, Spans, to_device
+from fastp3o.packing.packed_row import GivenGroup, Ids, PackedRow, Part, Spans, packed_row, to_device
 from fastp3o.packing.settings import Packing
 from fastp3o.processes import Share
 from fastp3o_kernels import sequence_logprobs
@@ -45,22 +48,25 @@ def pack(
     numbers = range(len(prompts)) if groups is None else groups
     rows = []
     for members in first_fit_decreasing(group_sizes(prompts, responses, packing), packing.tokens_per_row):
-        row = RowBuilder(share_prompts=packing.share_prompts, label_prompts=label_prompts)
-        for member in members:
-            spans = None if labelled is None else labelled[member]
-            row.add_group(numbers[member], prompts[member], responses[member], spans)
-        parts = parts_of(prompts[members[0]], responses[members[0]], packing)
-        built = row.build()
-        rows.append(replace(built, parts=parts, passes=len(parts)) if len(parts) > 1 else built)
+        given = [GivenGroup(prompts[m], responses[m], None if labelled is None else labelled[m]) for m in members]
+        row = packed_row(
+            [numbers[member] for member in members],
+            given,
+            share_prompts=packing.share_prompts,
+            label_prompts=label_prompts,
+        )
+        parts = parts_of(given[0], packing)
+        rows.append(replace(row, parts=parts, passes=len(parts)) if len(parts) > 1 else row)
     return rows
 
 
-def parts_of(prompt: Ids, responses: Sequence[Ids], packing: Packing) -> tuple[Part, ...]:
+def parts_of(given: GivenGroup, packing: Packing) -> tuple[Part, ...]:
     """A group in as few parts of `packing.tokens_per_row` tokens, or of one response, as its order allows."""
-    prompt_once, prompt_each = (len(prompt), 0) if packing.share_prompts else (0, len(prompt))
+    length = len(given.prompt)
+    prompt_once, prompt_each = (length, 0) if packing.share_prompts else (0, length)
     members: list[list[Ids]] = []
     left = 0
-    for response in responses:
+    for response in given.responses:
         size = prompt_each + len(response)
         if not members or size > left:
             members.append([])
@@ -69,10 +75,9 @@ def parts_of(prompt: Ids, responses: Sequence[Ids], packing: Packing) -> tuple[P
         left -= size
     parts = []
     for number, group in enumerate(members if len(members) > 1 else []):
-        row = RowBuilder(share_prompts=packing.share_prompts, label_prompts=False)
-        row.add_group(0, prompt, group, None)
-        built = row.build()
-        parts.append(Part(built.input_ids, built.position_ids, built.segments, prompt_once if number else 0))
+        one = GivenGroup(given.prompt, group, None)
+        row = packed_row([0], [one], share_prompts=packing.share_prompts, label_prompts=False)
+        parts.append(Part(row.input_ids, row.position_ids, row.segments, prompt_once if number else 0))
     return tuple(parts)
 
 
@@ -105,17 +110,22 @@ def group_tokens(prompt_length: int, response_lengths: Sequence[int], *, share_p
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins of indices; the largest first, each into the first bin with room. Ties keep their order."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        fits = next((b for b, left in enumerate(room) if left >= sizes[index]), None)
-        if fits is None:
-            fits = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[fits].append(index)
-        room[fits] -= sizes[index]
-    return bins
+    bins: list[list[int]] = [[] for _ in sizes]
+    # A tree: node n is above 2 n and 2 n + 1 and holds the larger room of the two, down to the bins, in their order. A
+    # bin that is still empty takes anything.
+    leaves = 1 << (len(sizes) - 1).bit_length()
+    room: list[float] = [inf] * (2 * leaves)
+    for index in largest_first(sizes):
+        size, node = sizes[index], 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= size else 2 * node + 1
+        members = bins[node - leaves]
+        room[node] = (room[node] if members else capacity) - size
+        members.append(index)
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [members for members in bins if members]
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -125,13 +135,18 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
     if len(sizes) % parts:
         raise UserError(f"{len(sizes)} groups cannot be split evenly into {parts} parts")
     members: list[list[int]] = [[] for _ in range(parts)]
-    sums = [0] * parts
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        open_parts = (p for p in range(parts) if len(members[p]) < len(sizes) // parts)
-        lightest = min(open_parts, key=lambda p: sums[p])
-        members[lightest].append(index)
-        sums[lightest] += sizes[index]
+    lightest = [(0, part) for part in range(parts)]  # a heap of those that are not full
+    for index in largest_first(sizes):
+        total, part = heappop(lightest)
+        members[part].append(index)
+        if len(members[part]) < len(sizes) // parts:
+            heappush(lightest, (total + sizes[index], part))
     return [sorted(part) for part in members]
+
+
+def largest_first(sizes: Sequence[int]) -> list[int]:
+    """Indices by falling size. Ties keep their order."""
+    return sorted(range(len(sizes)), key=lambda index: -sizes[index])
 
 
 def efficiency(rows: Sequence[PackedRow], tokens_per_row: int) -> float:
@@ -152,13 +167,18 @@ def examples_of_step(step: int, *, batch_size: int, total: int, seed: int) -> li
     may hold the end of one pass and the beginning of the next: no example is left out, no batch is smaller.
     """
     first, last = step * batch_size, (step + 1) * batch_size
-    passes = range(first // total, (last - 1) // total + 1)
-    examples = torch.cat([shuffled(total, derived_seed(seed, number)) for number in passes])
-    start = first - passes.start * total
-    return examples[start : start + batch_size].tolist()
+    examples: list[int] = []
+    for number in range(first // total, (last - 1) // total + 1):
+        start = number * total
+        order = shuffled(total, derived_seed(seed, number))
+        examples += order[max(first - start, 0) : last - start].tolist()
+    return examples
 
 
-def shuffled(total: int, seed: int) -> torch.Tensor:
+# Two passes of the prompts, since rollouts may be rounds ahead of the update, and two of further texts.
+@lru_cache(maxsize=4)
+def shuffled(total: int, seed: int) -> Tensor:
+    """[total] int64, the order of a pass. It is kept, 8 bytes an example, until others have come; never change it."""
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
 
@@ -175,12 +195,13 @@ def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]
     before = [0] * processes
     for sizes in steps:
         parts: list[list[int]] = [[] for _ in range(processes)]
-        tokens = [0] * processes
-        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            lightest = min(range(processes), key=lambda p: (tokens[p], before[p]))
-            parts[lightest].append(index)
-            tokens[lightest] += sizes[index]
-        before = [sum(pair) for pair in zip(before, tokens, strict=True)]
+        lightest = sorted((0, before[process], process) for process in range(processes))  # a heap
+        for index in largest_first(sizes):
+            tokens, earlier, process = lightest[0]
+            parts[process].append(index)
+            heapreplace(lightest, (tokens + sizes[index], earlier, process))
+        for tokens, _, process in lightest:
+            before[process] += tokens
         dealt.append([sorted(part) for part in parts])
     return dealt
 
