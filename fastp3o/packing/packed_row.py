@@ -253,7 +253,7 @@ def labelled_tokens(given: Sequence[GivenGroup], first: Array, most: Array) -> t
 
 
 def shared_keys(place: Array, prompt_begins: Array, prompt: Array, lengths: Array, key_lengths: Array) -> SharedKeys:
-    """[S] each: a response's place in its group, where its prompt begins and how long it is, its tokens and its keys."""
+    """[S] each: a response's place in its group, its prompt's begin and length, its tokens and its keys."""
     key_begins = starts(key_lengths)
     own = ranges(key_begins + key_lengths - lengths, lengths)
     # First those of all second responses, then those of all third ones.

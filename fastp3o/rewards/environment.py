@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastp3o.rollouts.groups import Group
+from fastp3o.rollouts.groups import AtTokens, Group
 
 
 class EnvironmentReward:
@@ -22,13 +23,15 @@ class EnvironmentReward:
         rewarded = torch.tensor([[any(turn.rewards for turn in r.turns) for r in group.responses] for group in groups])
         return values.masked_fill(~rewarded, torch.nan) if self.passes else values
 
-    def at_tokens(self, groups: list[Group]) -> Iterator[tuple[int, int, int, float]]:
-        """Prompt, response, place among the policy's own tokens, and value there: a turn's rewards come at its end."""
+    def at_tokens(self, groups: list[Group]) -> Iterator[AtTokens]:
+        """A turn's rewards come at its end."""
         for p, group in enumerate(groups):
             for k, response in enumerate(group.responses):
-                for turn in response.turns:
-                    value = sum(self.weights[name] * turn.rewards[name] for name in turn.rewards)
-                    yield p, k, response.own_place(turn.end - 1), value
+                ends = np.cumsum([turn.end - turn.start for turn in response.turns], dtype=np.int64)
+                sums = [
+                    sum(self.weights[name] * turn.rewards[name] for name in turn.rewards) for turn in response.turns
+                ]
+                yield AtTokens(p, k, np.maximum(ends - 1, 0), np.array(sums, dtype=np.float64))
 
     def parts(self, groups: list[Group]) -> dict[str, Tensor]:
         """The sums over turns of each reward, unweighted, [P, K] fp32."""

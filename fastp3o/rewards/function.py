@@ -1,6 +1,7 @@
 """A user's Python function of texts, and of further columns of the data, as a reward."""
 
 import inspect
+from array import array
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -8,12 +9,13 @@ from inspect import Parameter
 from math import nan
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError, text_of
 from fastp3o.named_function import FunctionError, call_for_list, import_function
-from fastp3o.rollouts.groups import Group, Prompt, Response, texts, texts_or_messages
+from fastp3o.rollouts.groups import AtTokens, Group, Prompt, Response, texts, texts_or_messages
 
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
@@ -101,13 +103,13 @@ class FunctionReward:
             wrong = f"must return a number for each response: {text_of(error)} (got {kinds})"
             raise FunctionError(f"{self.name} {wrong}") from error
 
-    def at_tokens(self, groups: list[Group]) -> Iterator[tuple[int, int, int, float]]:
-        """Of the last call: prompt, response, place among the policy's own tokens, and value there."""
+    def at_tokens(self, groups: list[Group]) -> Iterator[AtTokens]:
+        """Of the last call."""
         answers = iter(self.of_tokens)
         for p, group in enumerate(groups):
             for k, response in enumerate(group.responses):
-                for token, value in enumerate(next(answers) or ()):
-                    yield p, k, response.own_place(token), value
+                if numbers := next(answers):
+                    yield AtTokens(p, k, response.own_places, np.array(array("d", numbers)))
 
 
 def first_two(signature: inspect.Signature, name: str) -> list[str]:

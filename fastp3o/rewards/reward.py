@@ -6,6 +6,7 @@ P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -164,12 +165,14 @@ def penalised_rewards(
     for penalty in subtracted.values():
         values["reward"] = values["reward"] - penalty
     if by_token:
-        values[TOKEN_REWARDS] = torch.zeros(*values["reward"].shape, longest)
+        table = np.zeros((*values["reward"].shape, longest), dtype=np.float32)
         parts = reward if isinstance(reward, WeightedSum) else WeightedSum({"": reward}, [1.0])
         for single, weight in zip(parts.rewards.values(), parts.weights, strict=True):
-            if isinstance(single, EnvironmentReward | FunctionReward):
-                for p, k, place, value in single.at_tokens(groups):
-                    values[TOKEN_REWARDS][p, k, place] += weight * value
+            if weight and isinstance(single, EnvironmentReward | FunctionReward):
+                for one in single.at_tokens(groups):
+                    at_response = table[one.prompt, one.response]
+                    np.add.at(at_response, one.places, (weight * one.values).astype(np.float32))
+        values[TOKEN_REWARDS] = torch.from_numpy(table)
     return values
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,9 +53,13 @@ class Response(NamedTuple):
         """The parts that are the policy's own."""
         return [(turn.start, turn.end) for turn in self.turns] or [(0, len(self.ids))]
 
-    def own_place(self, token: int) -> int:
-        """The place of a token among the policy's own; of an observed one, that of the own token before it."""
-        return max(0, sum(min(end, token + 1) - start for start, end in self.spans if start <= token) - 1)
+    @property
+    def own_places(self) -> np.ndarray:
+        """[n] int64: each token's place among the policy's own; an observed one has that of the own one before it."""
+        own = np.zeros(len(self.ids), dtype=np.int64)
+        for start, end in self.spans:
+            own[start:end] = 1
+        return np.maximum(own.cumsum() - 1, 0)
 
 
 class Group(NamedTuple):
@@ -62,6 +67,15 @@ class Group(NamedTuple):
 
     prompt: Prompt
     responses: list[Response]
+
+
+class AtTokens(NamedTuple):
+    """Rewards at the tokens of a response, which add up where a place comes several times."""
+
+    prompt: int
+    response: int
+    places: np.ndarray  # [n] int64, among the policy's own tokens
+    values: np.ndarray  # [n] fp64
 
 
 def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = None) -> list[Prompt]:

@@ -1,7 +1,11 @@
 """Rewards that pass responses on to the next one, and rewards of single tokens, up to PPO's advantages."""
 
+from math import nan
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from fastp3o import UserError, train
@@ -14,6 +18,7 @@ from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.remote import read_rewards
 from fastp3o.rewards.reward import TOKEN_REWARDS, WeightedSum, logged_means, penalised_rewards, rewarded
 from fastp3o.rollouts.groups import Group, Prompt, Response, Turn
+from tests.fastp3o.counted import instructions
 from tests.fastp3o.runs import config, metrics
 
 
@@ -75,6 +80,68 @@ def test_rewards_of_tokens_lie_where_they_come_and_add_up_to_the_reward():
     expected = [[0.5, 0.5 + 1.0 + 1.0, 0.5 + 2.5, 0.0], [0.5 + 0.5, 0.5 + 2.0, 0.0, 0.0]]
     assert values[TOKEN_REWARDS].tolist() == [expected]
     assert values["reward"].tolist() == [[sum(expected[0]), sum(expected[1]) - 3.0]]
+    # What is only logged may be no number.
+    unknown = FunctionReward("tests:unknown", None, lambda *_, completion_ids: [[nan] * len(i) for i in completion_ids])
+    logged = WeightedSum({"environment": environment, "tokens": tokens, "unknown": unknown}, [1.0, 2.0, 0.0])
+    values = penalised_rewards(logged, groups, PenaltyConfig(), 4, by_token=True)
+    assert values[TOKEN_REWARDS].tolist() == [expected]
+
+
+turns = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.floats(-9, 9)), max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(turns, min_size=1, max_size=4), st.floats(-2, 2))
+def test_rewards_of_tokens_add_up_one_by_one(trajectories, weight):
+    """As a loop over tokens adds them up. Turns and observations may be empty."""
+    responses, answers, expected = [], [], torch.zeros(1, len(trajectories), 40)
+    for k, parts in enumerate(trajectories):
+        length, own, of_turns, values = 0, 0, [], []
+        for observed, written, value in parts:
+            values += [value / (1 + i) for i in range(observed + written)]
+            of_turns.append(Turn(length + observed, length + observed + written, {"a": value}))
+            length += observed + written
+        values.append(0.5)
+        length += 1  # an observation at the end; everything is the policy's where there are no turns
+        for token, value in enumerate(values):
+            own += any(turn.start <= token < turn.end for turn in of_turns) if of_turns else 1
+            expected[0, k, max(own - 1, 0)] += weight * value
+        own = 0
+        for turn in of_turns:
+            own += turn.end - turn.start
+            expected[0, k, max(own - 1, 0)] += 0.5 * turn.rewards["a"]
+        responses.append(Response([7] * length, "", True, None, tuple(of_turns)))
+        answers.append(values)
+    groups = [Group(Prompt("", [1]), responses)]
+    function = FunctionReward("tests:f", None, lambda *_, completion_ids: answers)
+    rewards = {"function": function, "environment": EnvironmentReward({"a": 1.0})}
+    values = penalised_rewards(WeightedSum(rewards, [weight, 0.5]), groups, PenaltyConfig(), 40, by_token=True)
+    assert torch.equal(values[TOKEN_REWARDS], expected)
+
+
+@pytest.mark.parametrize("turns", [0, 5])
+def test_python_looks_at_turns_and_arrays_at_their_tokens(turns):
+    def work(length):
+        of_turns = tuple(Turn(i * length, (i + 1) * length - 2, {"a": 1.0}) for i in range(turns))
+        responses = [Response([7] * (5 * length), "", True, None, of_turns)] * 4
+        ones = [1.0] * (5 * length)
+        function = FunctionReward("tests:ones", None, lambda *_, completion_ids: [ones] * 4)
+        rewards = WeightedSum({"function": function, "environment": EnvironmentReward({"a": 1.0})}, [1.0, 1.0])
+        arguments = rewards, [Group(Prompt("", [1]), responses)], PenaltyConfig(), 5 * length
+        return instructions(lambda: penalised_rewards(*arguments, by_token=True))
+
+    work(10)  # whatever a first call sets up
+    assert work(1000) <= 1.02 * work(10)
+
+
+def test_four_times_the_turns_are_four_times_the_work():
+    def work(count):
+        of_turns = tuple(Turn(9 * i, 9 * i + 5, {"a": 1.0}) for i in range(count))
+        groups = [Group(Prompt("", [1]), [Response([7] * 9 * count, "", True, None, of_turns)] * 4)]
+        reward, penalties = EnvironmentReward({"a": 1.0}), PenaltyConfig()
+        return instructions(lambda: penalised_rewards(reward, groups, penalties, 9 * count, by_token=True))
+
+    assert work(64) <= 4.2 * work(16)
 
 
 def run(tiny_model, folder, reward, **changes):
