@@ -8,13 +8,14 @@ Reads rollouts.jsonl of a run, also while it trains.
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from fastp3o.errors import visible
-from fastp3o.run.log import prompt_end, read_updates
+from fastp3o.run.log import LoggedGroup, prompt_end, read_updates
 from fastp3o.run.names import ROLLOUTS
 
 WIDTH = 110  # columns off a terminal
@@ -29,14 +30,14 @@ def main() -> None:
     if arguments.count < 1:
         parser.error(f"--count must be at least 1, got {arguments.count}")
     path = arguments.run / ROLLOUTS
-    updates = {groups[0].step: groups for groups in read_updates(path)}
-    if not updates:
+    found = find_update(path, arguments.update)
+    if not found.count:
         parser.error(f"{path} does not exist, or has no whole update: online runs write it (--log_rollouts)")
-    update = max(updates) if arguments.update is None else arguments.update
-    if update not in updates:
-        parser.error(f"{path} has no update {update}; it has {', '.join(map(str, updates))}")
-    console, groups = Console() if Console().is_terminal else Console(width=WIDTH), updates[update]
-    responses = [(group, response) for group in groups for response in group.responses]
+    update = found.last if arguments.update is None else arguments.update
+    if not found.groups:
+        parser.error(f"{path} has no update {update}; its {found.count} updates are from {found.first} to {found.last}")
+    console = Console() if Console().is_terminal else Console(width=WIDTH)
+    responses = [(group, response) for group in found.groups for response in group.responses]
     responses.sort(key=lambda one: one[1].reward, reverse=True)
     for kind, chosen in (("best", responses[: arguments.count]), ("worst", responses[::-1][: arguments.count])):
         columns = (Column("end of prompt", ratio=2), Column("response", ratio=3))
@@ -49,6 +50,26 @@ def main() -> None:
             texts = shown(prompt_end(group.prompt)), shown(response.text)
             table.add_row(*texts, f"{response.reward:.4g}", ratio, tokens)
         console.print(table)
+
+
+class Found(NamedTuple):
+    """The groups of an update, empty if the log does not have it; the number of updates, the first and the last."""
+
+    groups: list[LoggedGroup]
+    count: int
+    first: int
+    last: int
+
+
+def find_update(path: Path, number: int | None) -> Found:
+    """Finds an update by its number, or the last one, in a log that may be larger than memory."""
+    found = Found([], 0, 0, 0)
+    for groups in read_updates(path):
+        step = groups[0].step
+        first, last = (min(step, found.first), max(step, found.last)) if found.count else (step, step)
+        kept = groups if step == (last if number is None else number) else found.groups
+        found = Found(kept, found.count + 1, first, last)
+    return found
 
 
 def shown(text: str) -> Text:

@@ -1,4 +1,5 @@
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -56,9 +57,27 @@ def test_the_best_and_worst_responses_are_shown_as_they_are(show: Show, run: Pat
     assert show(run, "--count", 2) == last
 
 
+@pytest.mark.parametrize("update", [(), ("--update", 3)])
+def test_memory_does_not_grow_with_the_log(show: Show, tmp_path: Path, update: tuple[object, ...]):
+    def peak(updates: int) -> int:
+        folder = tmp_path / f"run {updates}"
+        folder.mkdir()
+        for step in range(1, updates + 1):
+            log.append(folder / "rollouts.jsonl", [asdict(group(step, "p" * 4000, 1, 2))] * 4)
+        tracemalloc.start()
+        show(folder, *update)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    peak(5)  # whatever a first call sets up
+    assert peak(100) < 1.1 * peak(10)
+
+
 def test_what_cannot_be_shown_is_said(show: Show, run: Path, capsys):
     for arguments, message in (
-        ([run, "--update", 7], "has no update 7; it has 1, 2, 3"),
+        ([run, "--update", 7], "has no update 7; its 3 updates are from 1 to 3"),
+        ([run, "--update", 0], "has no update 0; its 3 updates are from 1 to 3"),
         ([run / "nothing"], "does not exist"),
     ):
         with pytest.raises(SystemExit):
