@@ -31,11 +31,13 @@ def main() -> None:
         parser.error(f"--count must be at least 1, got {arguments.count}")
     path = arguments.run / ROLLOUTS
     found = find_update(path, arguments.update)
-    if not found.count:
+    if not found.updates:
         parser.error(f"{path} does not exist, or has no whole update: online runs write it (--log_rollouts)")
     update = found.last if arguments.update is None else arguments.update
     if not found.groups:
-        parser.error(f"{path} has no update {update}; its {found.count} updates are from {found.first} to {found.last}")
+        parser.error(
+            f"{path} has no update {update}; its {found.updates} updates are from {found.first} to {found.last}"
+        )
     console = Console() if Console().is_terminal else Console(width=WIDTH)
     responses = [(group, response) for group in found.groups for response in group.responses]
     responses.sort(key=lambda one: one[1].reward, reverse=True)
@@ -56,7 +58,7 @@ class Found(NamedTuple):
     """The groups of an update, empty if the log does not have it; the number of updates, the first and the last."""
 
     groups: list[LoggedGroup]
-    count: int
+    updates: int
     first: int
     last: int
 
@@ -66,9 +68,9 @@ def find_update(path: Path, number: int | None) -> Found:
     found = Found([], 0, 0, 0)
     for groups in read_updates(path):
         step = groups[0].step
-        first, last = (min(step, found.first), max(step, found.last)) if found.count else (step, step)
+        first, last = (min(step, found.first), max(step, found.last)) if found.updates else (step, step)
         kept = groups if step == (last if number is None else number) else found.groups
-        found = Found(kept, found.count + 1, first, last)
+        found = Found(kept, found.updates + 1, first, last)
     return found
 
 

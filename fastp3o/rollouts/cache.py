@@ -111,7 +111,7 @@ class Cache:
         self.room = room
         *_, self.last_layer = shapes  # that has keys of its own
         sizes = [self.tokens() * shape.bytes_per_token for shape in shapes.values()]
-        self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self.memory = self.zeros(sum(sizes), device)
         self.cut(shapes, sizes)
         self.slots: Slots
         self.prompt_of_token: Tensor
@@ -120,6 +120,9 @@ class Cache:
     def tokens(self) -> int:
         """That keys and values are kept of."""
         return self.room.tokens
+
+    def zeros(self, size: int, device: torch.device) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
 
     def cut(self, shapes: dict[int, LayerShape], sizes: list[int]) -> None:
         """Gives each layer its part of the memory. sizes: of the parts, in bytes."""

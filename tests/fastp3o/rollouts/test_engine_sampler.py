@@ -7,7 +7,7 @@ import torch
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.rollouts import engine_sampler
+from fastp3o.rollouts import bundled_cache, engine_sampler
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -72,6 +72,11 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     two_processes = [sample(policy, tokenizer, prompts, NUMBERS[process::2]) for process in range(2)]
     assert two_processes[0] | two_processes[1] == expected
     assert sample(policy, tokenizer, prompts, NUMBERS[::-1]) == expected
+    # Whatever prompts are as long.
+    if full:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(bundled_cache, "PRODUCTS_OF_A_CALL", 0)
+            assert sample(policy, tokenizer, prompts) == expected
     # As on a GPU, also with rows of prompts of equal length. In half precision attention rounds otherwise there.
     request.getfixturevalue("rooms")
     expected = expected if full else sample(policy, tokenizer, prompts)
