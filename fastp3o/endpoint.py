@@ -8,10 +8,11 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from itertools import chain, count
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import httpx
@@ -183,11 +184,20 @@ class Answers(Generic[Question, Answer]):
 
     def __init__(self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], at_once: int):
         self.ask, self.stopped, self.pool = ask, threading.Event(), ThreadPoolExecutor(at_once)
-        self.futures: list[Future[Answer]] = []
+        self.awaited: set[Future[Answer]] = set()
+        self.come: SimpleQueue[Future[Answer]] = SimpleQueue()
         self.add(questions)
 
     def add(self, questions: Iterable[Question]) -> None:
-        self.futures += [self.pool.submit(self.ask, question, self.stopped) for question in questions]
+        for question in questions:
+            future = self.pool.submit(self.ask, question, self.stopped)
+            self.awaited.add(future)
+            future.add_done_callback(self.come.put)
+
+    @property
+    def futures(self) -> list[Future[Answer]]:
+        """Those whose answers nobody has taken."""
+        return list(self.awaited)
 
     def __iter__(self) -> Iterator[Answer]:
         return chain.from_iterable(self.lists())
@@ -195,9 +205,10 @@ class Answers(Generic[Question, Answer]):
     def lists(self) -> Generator[list[Answer], None, None]:
         """Lists of the answers that have come meanwhile, also to questions that were added."""
         try:
-            while self.futures:
-                done = wait(self.futures, return_when=FIRST_COMPLETED).done
-                self.futures = [future for future in self.futures if future not in done]
+            while self.awaited:
+                done = [self.come.get()]
+                done += [self.come.get() for _ in range(self.come.qsize())]  # nobody else takes any
+                self.awaited.difference_update(done)
                 yield [future.result() for future in done]
         finally:
             self.stop()

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, background
+from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, background
+from tests.fastp3o.counted import instructions
 from tests.fastp3o.local_server import Reply, always, time_limit
 
 VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
@@ -76,6 +77,24 @@ def test_retry_after_is_respected_up_to_the_longest_wait(server):
     server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
     with pytest.raises(EndpointError, match=r"429: quota \(attempts: 1, and asks to wait 3600 s\)"):
         ask(server.url)
+
+
+def test_an_answer_does_not_look_at_all_that_are_awaited():
+    def work(questions: int) -> int:
+        taken = threading.Semaphore()
+
+        def ask(question: int, stopped: threading.Event) -> int:
+            taken.acquire()  # one after the other
+            return question
+
+        def take_all() -> None:
+            for place, answer in enumerate(Answers(ask, range(questions), 2)):
+                assert answer in (place - 1, place, place + 1)
+                taken.release()
+
+        return instructions(take_all)
+
+    assert work(256) <= 6 * work(64)
 
 
 def test_a_running_event_loop_as_in_a_notebook_is_no_obstacle(server):
