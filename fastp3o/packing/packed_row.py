@@ -11,7 +11,7 @@ T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered 
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, repeat
@@ -176,7 +176,7 @@ def packed_row(
 ) -> PackedRow:
     """The groups one after the other. numbers: of the groups.
 
-    Python looks at responses, and arrays at their tokens: 0.1 µs a token rather than 1.5.
+    Python looks at responses, and arrays at their tokens: the host does not keep a GPU waiting.
     """
     sizes = [len(group.responses) for group in given]
     # [S] each: the place of every response in its group, its own tokens, and its prompt's.
@@ -190,7 +190,7 @@ def packed_row(
     lengths = brought + own
     begins = starts(lengths)
     prompt_begins = np.repeat(begins[place == 0], sizes) if share_prompts else begins
-    ids = input_ids(given, share_prompts=share_prompts)
+    ids = joined(row_pieces(given, share_prompts=share_prompts))
     positions = ranges(prompt - brought, lengths)
 
     # Labels begin behind the prompt, or at its second token, which is the first that something predicts.
@@ -223,14 +223,20 @@ def packed_row(
     )
 
 
-def input_ids(given: Sequence[GivenGroup], *, share_prompts: bool) -> Tensor:
-    """[T] int64. Raises TypeError for an id that is no integer."""
-    ids: Ids = []
+def row_pieces(given: Sequence[GivenGroup], *, share_prompts: bool) -> Iterator[Ids]:
+    """Prompts and responses, in the order of the row."""
     for group in given:
         for k, response in enumerate(group.responses):
             if k == 0 or not share_prompts:
-                ids += group.prompt
-            ids += response
+                yield group.prompt
+            yield response
+
+
+def joined(pieces: Iterable[Ids]) -> Tensor:
+    """[T] int64, one after the other. Raises TypeError for an id that is no integer."""
+    ids: Ids = []
+    for piece in pieces:
+        ids += piece
     return torch.frombuffer(array("q", ids), dtype=torch.int64)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
-from fastp3o.packing.packed_row import Ids, Segments, offsets, to_device
+from fastp3o.packing.packed_row import Ids, Segments, joined, offsets, to_device
 from fastp3o.rollouts.bundled_cache import BundledCache
 from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
@@ -225,7 +225,7 @@ def rows_to_cache(
         if padding:
             lengths, key_lengths = [*lengths, padding], [*key_lengths, padding]
         row = CachedRow(
-            torch.tensor([[token for ids in parts for token in ids] + [0] * padding]),
+            joined([*parts, [0] * padding])[None],
             torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)])[None],
             Segments(offsets(lengths), offsets(key_lengths), tuple(lengths), tuple(key_lengths), None),
             numbers,
