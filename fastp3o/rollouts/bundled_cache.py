@@ -152,9 +152,11 @@ class BundledCache(Cache):
         if self.slot is not None:
             query = query.index_select(2, self.slot)
         scale, window, softcap = (options[name] for name in ("scale", "window", "softcap"))
-        parts = zip(self.used_widths, query.split(self.counts, dim=2), strict=True)
-        results = [width.attend(layer, part, scale, window, softcap) for width, part in parts]
-        result = results[0] if len(results) == 1 else torch.cat(results, dim=1)
+        if len(self.used_widths) == 1:
+            result = self.used_widths[0].attend(layer, query, scale, window, softcap)
+        else:
+            parts = zip(self.used_widths, query.split(self.counts, dim=2), strict=True)
+            result = torch.cat([width.attend(layer, part, scale, window, softcap) for width, part in parts], dim=1)
         return result if self.slot is None else result.index_select(1, self.member)
 
 
