@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,13 +37,12 @@ def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tupl
     for group in groups:
         if any(response.logprobs is None for response in group.responses):
             raise UserError("what sampled the responses gave no log-probs of them, as transformers' generate does not")
-    on_host = tuple(
-        torch.tensor(
-            [value for g in row.groups for response in groups[g].responses for value in response.logprobs or ()]
-        )
-        for row in rows
-    )
-    return to_device(on_host, rows[0].labels.device)
+
+    def of_row(row: PackedRow) -> Tensor:
+        responses = (response for number in row.groups for response in groups[number].responses)
+        return torch.from_numpy(np.concatenate([np.asarray(one.logprobs, dtype=np.float32) for one in responses]))
+
+    return to_device(tuple(map(of_row, rows)), rows[0].labels.device)
 
 
 def with_sampler_logprobs(groups: Sequence[Group], minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:

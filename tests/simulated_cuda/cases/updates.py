@@ -12,9 +12,9 @@ from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.host import Record, recorded, write_counts
 
-# Launches of an update of four optimizer steps of the tiny Llama, most of them the model's own. With older versions of
-# torch and transformers there are some more.
-LAUNCHES = {"fp32": 1600, "bf16": 1480, "bf16-autocast": 1590, "fp16": 1550}
+# Launches of an update of four optimizer steps of the tiny Llama and of the log-probs before them, most of them the
+# model's own. With older versions of torch and transformers there are some more.
+LAUNCHES = {"fp32": 2120, "bf16": 1900, "bf16-autocast": 2070, "fp16": 1970}
 # Places where one update's host waits, except in its rollouts. The clock of the phases waits as well.
 WAITS = {
     ("fastp3o/training/metrics.py", "update_metrics"): 1,
@@ -42,12 +42,12 @@ def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, mon
         assert len(metrics(f"run{updates}")) == updates
     assert torch.are_deterministic_algorithms_enabled()
     assert not any(record.waits for name in ("logprobs", "update") for record in phases[name])
-    assert phases["update"][-1].launches.total() <= LAUNCHES[precision], phases["update"][-1].table()
     further = runs[2].places()
     further.subtract(runs[1].places())
     waits = {place: count for place, count in further.items() if count and "sampler" not in place[0]}
     last = {name: phases[name][-1] for name in ("logprobs", "update")}
     counts = {"launches": {name: record.launches.total() for name, record in last.items()}}
+    assert sum(counts["launches"].values()) <= LAUNCHES[precision], last["update"].table()
     write_counts(precision, counts | {"waits around them": {" ".join(place): count for place, count in waits.items()}})
     assert waits == WAITS
 
