@@ -19,9 +19,10 @@ CONTEXT = 1.5  # GB of CUDA's context, workspaces of cuBLAS and NCCL, and fragme
 NOTE = """\
 peak = the sum, with the larger of head and layer only; where embeddings need more than these and
 activations, they count instead. Policy and reference both on the GPU need the policy's peak and the
-reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and
-optimizer in memory; with --rollout_memory, or less free memory, they cache less. Logits count as at most
-0.96 GB in the head: a GPU of more than 19 GB takes up to a twentieth of it, and 4 GB, where it is free."""
+reference's weights; --offload, LoRA and --kl_coef 0 save the latter. Rollouts come before the update,
+with its masters and optimizer in memory; with --rollout_memory, or less free memory, they cache less.
+Logits count as at most 0.96 GB in the head: a GPU of more than 19 GB takes up to a twentieth of it, and
+4 GB, where it is free."""
 
 
 class MemoryConfig(TrainableConfig):
