@@ -87,11 +87,12 @@ def segment_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     *,
-    segments: Segments | None = None,
-    cache: KeyValueCache | None = None,
+    fastp3o_segments: Segments | None = None,
+    fastp3o_cache: KeyValueCache | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention that transformers calls in each layer; `segments` and `cache` come with the call of the model.
+    """The attention that transformers calls in each layer. Models hand keywords on that they do not know, which have
+    the prefix `fastp3o_`: transformers' own layers take others from one release to the next, such as `cache`.
 
     With segments, tokens attend within them, and a cache keeps keys and values. Without, all continue its responses.
 
@@ -99,6 +100,7 @@ def segment_attention(
     query sees at most, its own included. softcap: of the scaled products (Gemma 2). Returns [1, T, H, D], and no
     weights. Raises ValueError for a batch that is not packed, and for dropout.
     """
+    segments, cache = fastp3o_segments, fastp3o_cache
     if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
         raise UserError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
     if dropout:
@@ -127,7 +129,7 @@ uncompiled = torch.compiler.disable(segment_attention)
 
 def compilable_attention(*args, **options):
     """`segment_attention`, which a compiler leaves out where a cache changes with it."""
-    return (segment_attention if options.get("cache") is None else uncompiled)(*args, **options)
+    return (segment_attention if options.get("fastp3o_cache") is None else uncompiled)(*args, **options)
 
 
 AttentionInterface.register(NAME, compilable_attention)

@@ -22,7 +22,8 @@ from transformers.utils.logging import get_logger
 
 from fastp3o.errors import UserError
 from fastp3o.models import attention
-from fastp3o.packing.packed_row import PackedRow, Part
+from fastp3o.models.attention import KeyValueCache
+from fastp3o.packing.packed_row import PackedRow, Part, Segments
 from fastp3o_kernels import Head, VocabularyShard, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
 from fastp3o_kernels.onednn import IS_FASTER, use_onednn
@@ -76,9 +77,20 @@ class PackedModel(nn.Module):
                 hidden = self.hidden_states_in_parts(row)
         return compute((hidden if trains else hidden.detach())[at], self.head())
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: object) -> Tensor:
-        """The body's results [T, D] for one row of tokens [1, T]; `attention` goes to `segment_attention`."""
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        segments: Segments | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """The body's results [T, D] for one row of tokens [1, T], with segments, a cache or both (see
+        `segment_attention`, which gets them).
+        """
+        given = {"fastp3o_segments": segments, "fastp3o_cache": cache}
+        ours = {name: value for name, value in given.items() if value is not None}
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **ours)
         return output.last_hidden_state.squeeze(0)
 
     def hidden_states_in_parts(self, row: PackedRow) -> Tensor:
@@ -173,7 +185,7 @@ def compiled() -> Callable[..., Any]:
 
 def compiled_forward(layer, *args, **kwargs):
     """A layer's forward. All layers of a kind share what is compiled; a copy of a layer runs its own."""
-    packed = kwargs.keys() & {"segments", "cache"}
+    packed = any(name.startswith("fastp3o_") for name in kwargs)
     return (compiled() if packed else eager_forward)(layer, *args, **kwargs)
 
 

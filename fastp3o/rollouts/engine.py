@@ -206,7 +206,7 @@ class KeysOnly(NamedTuple):
 
 def store_keys(policy: PackedModel, row: CachedRow, cache: Any, last_layer: int) -> None:
     with suppress(AllStoredError):
-        keys_only = KeysOnly(cache, last_layer)
+        keys_only: Any = KeysOnly(cache, last_layer)  # nobody asks it to attend
         policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=keys_only)
 
 

@@ -99,11 +99,11 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
     row = PAIRS.row()
     query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
     tensors = query, key[:, :1], value[:, :1]
-    packed = {"attention_mask": None, "segments": row.segments}
+    packed = {"attention_mask": None, "fastp3o_segments": row.segments}
     scaled = [segment_attention(nn.Module(), *tensors, **packed, scaling=scale)[0] for scale in (None, 0.5, 0.7)]
     assert torch.equal(*scaled[:2])
     assert not torch.allclose(*scaled[1:])
-    for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
+    for changes in ({"fastp3o_segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
     with pytest.raises(ValueError, match="one packed row"):

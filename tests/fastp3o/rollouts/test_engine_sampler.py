@@ -140,18 +140,18 @@ def test_training_mode_and_checkpointing_come_back(policy, tokenizer, prompts):
 def loses_the_cache(model):
     """Hands its positions on, but not what decoding needs."""
     forward = model.base_model.forward
-    model.base_model.forward = lambda *args, cache=None, **kwargs: forward(*args, **kwargs)
+    model.base_model.forward = lambda *args, fastp3o_cache=None, **kwargs: forward(*args, **kwargs)
 
 
 def forgets_its_keys(model):
     layer = model.base_model.layers[0].self_attn
     forward = layer.forward
 
-    def forgets_old_keys(*args, cache=None, **kwargs):
-        if cache is not None and "segments" not in kwargs:
-            for tensor in cache.tensors():
+    def forgets_old_keys(*args, **kwargs):
+        if "fastp3o_cache" in kwargs and "fastp3o_segments" not in kwargs:
+            for tensor in kwargs["fastp3o_cache"].tensors():
                 tensor.zero_()
-        return forward(*args, cache=cache, **kwargs)
+        return forward(*args, **kwargs)
 
     layer.forward = forgets_old_keys
 
