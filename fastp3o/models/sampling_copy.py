@@ -45,7 +45,7 @@ class SamplingCopy:
         self.numbers = {name: number for number, name in enumerate(self.adapted)}
         self.model: PackedModel = copy.deepcopy(model, copies).eval()
         if adapted:
-            self.model.model._hf_peft_config_loaded = False
+            del self.model.model.peft_config
         self.memory.untyped_storage().resize_(0)
 
     @contextmanager
@@ -65,9 +65,9 @@ class SamplingCopy:
         parameters, dtype, device = dict(model.named_parameters()), self.memory.dtype, self.memory.device
         for name, copied in self.weights.items():
             if name in self.adapted:
-                layer, adapter = model.get_submodule(self.adapted[name]), model.model.active_adapters()[0]
+                layer = model.get_submodule(self.adapted[name])
                 merged = whole(parameters[name]).to(device, torch.float32)
-                merged = merged + lora_delta(layer, adapter, dtype).to(device)
+                merged = merged + lora_delta(layer, dtype).to(device)
                 copied.copy_(dithered(merged, dtype, self.numbers[name]))
             else:
                 # Rounded first: half as much is sent.

@@ -23,7 +23,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
-from fastp3o.models.trainable import whole_model, whole_weights
+from fastp3o.models.trainable import ADAPTER, has_adapter, whole_model, whole_weights
 from fastp3o.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
@@ -62,14 +62,14 @@ def base_name(model: PreTrainedModel) -> str | None:
     """The model that its adapters belong to: a hub name or an absolute path. None without adapters, and where no
     checkpoint holds the base, as when training began with adapters that were merged.
     """
-    if not getattr(model, "_hf_peft_config_loaded", False) or not model.name_or_path:
+    if not has_adapter(model) or not model.name_or_path:
         return None
     return os.path.abspath(model.name_or_path) if Path(model.name_or_path).is_dir() else model.name_or_path
 
 
 def adapter_config(model: PreTrainedModel) -> Any:
     """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter."""
-    config: Any = copy.copy(model.peft_config[model.active_adapters()[0]])
+    config: Any = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base_name(model), True
     config.revision = getattr(model.name_or_path, "revision", None)
     if isinstance(config.target_modules, set):
@@ -80,12 +80,12 @@ def adapter_config(model: PreTrainedModel) -> Any:
     return config
 
 
-def adapter_weights(trained: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
+def adapter_weights(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an adapter, and of a reward model's head, by peft's names. trained: what trains, in fp32, by names
     in a PackedModel. Parts that processes share are gathered, on all of them.
     """
     return {
-        f"base_model.{name}".replace(f".{adapter}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()
+        f"base_model.{name}".replace(f".{ADAPTER}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()
         for name, weight in trained.items()
         if ".lora_" in name or name.startswith("model.score.")
     }

@@ -16,6 +16,8 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.sharding import is_main_process, number_of_processes, whole
 
+ADAPTER = "default"  # peft's name of the only one
+
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
     """Freezes all but what the configuration names, or nothing. A reward model's head, zero at first, always trains."""
@@ -59,9 +61,9 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
     would not see, and if peft is not installed.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise UserError("--lora_rank needs peft: pip install '.[lora]'") from error
+        raise UserError(f"--lora_rank needs peft ({error}): pip install '.[lora]'") from error
     targets, dropout = config.lora_targets, config.lora_dropout
     largest = max(min(weight.shape) for weight in model.model.base_model.parameters() if weight.dim() == 2)
     if config.lora_rank > largest:
@@ -76,7 +78,8 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
         task_type="SEQ_CLS" if scores_responses(model) else "CAUSAL_LM",  # "all-linear" leaves its head
     )
     try:
-        model.model.add_adapter(lora)
+        # transformers' `add_adapter` calls the same, but only with a peft of its own choice: 5.24 came before that did.
+        inject_adapter_in_model(lora, model.model, ADAPTER)
         model.head()
     except ValueError as error:
         raise UserError(f"--lora_targets {targets}: {error}") from error
@@ -84,6 +87,10 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
         dropouts = getattr(module, "lora_dropout", None)
         if dropout and isinstance(dropouts, nn.ModuleDict):
             dropouts.update({adapter: SwitchedDropout(dropout) for adapter in dropouts})
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    return hasattr(model, "peft_config")
 
 
 class SwitchedDropout(nn.Dropout):
@@ -124,7 +131,7 @@ def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tup
         if number_of_processes() > 1:
             weight = weight.cpu() if is_main_process() else weight.new_empty(0)
         weights |= dict.fromkeys(names, weight)
-    merged = getattr(model, "_hf_peft_config_loaded", False)
+    merged = has_adapter(model)
     if dtype in (None, model.dtype) and not merged:
         return model, weights
     # Saving writes the dtype into the configuration, and the given model goes on with its own.
@@ -150,7 +157,7 @@ def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator
         if isinstance(part, nn.Parameter):
             weight = weight.to(dtype or weight.dtype)
         if adapted:
-            weight = weight.float() + lora_delta(model.get_submodule(adapted), model.active_adapters()[0], dtype)
+            weight = weight.float() + lora_delta(model.get_submodule(adapted), dtype)
         yield names, weight, bool(adapted)
 
 
@@ -172,8 +179,8 @@ def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]
     return list(weights.values())
 
 
-def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> Tensor:
-    """The product that an adapter adds to the weight of its layer, in fp32: rounded to half precision, it or the sum
+def lora_delta(adapted: nn.Module, dtype: torch.dtype | None) -> Tensor:
+    """The product that the adapter adds to the weight of its layer, in fp32: rounded to half precision, it or the sum
     would lose what is small next to the weight, and with it much of what was learned. dtype: of the passes, to which
     the adapter's own weights are rounded; None for theirs.
     """
@@ -184,4 +191,4 @@ def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> T
         for name, part in adapted.named_parameters()
     }
     precise: Any = copy.deepcopy(adapted, inside)
-    return precise.get_delta_weight(adapter)
+    return precise.get_delta_weight(ADAPTER)

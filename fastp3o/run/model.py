@@ -31,7 +31,7 @@ def save_trained(
     saves_model = parts != "adapter" or not saves_adapter
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER)
-    weights = adapter_weights(optimizer.parameters, model.model.active_adapters()[0]) if saves_adapter else {}
+    weights = adapter_weights(optimizer.parameters) if saves_adapter else {}
 
     def write_alone(place: Path) -> None:
         write_adapter(place, adapter_config(model.model), weights)

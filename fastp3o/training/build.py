@@ -19,7 +19,7 @@ from fastp3o.models.quantized import quantized_layers
 from fastp3o.models.reference import InContext, MovingReference, NoReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
-from fastp3o.models.trainable import choose_trainable
+from fastp3o.models.trainable import choose_trainable, has_adapter
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.processes import on_every_process, on_main_process
@@ -136,7 +136,7 @@ def sampled_model(
     on_gpu = context.device.type == "cuda"
     # A CPU gains nothing, and samples from the weights themselves.
     dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
-    merges = on_gpu and getattr(policy.model, "_hf_peft_config_loaded", False)
+    merges = on_gpu and has_adapter(policy.model)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     memory = available_memory(context.device)
     replicas = mesh["replicas"].size() if mesh is not None and "replicas" in (mesh.mesh_dim_names or ()) else 1

@@ -377,7 +377,7 @@ def test_what_of_peft_no_run_takes_is_refused(tiny_model, workplace):
         with pytest.raises(UserError, match=message):
             train(SFTConfig(model=tiny_model, **TUNING, lora_rank=8, lora_alpha=4.0), peft_config=lora)
     wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), peft.LoraConfig())
-    model.add_adapter(peft.LoraConfig())
+    peft.inject_adapter_in_model(peft.LoraConfig(), model)
     for adapted in (wrapped, wrapped.get_base_model(), model):
         with pytest.raises(UserError, match="model has adapters: save it and its tokenizer, and name their folder"):
             train(SFTConfig(model="", **TUNING), model=adapted)

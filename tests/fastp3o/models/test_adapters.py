@@ -33,7 +33,7 @@ def trained(model: PackedModel, precision: str = "fp32", lora: TrainableConfig =
 
 def saved(optimizer: Optimizer, folder: Path) -> str:
     model = optimizer.model.model
-    write_adapter(folder, adapter_config(model), adapter_weights(optimizer.parameters, "default"))
+    write_adapter(folder, adapter_config(model), adapter_weights(optimizer.parameters))
     return str(folder)
 
 
@@ -100,7 +100,7 @@ def test_a_reward_models_head_goes_with_its_adapter_and_may_be_new(tiny_model, t
 
 def test_files_that_are_not_of_the_base_or_damaged_are_named(tiny_model, tmp_path):
     optimizer = trained(load_policy(tiny_model))
-    weights, config = adapter_weights(optimizer.parameters, "default"), adapter_config(optimizer.model.model)
+    weights, config = adapter_weights(optimizer.parameters), adapter_config(optimizer.model.model)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     other = name.replace("layers.1", "layers.2")
     file = tmp_path / "adapter_model.safetensors"
