@@ -432,7 +432,7 @@ class LoadingConfig(Flags):
         "auto",
         "Kernels on a GPU, where only torch's own has run, on an H100. auto: flash-attn 2 if installed, else torch's. "
         "fa3, fa4: torch's, by an installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its "
-        "cache (needs kernels).",
+        "cache (needs kernels, and torch 2.11 to 2.13).",
         changeable=True,
     )
 

@@ -45,7 +45,9 @@ NAME = "fastp3o_segments"
 LARGEST_HEAD = 256
 LEAST_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
-# Commits with builds for torch 2.11 to 2.13, before huggingface/kernels-community's issue 1085: no gradients of groups.
+# Commits with builds for these versions of torch alone, before huggingface/kernels-community's issue 1085: no gradients
+# of groups. What has later builds is a branch whose code changes.
+OLDEST_OF_HUB, NEWEST_OF_HUB = (2, 11), (2, 13)
 FLASH_ATTN_2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce9c1c9087b"
 # Elements of a segment's queries up to which a CPU pads all segments of a row to its longest, and computes them in one
@@ -148,15 +150,26 @@ def choose_attention(name: AttentionName, device: torch.device) -> None:
         raise UserError(f"--attention {name} needs a GPU, of compute capability 9.0 for fa3 and fa4, and 8.0 for hub")
     try:
         if name == "hub":
-            from kernels import get_kernel  # type: ignore[attr-defined]  # a clone has a folder of that name
-
-            repository, revision = FLASH_ATTN_3 if capability == HOPPER else FLASH_ATTN_2
-            flash_attn_varlen_func = get_kernel(repository, revision=revision).flash_attn_varlen_func
+            flash_attn_varlen_func = flash_attn_of_hub(*(FLASH_ATTN_3 if capability == HOPPER else FLASH_ATTN_2))
         else:
             activate_flash_attention_impl(name.upper())
             flash_attn_varlen_func = None
     except Exception as error:  # whatever a package raises that is missing, or built for another torch
-        raise UserError(f"--attention {name}: {error} (hub needs pip install '.[flash]')") from error
+        raise UserError(f"--attention {name}: {error}") from error
+
+
+def flash_attn_of_hub(repository: str, revision: str) -> Callable[..., Any]:
+    """Raises UserError for a torch without a build, and if the package is missing that downloads builds."""
+    major, minor, _ = torch.__version__.split(".", 2)
+    if not OLDEST_OF_HUB <= (int(major), int(minor)) <= NEWEST_OF_HUB:
+        oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_OF_HUB, NEWEST_OF_HUB))
+        had = f"{repository} has builds for torch {oldest} to {newest}, and this is {torch.__version__}"
+        raise UserError(f"{had}; --attention auto takes flash-attn, if it is installed, or torch's kernels")
+    try:
+        from kernels import get_kernel  # type: ignore[attr-defined]  # a clone has a folder of that name
+    except ImportError as error:
+        raise UserError(f"the package `kernels` is missing ({error}): pip install '.[flash]'") from error
+    return get_kernel(repository, revision=revision).flash_attn_varlen_func
 
 
 def fastest_backend(query: Tensor, softcap: float | None):

@@ -1,4 +1,5 @@
 import math
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.peak_memory import PeakMemory
+from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.models.attention import choose_attention, fastest_backend, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
@@ -146,6 +148,7 @@ def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypa
     monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch, "__version__", "2.13.1+cu130")
     with mock.patch.multiple(
         attention,
         activate_flash_attention_impl=loaded.append,
@@ -158,9 +161,22 @@ def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypa
         assert (loaded, attention.flash_attn_varlen_func) == ([], attention.installed_flash_attn)
     with pytest.raises(ValueError, match=f"attention {name} needs a GPU"):
         choose_attention(name, torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "kernels", None)
-    with pytest.raises(ValueError, match=rf"attention {name}: .*pip install '\.\[flash\]'"):
-        choose_attention(name, torch.device("cuda"))
+    if name == "hub":
+        monkeypatch.setitem(sys.modules, "kernels", None)
+        with pytest.raises(ValueError, match=r"hub: the package `kernels` is missing .*: pip install '\.\[flash\]'"):
+            choose_attention(name, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.14.0+cu130", "2.15.1.dev20261101", "3.0.0"])
+def test_a_torch_for_which_the_hub_has_no_build_is_told_which_it_has(monkeypatch, version):
+    hub = SimpleNamespace(get_kernel=lambda *_, **__: pytest.fail("looked for a build that does not exist"))
+    monkeypatch.setitem(sys.modules, "kernels", hub)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "__version__", version)
+    said = rf"attention hub: \S*flash-attn3 has builds for torch 2\.11 to 2\.13, and this is {re.escape(version)}; "
+    with pytest.raises(UserError, match=said) as error:
+        choose_attention("hub", torch.device("cuda"))
+    assert "[flash]" not in str(error.value)
 
 
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
