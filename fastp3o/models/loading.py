@@ -342,6 +342,7 @@ def with_adapters(model: Any, name: str) -> Any:
         config.task_type = None  # a reward model may begin with a language model's adapters
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
+            warnings.simplefilter("ignore", FutureWarning)  # what peft still calls of transformers
             adapted = PeftModel.from_pretrained(model, name, config=config, **at(name))
         lora = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
         with safe_open(file, framework="pt") as weights:

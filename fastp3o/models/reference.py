@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
+from fastp3o.models.trainable import adapters_off
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.processes import local_part
@@ -53,11 +54,8 @@ class WithoutAdapters(Reference):
 
     @torch.no_grad()
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
-        self.model.model.disable_adapters()
-        try:
+        with adapters_off(self.model):
             return map_rows_in_lockstep(rows, partial(compute, self.model))
-        finally:
-            self.model.model.enable_adapters()
 
 
 class NoReference(Reference):

@@ -78,7 +78,7 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
         task_type="SEQ_CLS" if scores_responses(model) else "CAUSAL_LM",  # "all-linear" leaves its head
     )
     try:
-        # transformers' `add_adapter` calls the same, but only with a peft of its own choice: 5.24 came before that did.
+        # transformers' own methods do the same, but only with a peft of their choice: 5.24 came out before that.
         inject_adapter_in_model(lora, model.model, ADAPTER)
         model.head()
     except ValueError as error:
@@ -91,6 +91,21 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
 
 def has_adapter(model: PreTrainedModel) -> bool:
     return hasattr(model, "peft_config")
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """In the block the model computes as without its adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for module in adapted:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapters(True)
 
 
 class SwitchedDropout(nn.Dropout):

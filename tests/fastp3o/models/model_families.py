@@ -6,6 +6,7 @@ The weights are large enough that a leak between responses would show.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 import transformers as hf
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.save import adapter_config, adapter_weights, write_adapter
 from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.config.p3o import P3OConfig
@@ -72,6 +74,10 @@ def adapted(family: str, targets: str = "all-linear", dropout: float = 0.0, **ch
     add_lora(model, TrainableConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets, lora_dropout=dropout))
     enlarge_trained(model)
     return model
+
+
+def save_adapter(model: PackedModel, folder: Path) -> None:
+    write_adapter(folder, adapter_config(model.model), adapter_weights(dict(model.named_parameters())))
 
 
 def enlarge_trained(model: PackedModel) -> None:

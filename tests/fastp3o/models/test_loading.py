@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer, require_same_vocabulary
 from fastp3o.models.trainable import add_lora
-from tests.fastp3o.models.model_families import random_model
+from tests.fastp3o.models.model_families import random_model, save_adapter
 
 WEIGHTS = "model.safetensors"
 
@@ -51,7 +51,7 @@ def test_weights_that_are_not_the_models_are_named(untied: Path, changes: dict, 
 def test_weights_that_can_hold_code_are_refused(tmp_path: Path, untied: Path):
     policy = load_policy(str(untied))
     add_lora(policy, TrainableConfig(lora_rank=2, lora_alpha=4.0, lora_targets="q_proj"))
-    policy.model.save_pretrained(tmp_path / "adapters")
+    save_adapter(policy, tmp_path / "adapters")
     for folder, name in ((tmp_path / "adapters", "adapter_model"), (untied, "model")):
         safe = folder / f"{name}.safetensors"
         torch.save(load_file(safe), folder / {"model": "pytorch_model.bin"}.get(name, f"{name}.bin"))

@@ -12,11 +12,10 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
 
-OLD_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 REFUSED = {
-    "gptj": (
-        lambda: hf.GPTJConfig(**OLD_SIZES, rotary_dim=8, n_positions=64),
+    "bloom": (
+        lambda: hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2),
         "its attention does not go through transformers' AttentionInterface",
     ),
     "recurrent_gemma": (

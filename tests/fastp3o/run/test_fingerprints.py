@@ -10,6 +10,7 @@ from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.trainable import add_lora
 from fastp3o.run.fingerprints import model_fingerprint, run_fingerprints
+from tests.fastp3o.models.model_families import save_adapter
 
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 
@@ -77,7 +78,7 @@ def test_each_weight_its_dtype_settings_tokenizer_and_code_count_and_other_files
 def test_adapters_count_and_so_does_the_model_under_them(copied, tmp_path):
     policy, adapters = load_policy(str(copied)), tmp_path / "adapters"
     add_lora(policy, TrainableConfig(lora_rank=2, lora_alpha=4.0, lora_targets="q_proj"))
-    policy.model.save_pretrained(adapters)
+    save_adapter(policy, adapters)
     seen = {model_fingerprint(str(adapters)), model_fingerprint(str(copied))}
     change_one(adapters / ADAPTERS, next(iter(load_file(adapters / ADAPTERS))))
     seen.add(model_fingerprint(str(adapters)))
