@@ -13,9 +13,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton"):
-        from tests.interpreter import quicken, round_to_nearest
+        from tests.interpreter import mask_by_truths, quicken, round_to_nearest
 
         quicken()
+        mask_by_truths()
         round_to_nearest()
 
 # A busy machine takes longer than hypothesis's fifth of a second for an example that is fine.

@@ -63,6 +63,21 @@ def made_once(initialise: Callable) -> Callable:
     return initialise_once
 
 
+def mask_by_truths() -> None:
+    """For the rest of the process, comparisons give truths: the interpreter says that they have the type of what was
+    compared. Spread over a block, one of single values becomes whole numbers, which Triton 3.9 takes for no mask.
+    """
+    compute = interpreter.InterpreterBuilder.binary_op
+
+    def typed(self, left, right, operation):
+        result = compute(self, left, right, operation)
+        if result.data.dtype == numpy.bool_:
+            result.dtype = language.int1
+        return result
+
+    interpreter.InterpreterBuilder.binary_op = typed
+
+
 def round_to_nearest() -> None:
     """For the rest of the process, fp32 becomes bf16 by rounding: cutting digits, as before, makes twice the error."""
     convert = interpreter._convert_float

@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is
 import torch
 from torch import Tensor
 
-from tests.interpreter import quicken, round_to_nearest
+from tests.interpreter import mask_by_truths, quicken, round_to_nearest
 from tests.simulated_cuda import graphs, triton_launches
 from tests.simulated_cuda.host import finish_copies, host, wait_for_device
 from tests.simulated_cuda.operations import SimulatedDevice, cuda_device, scaled_dot_product_attention
@@ -149,6 +149,7 @@ def install() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch.accelerator.device_count = device_count
     quicken()
+    mask_by_truths()
     round_to_nearest()
     triton_launches.install()
     move_modules_by_swapping()
