@@ -24,7 +24,7 @@ cp scripts/make_stories.py "$env/runs" # its reward
     cd "$env/runs" # where Python finds what is installed, not the clone
     shared=(--max_prompt_tokens 12 --max_response_tokens 16 --report_to none)
     sft=(fastp3o sft --model init --train_data stories.jsonl --batch_size 16 --epochs 1 "${shared[@]}")
-    p3o=(fastp3o p3o --prompts prompts.jsonl --reward make_stories:taste --updates 1 --prompts_per_update 8)
+    p3o=(fastp3o p3o --prompts prompts.jsonl --reward make_stories:taste --updates 1 --prompts_per_update 8 --samples_every 0)
     PATH="$env/bin:$PATH"
     echo "== One update of each by commands"
     "${sft[@]}" --output_dir sft
@@ -39,11 +39,11 @@ from make_stories import taste
 shared = {"max_prompt_tokens": 12, "max_response_tokens": 16, "report_to": "none"}
 sft = SFTConfig(model="init", output_dir="sft_2", train_data="stories.jsonl", batch_size=16, epochs=1, **shared)
 train(sft)
-p3o = {"prompts_per_update": 8, "updates": 1, **shared}
+p3o = {"prompts_per_update": 8, "updates": 1, "samples_every": 0, **shared}
 for name, adapted in {"p3o_2": {}, "p3o_lora_2": {"lora_rank": 4}}.items():
     config = P3OConfig(model="sft_2/model", output_dir=name, **adapted, **p3o)
     result = train(config, prompts=[{"prompt": "tell of the old fox :"}] * 8, reward=taste)
-    print(result.history[["step", "reward"]])
+    print(f"{name}: reward {result.history['reward'].item()}")
 END
 )
 echo "== Tests of engine, models and loading"
