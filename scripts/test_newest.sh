@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # For a nightly job: whether fastp3o works with the releases of the day, before users meet them. Makes an environment in
-# .newest (2 GB or more, some minutes, each time from scratch) with the newest of everything that the package index serves,
-# also beyond our own upper bounds. torch alone, whose builds are gigabytes, is that of constraints.txt. Prints the
-# versions that it took, makes one update of SFT, LoRA and P3O by commands and from Python, and runs the tests of engine,
-# models and loading. If all pass, the bounds of pyproject.toml and constraints.txt can move to these versions.
+# .newest (2 GB or more, some minutes, each time from scratch) with the newest of everything that the package index
+# serves, also beyond our own upper bounds. torch alone, whose builds are gigabytes, is that of constraints.txt. Prints
+# the versions that it took, makes one update of SFT, LoRA and P3O by commands and from Python, and runs the tests of
+# engine, models and loading. If all pass, the bounds of pyproject.toml and constraints.txt can move to these versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 env="$PWD/.newest"
@@ -24,13 +24,14 @@ cp scripts/make_stories.py "$env/runs" # its reward
     cd "$env/runs" # where Python finds what is installed, not the clone
     shared=(--max_prompt_tokens 12 --max_response_tokens 16 --report_to none)
     sft=(fastp3o sft --model init --train_data stories.jsonl --batch_size 16 --epochs 1 "${shared[@]}")
-    p3o=(fastp3o p3o --prompts prompts.jsonl --reward make_stories:taste --updates 1 --prompts_per_update 8 --samples_every 0)
+    p3o=(fastp3o p3o --prompts prompts.jsonl --reward make_stories:taste "${shared[@]}")
+    p3o+=(--updates 1 --prompts_per_update 8 --samples_every 0)
     PATH="$env/bin:$PATH"
     echo "== One update of each by commands"
     "${sft[@]}" --output_dir sft
     "${sft[@]}" --output_dir lora --lora_rank 4
-    "${p3o[@]}" --output_dir p3o --model sft/model "${shared[@]}"
-    "${p3o[@]}" --output_dir p3o_lora --model lora/adapter --lora_rank 4 "${shared[@]}"
+    "${p3o[@]}" --output_dir p3o --model sft/model
+    "${p3o[@]}" --output_dir p3o_lora --model lora/adapter --lora_rank 4
     echo "== One update of each from Python"
     python - <<'END'
 from fastp3o import P3OConfig, SFTConfig, train
