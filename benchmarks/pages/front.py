@@ -15,6 +15,17 @@ def memory(records: Records) -> str:
     return f"{ours} GB on an H100, PyTorch {pytorch}, TRL's\nchunks {trl} at {longer} × the time"
 
 
+def in_trl(records: Records) -> str:
+    """`linear_logprobs` in place of TRL's own chunks, at all heads, in the precision that both were measured in."""
+    wanted = HIDDEN | {"N": N, "dtype": "bfloat16"}
+    measured = results(records, GPU)
+    ours = {(r["D"], r["V"]): r for r in select(measured, implementation="fastp3o linear_logprobs", **wanted)}
+    trl = {(r["D"], r["V"]): r for r in select(measured, implementation="TRL", **wanted)}
+    heads = sorted(ours.keys() & trl.keys())
+    time, memory = (spread(ours[head][key] / trl[head][key] for head in heads) for key in ("ms", "extra_gb"))
+    return f"{time} × the time of TRL's own chunks, and {memory} × their memory"
+
+
 def limit(records: Records) -> str:
     found = select(results(records, GPU), level="model", passes="update, prompts of 350, 2 responses of 40")
     device, ratio = records[GPU_RECORD]["environment"]["device"], figure(found, "ratio_to_bare")

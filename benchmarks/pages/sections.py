@@ -33,6 +33,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "registers": notes.registers,
     },
     "README.md": {"memory": front.memory, "gpu": front.limit},
+    "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
     "fastp3o/training/memory.md": {"h100": front.calculator},
     "fastp3o/training/precision.md": {"precision": runs.precision},

@@ -113,7 +113,9 @@ SOURCES = {
     "cpu": CPU_RECORDS,
     "goals": [GPU_RECORD, *CPU_RECORDS],
 }
-SOURCES |= {name: [GPU_RECORD] for name in ("products", "head", "gpu", "modelled", "measured", "memory", "h100")}
+SOURCES |= {
+    name: [GPU_RECORD] for name in ("products", "head", "gpu", "modelled", "measured", "memory", "h100", "in trl")
+}
 
 
 @pytest.mark.parametrize("page", sections.SECTIONS)
