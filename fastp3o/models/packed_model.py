@@ -26,7 +26,7 @@ from fastp3o.models.attention import KeyValueCache
 from fastp3o.packing.packed_row import PackedRow, Part, Segments
 from fastp3o_kernels import Head, VocabularyShard, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
-from fastp3o_kernels.onednn import IS_FASTER, use_onednn
+from fastp3o_kernels.onednn import use_onednn
 
 Result = TypeVar("Result")
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ class PackedModel(nn.Module):
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
-        if model.device.type == "cpu" and IS_FASTER:
+        if model.device.type == "cpu":
             use_onednn(model.base_model)
         # transformers' look for padding waits for the device in every pass, and packed rows have none.
         cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = lambda *_: None

@@ -60,7 +60,7 @@ def random_row(pairs, prompt, response, share_prompts):
 @pytest.fixture
 def as_kernels(monkeypatch):
     """The head's gradients have a buffer of their own, and products need none: as on a GPU, which is predicted."""
-    monkeypatch.setattr(onednn, "IS_FASTER", False)
+    monkeypatch.setattr(onednn, "chosen", onednn.Faster())
     for module in (chunked_loss, linear_logprobs):
         monkeypatch.setattr(module, "plan_chunks", lambda *arguments, triton: plan_chunks(*arguments, triton=True))
 

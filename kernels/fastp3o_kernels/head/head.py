@@ -129,7 +129,7 @@ class HeadDtypes(NamedTuple):
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """out (+)= a @ b. On a GPU an fp32 result of operands in half precision is not rounded to their dtype before."""
-    if out.dtype == a.dtype and onednn.takes(a, b.shape[1]):
+    if out.dtype == a.dtype and onednn.is_chosen(a, b):
         onednn.multiply(a, b, out, accumulate=accumulate)
     elif out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)

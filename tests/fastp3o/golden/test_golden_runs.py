@@ -1,8 +1,8 @@
 """Short runs of every family of objectives end with the weights and metrics that are on record in `runs.json`.
 
 A change that is meant to keep the arithmetic keeps every hash. For one that is meant to move last bits,
-`python -m tests.fastp3o.golden.test_golden_runs` records them anew. Another processor or torch rounds otherwise: where
-the record was made on another one, the first step's metrics are compared as numbers.
+`python -m tests.fastp3o.golden.test_golden_runs` records them anew. Another processor, torch or choice of oneDNN's
+products rounds otherwise: where the record was made with another one, the first step's metrics are compared as numbers.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from fastp3o_kernels.onednn import choice
 from tests.fastp3o.runs import metrics
 from tests.fastp3o.together import together
 
@@ -96,11 +97,12 @@ BOTH = [*P3O, *FP32, *FOUR, "--clipping", "token"]
 
 
 def arithmetic() -> str:
-    """What decides on last bits: the processor and the versions."""
+    """What decides on last bits: the processor, the versions and the products that are oneDNN's."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     capability = torch.backends.cpu.get_cpu_capability()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{platform.machine()}, {model.partition(':')[2].strip()}, {capability}, {versions}"
+    onednn = " ".join(name for name, chosen in choice()._asdict().items() if chosen)
+    return f"{platform.machine()}, {model.partition(':')[2].strip()}, {capability}, {versions}, oneDNN: {onednn}"
 
 
 def train(runs: dict[str, list[str]], tiny_model: str, processes: int = 1) -> None:
