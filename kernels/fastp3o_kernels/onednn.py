@@ -59,6 +59,10 @@ choosing = Lock()
 
 def choice() -> Faster:
     """Which products are oneDNN's on this machine. The first call may time them."""
+    return chosen or first_choice()
+
+
+def first_choice() -> Faster:
     global chosen
     with choosing:
         if chosen is None:
@@ -129,7 +133,7 @@ def seconds(compute: Callable[[], object]) -> float:
 def takes(a: Tensor, columns: int) -> bool:
     """Whether the product of a [..., k] with [k, columns] may be for oneDNN: then `choice` has that of each form."""
     fp32 = a.dtype == torch.float32 and a.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return fp32 and a.dim() > 1 and a.numel() * columns >= LEAST and any(chosen or choice())
+    return fp32 and a.dim() > 1 and a.numel() * columns >= LEAST and any(choice())
 
 
 def is_chosen(a: Tensor, b: Tensor) -> bool:
@@ -183,7 +187,7 @@ class Linear(nn.Linear):
         if takes(input, self.out_features):
             if torch.is_grad_enabled():
                 return LinearProduct.apply(input, self.weight, self.bias)
-            if (chosen or choice()).logits:
+            if choice().logits:
                 return product(input, self.weight.T, self.bias)
         return F.linear(input, self.weight, self.bias)
 
@@ -192,21 +196,18 @@ class LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        return product(rows, weight.T, bias) if (chosen or choice()).logits else F.linear(rows, weight, bias)
+        return product(rows, weight.T, bias) if choice().logits else F.linear(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
-        outputs, inputs = grad.flatten(0, -2), rows.flatten(0, -2)
+        outputs, inputs, now = grad.flatten(0, -2), rows.flatten(0, -2), choice()
         drows = dweight = None
         if needs_rows:
-            drows = (product if (chosen or choice()).dhidden else torch.matmul)(grad, weight)
+            drows = (product if now.dhidden else torch.matmul)(grad, weight)
         if needs_weight:
-            multiplied = product if (chosen or choice()).dweight else torch.mm
-            # oneDNN copies its first operand where that is transposed: the narrower one.
-            narrow = outputs.shape[1] <= inputs.shape[1]
-            dweight = multiplied(outputs.T, inputs) if narrow else multiplied(inputs.T, outputs).T
+            dweight = (product if now.dweight else torch.mm)(outputs.T, inputs)
         return drows, dweight, outputs.sum(0) if needs_bias else None
 
 
