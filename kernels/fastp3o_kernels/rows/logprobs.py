@@ -131,8 +131,9 @@ def token_logprobs(
         logprobs, *statistics = TokenLogprobs.apply(*arguments, bool(outputs))
     else:
         logprobs = oracle.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
-        scaled = oracle.at_least_fp32(logits) / temperature
-        statistics = oracle.statistics(scaled, labels, ignore_index) if outputs else ()
+        statistics = ()
+        if outputs:
+            statistics = oracle.statistics(oracle.at_least_fp32(logits) / temperature, labels, ignore_index)
     return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)
 
 

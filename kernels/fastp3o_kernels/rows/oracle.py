@@ -17,9 +17,15 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 def without_ignored(logits: Tensor, ignored: Tensor, ignore_index: int) -> Tensor:
-    """Logits of at least fp32, 0 in ignored rows: the gradient of a row of -inf would be 0 times NaN."""
+    """Logits of at least fp32, 0 in ignored rows: the gradient of a row of -inf would be 0 times NaN. Where the host sees
+    without waiting that no ignored row has one, nothing is copied.
+    """
     logits = at_least_fp32(logits)
-    return logits if ignore_index == NO_LABEL else logits.masked_fill(ignored.unsqueeze(1), 0.0)
+    if ignore_index == NO_LABEL:
+        return logits
+    if logits.device.type == "cpu" and logits.detach()[ignored].amax(1).isfinite().all():
+        return logits
+    return logits.masked_fill(ignored.unsqueeze(1), 0.0)
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, ignore_index: int) -> Tensor:

@@ -3,7 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o_kernels import sequence_logprobs, token_logprobs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastp3o_kernels import logits_p3o_loss, sequence_logprobs, token_logprobs
 from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.rows import logits_kernel
 from fastp3o_kernels.rows.rows import Rows
@@ -144,6 +147,47 @@ def test_rows_are_in_the_grids_first_dimension(monkeypatch):
     labels = torch.zeros(70000, dtype=torch.long)
     logits_kernel.launch_logprobs(Rows(torch.zeros(70000, 2), labels))
     assert grids == [(70000,)]
+
+
+class Large(TorchDispatchMode):
+    """Counts the new tensors of at least this many elements."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() >= self.elements:
+                self.count += leaf.untyped_storage().data_ptr() not in before
+        return result
+
+
+@pytest.mark.parametrize("ignored", [None, "finite", "all -inf"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_eager_copies_no_logits_that_pytorch_would_not(temperature, ignored):
+    """Neither statistics that nobody asked for nor ignored rows cost a pass over all logits."""
+    N, V = 6, 50
+    logits, labels = torch.randn(N, V), torch.randint(V, (N,))
+    if ignored:
+        labels[2] = -100
+    if ignored == "all -inf":
+        logits[2] = -torch.inf
+    leaf = logits.clone().requires_grad_()
+    with Large(N * V) as plain:
+        scaled = leaf if temperature == 1 else leaf / temperature
+        scaled.log_softmax(1).gather(1, labels.clamp(min=0)[:, None]).sum().backward()
+    leaf.grad = None
+    with Large(N * V) as ours:
+        token_logprobs(leaf, labels, temperature=temperature, impl="eager").sum().backward()
+    assert leaf.grad.isfinite().all()
+    masked = 2 * (ignored == "all -inf")  # forward and backward
+    assert ours.count == plain.count + masked
+    with Large(N * V) as of_the_loss:
+        logits_p3o_loss(leaf, labels.clamp(min=0), [0, 3, 6], None, torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
+    assert of_the_loss.count == 1
 
 
 @pytest.mark.gpu
