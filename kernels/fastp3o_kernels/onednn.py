@@ -32,8 +32,11 @@ from torch.nn import functional as F
 LEAST = 2_000_000
 # Tokens below which it is for the gradient of a head's weight, both of whose operands are brought into order.
 FEWEST = 32
-# Elements of a part of a large result.
+# Elements of a part of a large result, and of what is copied for one.
 PART = 2**17
+# Rows of such a part at most, where it is of columns: longer ones would be too narrow. Rows at least of a transposed
+# operand, which are copied for a part.
+MOST_ROWS, LEAST_TURNED = 1024, 128
 
 AVAILABLE = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 # Tokens, hidden size and vocabulary of the products that are timed, and how often: some 10 ms for each of the three.
@@ -169,15 +172,23 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """out (+)= a @ b: [n, k], [k, m], [n, m]. It comes in parts of rows, or of columns where b has them in one piece:
     oneDNN returns new tensors, which should stay in the processor's cache.
     """
-    columns = int(b.T.is_contiguous())
-    turned = not columns and a.stride(0) < a.stride(1)
-    size = max(PART // max(out.shape[1 - columns], a.shape[1] if turned else 1), 1)
-    for part, operand in zip(out.split(size, columns), (a, b)[columns].split(size, columns), strict=True):
+    if b.T.is_contiguous():
+        for rows, result in zip(a.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
+            size = max(PART // len(rows), 1)
+            for columns, part in zip(b.split(size, 1), result.split(size, 1), strict=True):
+                put(product(rows, columns), part, accumulate=accumulate)
+        return
+    turned = a.stride(0) < a.stride(1)
+    size = max(PART // max(a.shape[1], b.shape[1]), LEAST_TURNED) if turned else max(PART // out.shape[1], 1)
+    for rows, part in zip(a.split(size), out.split(size), strict=True):
         if turned:
-            # oneDNN wants rows. Out of a large matrix it would pick them one by one, for as long as it then multiplies.
-            operand = operand.T.contiguous().T
-        result = product(a, operand) if columns else product(operand, b)
-        part.add_(result) if accumulate else part.copy_(result)
+            # oneDNN would pick the rows of a large matrix number by number, for as long as it then multiplies.
+            rows = rows.T.contiguous().T
+        put(product(rows, b), part, accumulate=accumulate)
+
+
+def put(result: Tensor, place: Tensor, *, accumulate: bool) -> None:
+    place.add_(result) if accumulate else place.copy_(result)
 
 
 class Linear(nn.Linear):

@@ -22,7 +22,7 @@ ALL = Faster(True, True, True)
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, value in {"chosen": ALL, "LEAST": 0, "FEWEST": 0, "PART": 30}.items():
+    for name, value in {"chosen": ALL, "LEAST": 0, "FEWEST": 0, "PART": 30, "MOST_ROWS": 5, "LEAST_TURNED": 2}.items():
         monkeypatch.setattr(onednn, name, value)
 
 
@@ -84,6 +84,26 @@ def test_what_is_slow_when_it_is_timed_is_left_to_torch(slow, cache, monkeypatch
     assert onednn.choice() == Faster(**{form: form != slow for form in Faster._fields})
 
 
+@pytest.mark.parametrize("form", Faster._fields)
+def test_parts_of_many_tokens_are_neither_narrow_nor_large(form, monkeypatch):
+    """Parts of a few columns took twice the time of torch's product at 8,192 tokens of one prompt."""
+    N, D, V, shapes = 8192, 256, 2048, []
+
+    def noted(a, b):
+        shapes.append((*a.shape, b.shape[1]))
+        return a.new_zeros(len(a), b.shape[1])
+
+    monkeypatch.setattr(onednn, "product", noted)
+    hidden, weight, dlogits = torch.ones(N, D), torch.ones(V, D), torch.ones(N, V)
+    a, b = {"logits": (hidden, weight.T), "dhidden": (dlogits, weight), "dweight": (dlogits.T, hidden)}[form]
+    onednn.multiply(a, b, torch.empty(len(a), b.shape[1]), accumulate=False)
+    assert sum(n * k * m for n, k, m in shapes) == N * D * V
+    for n, k, m in shapes:
+        assert min(n, k, m) >= 128
+        assert n * m <= onednn.PART
+        assert form != "dweight" or n * k <= N * onednn.LEAST_TURNED
+
+
 def linear_and_head(rows, layer, weight):
     """Each product of a layer and a head once."""
     rows = rows.detach().requires_grad_()
@@ -101,6 +121,7 @@ def test_each_product_of_a_head_and_of_a_layer_follows_its_choice(form, quick, m
     product = onednn.product
     monkeypatch.setattr(onednn, "product", lambda *operands: calls.append(operands) or product(*operands))
     monkeypatch.setattr(onednn, "PART", 10**6)
+    monkeypatch.setattr(onednn, "LEAST_TURNED", 100)
     layer, rows, weight = nn.Linear(8, 12), torch.randn(5, 8), torch.randn(12, 8)
     for choice, expected in (Faster(), 0), (Faster(**{form: True}), 2 + (form == "logits")), (ALL, 7):
         monkeypatch.setattr(onednn, "chosen", choice)
