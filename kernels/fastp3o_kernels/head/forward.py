@@ -29,8 +29,9 @@ class ChunkedHead:
     the whole vocabulary where the head is a shard. statistics: entropy, mean_logit and is_top, [N] each and likewise,
     or nothing. One buffer has the logits of the tokens `resident`.
 
-    keeps: whether the buffer has room for all logits, if the budget has. exponentials: whether e^(x − max) may take the
-    place of logits.
+    keeps: whether logits stay for the backward pass where their gradients take their place: of the last tokens, as many
+    as memory that stays between calls has room for. More would cost fresh pages in every call, for about as long as the
+    product takes again. exponentials: whether e^(x − max) may take the place of logits.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class ChunkedHead:
         self.takes_exponentials = exponentials and plan.in_place and not statistics
         N = len(labels)
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
-        self.keeps = keeps and plan.in_place and plan.dlogits_rows == N
+        self.keeps, self.rows_held = keeps and plan.in_place, plan.logits_rows
+        if self.keeps:
+            kept = scratch.MOST_BYTES // (plan.row_elements * plan.dtypes.logits.itemsize)
+            self.rows_held = max(min(plan.dlogits_rows, kept), plan.logits_rows)
         self.logits_buffer: Tensor | None = None
         self.resident = slice(0, 0)
         # Whether e^(x − max) take the logits' place at once, and their sums, [N].
@@ -85,12 +89,13 @@ class ChunkedHead:
         """Products of a span [n, V] before the transform, which kernels apply when they read them; or exponentials."""
         resident, plan = self.resident, self.plan
         if self.logits_buffer is None:
-            rows_held = len(self.labels) if self.keeps else plan.logits_rows
-            taken = scratch.take(rows_held * plan.row_elements, dtype=plan.dtypes.logits, device=self.labels.device)
-            self.logits_buffer = taken.view(rows_held, plan.row_elements)
+            size = self.rows_held * plan.row_elements
+            taken = scratch.take(size, dtype=plan.dtypes.logits, device=self.labels.device)
+            self.logits_buffer = taken.view(self.rows_held, plan.row_elements)
         held = resident.start <= span.start and span.stop <= resident.stop
         if not held:
-            follows = self.keeps and span.start == resident.stop
+            fits = len(self.labels) - resident.start <= self.rows_held  # with all that come after it
+            follows = self.keeps and span.start == resident.stop and fits
             self.resident = resident = slice(resident.start if follows else span.start, span.stop)
         first = span.start - resident.start
         logits = self.logits_buffer[first : first + span.stop - span.start, : len(self.weight)]

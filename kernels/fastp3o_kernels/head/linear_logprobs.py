@@ -13,7 +13,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
 from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.backward import HeadGradients
-from fastp3o_kernels.head.chunks import budget_on, plan_chunks
+from fastp3o_kernels.head.chunks import TILE, budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
@@ -97,7 +97,8 @@ def linear_logprobs(
             (differentiable), "mean_logit" and "is_top".
         memory_budget: bytes of scratch for logits and their gradient (default: 960 MB; a twentieth of a larger GPU, up
             to 4 GB). Only the gradients take memory as well: the weight's is summed in fp32 over chunks. Logits that
-            still are in the budget's buffer are kept for the backward pass, the others computed again.
+            still are in the budget's buffer are kept for the backward pass, the others computed again; a CPU keeps
+            those of the last tokens, 134 MB, or a chunk where that is more.
         impl: None: in chunks, with Triton if it is installed, all tensors are on a GPU and none is fp64, else with
             PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
 
@@ -120,7 +121,10 @@ def linear_logprobs(
         values = oracle.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
         return values.logprobs if outputs is None else values
     N = len(hidden)
-    bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
+    # Tokens without groups may be parted anywhere: PyTorch is quicker with logits that stay in a processor's caches.
+    bounds = [0, N] if triton else [*range(0, N, TILE), N]
+    if cu_seqlens is not None:
+        bounds = bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
     plan = plan_chunks(bounds, head.widest, dtypes, budget_on(hidden.device, memory_budget), triton=triton)
     labels = labels.contiguous()
     keeps = torch.is_grad_enabled()

@@ -1,7 +1,11 @@
+import time
+
 import pytest
 import torch
 
+from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import Head, linear_logprobs
+from fastp3o_kernels.head import scratch
 from tests.kernels.problems import CHUNKED, DEVICE, budget_for, random_hidden_states, relative_error
 
 
@@ -51,3 +55,55 @@ def test_the_weights_gradient_is_summed_in_fp32():
     _, whole = run(states, labels, weights, None)
     _, chunked = run(states, labels, weights, None, memory_budget=budget_for(2, 20))
     assert relative_error(chunked[1], expected[1]) <= 1.5 * relative_error(whole[1], expected[1]) + 1e-4
+
+
+def hidden_weight_and_labels(N: int, D: int = 64, V: int = 1024) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, D, generator=generator).requires_grad_() for rows in (N, V))
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+def gradients(hidden, weight, labels):
+    return torch.autograd.grad(linear_logprobs(hidden, weight, labels).sum(), (hidden, weight))
+
+
+@pytest.fixture
+def little_room(monkeypatch):
+    """Room for the logits of 256 tokens stays between calls."""
+    monkeypatch.setattr(scratch, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(scratch, "SPARE", {})
+
+
+def test_time_is_linear_and_memory_flat_where_not_all_logits_are_kept(little_room):
+    times, peaks = [], []
+    for N in (4096, 16384):
+        inputs = hidden_weight_and_labels(N)
+        gradients(*inputs)
+        turns = []
+        for _ in range(5):
+            begun = time.process_time()
+            gradients(*inputs)
+            turns.append(time.process_time() - begun)
+        scratch.SPARE.clear()
+        with PeakMemory() as memory:
+            gradients(*inputs)
+        times.append(min(turns))
+        peaks.append(memory.peak - 4 * inputs[0].numel())  # its gradient
+    assert times[1] <= 4.4 * times[0]
+    assert peaks[1] <= peaks[0] + 100 * (16384 - 4096)
+
+
+@pytest.mark.parametrize("outputs", [None, ("entropy",)])
+def test_kept_logits_and_those_that_are_computed_again_give_the_same_bits(outputs, little_room, monkeypatch):
+    inputs = hidden_weight_and_labels(1500)
+
+    def run():
+        values = linear_logprobs(*inputs, outputs=outputs)
+        loss = (values if outputs is None else values.logprobs + values.entropy).sum()
+        return values, *torch.autograd.grad(loss, inputs[:2])
+
+    some, *gradients_of_some = run()
+    monkeypatch.setattr(scratch, "MOST_BYTES", 2**27)
+    everything, *gradients_of_all = run()
+    assert torch.equal(some if outputs is None else some.entropy, everything if outputs is None else everything.entropy)
+    assert all(map(torch.equal, gradients_of_some, gradients_of_all))
