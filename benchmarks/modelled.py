@@ -25,8 +25,9 @@ def modelled_ratio(bounds: list[int], head: HeadSizes, budget: int) -> float:
     """Time of the head's plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
     N, dtypes = bounds[-1], HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
     products = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
-    # Kernels over rows move 10 bytes a logit; reading the weight moves 2 an element.
-    return (products + 5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
+    # Kernels over rows move 10 bytes a logit, and products write it in 2 more than bare ones, half of them hidden;
+    # reading the weight moves 2 an element.
+    return (products + 5.5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
 
 
 def modelled() -> list[list[str]]:

@@ -19,9 +19,9 @@ MEMORY_BUDGET, MOST_BUDGET = 960_000_000, 4_000_000_000
 
 # Products take rows in tiles of so many.
 TILE = 128
-# A product of fewer rows takes as long as one of so many: it reads the weight. An H100's 650 TFLOP/s over 3.0 TB/s.
-WEIGHT_ROWS = 217
-SHOWN = 1 / 4  # the part of the weight's traffic, about, that products do not hide
+# A product of fewer rows takes as long as one of so many: it reads the weight. 765 TFLOP/s, a bare product's on an H100
+# (benchmarks/results/kernels.gpu.json), over 3.0 TB/s.
+WEIGHT_ROWS = 255
 SHARES = 16  # of the budget, of which logits get some and their gradients the others
 LEAST_SHARE = 2  # of logits
 
@@ -51,18 +51,20 @@ class HeadPlan(NamedTuple):
     in_place: bool  # gradients take the logits' place, and have no buffer
 
 
-def modelled_time(plan: HeadPlan, *, shown: float = 0.0) -> float:
-    """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations. shown: the
-    part of the weight's traffic that they do not hide.
+def modelled_time(plan: HeadPlan) -> float:
+    """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations. Products hide
+    that they read the weight; sums of its gradient hide behind nothing (benchmarks/NOTES.md).
     """
     N = plan.chunks[-1].tokens.stop if plan.chunks else 0
     spans = [span for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1])]
     fillings = [min(plan.dlogits_rows, N - first) for first in range(0, N, max(plan.dlogits_rows, 1))]
-    rows = [span.stop - span.start for span in spans] + fillings
-    # The weight's gradient is written in bf16; several are read and written in fp32, and cast at the end.
-    gradient, cast = (4 * WEIGHT_ROWS, 3 * WEIGHT_ROWS) if len(fillings) > 1 else (WEIGHT_ROWS, 0)
-    products = sum(max(ceil(n / TILE) * TILE, WEIGHT_ROWS) for n in rows) + sum(max(n, gradient) for n in fillings)
-    return products + cast + shown * (WEIGHT_ROWS * len(rows) + gradient * len(fillings))
+    products = sum(
+        max(ceil(n / TILE) * TILE, WEIGHT_ROWS) for n in (*(span.stop - span.start for span in spans), *fillings)
+    )
+    # One filling's gradient is written in bf16, by a product that hides it. Of several, fp32 is written once, read and
+    # written by each of the others, and cast at the end: 4, 8 and 6 bytes where the weight has 2.
+    summed = 2 + 4 * (len(fillings) - 1) + 3 if len(fillings) > 1 else 0
+    return products + sum(max(n, WEIGHT_ROWS) for n in fillings) + WEIGHT_ROWS * summed
 
 
 def budget_on(device: torch.device, given: int | None) -> int:
@@ -124,7 +126,7 @@ def plan_chunks(
         # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
         tiles = ceil(N / max(ceil(N / most), 1) / TILE)
         plans.append(HeadPlan(dtypes, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
-    return min(plans, key=lambda plan: modelled_time(plan, shown=SHOWN))
+    return min(plans, key=modelled_time)
 
 
 def longest_span(chunks: list[Chunk]) -> int:

@@ -1,5 +1,7 @@
+import json
 from itertools import accumulate
 from math import ceil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from fastp3o_kernels.head import chunks
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, TILE, Chunk, plan_chunks
 from fastp3o_kernels.head.head import HeadDtypes
 
+RECORD = Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.gpu.json"
 DTYPES = {2: HeadDtypes(*[torch.bfloat16] * 3, torch.float32), 4: HeadDtypes(*[torch.float32] * 4)}
 
 
@@ -48,11 +51,24 @@ def test_chunks_are_whole_groups_within_the_budget_and_fillings_even_tiles(lengt
 @pytest.mark.parametrize("rows", MODELLED)
 @pytest.mark.parametrize("head", LARGE_HEADS)
 def test_on_a_gpu_the_modelled_time_is_little_more_than_that_of_bare_products(rows, head):
-    bound = 1.15 if head.hidden >= 3584 else 1.22
+    bound = 1.24 if head.vocabulary < 2e5 else 1.38  # whose gradients do not fit at once
     if MODELLED[rows][1] * head.vocabulary * 4 > MOST_BUDGET:  # a part of the group is computed twice
-        bound += 0.09
+        bound += 0.12
     assert modelled_ratio(MODELLED[rows], head, MOST_BUDGET) <= bound
-    assert modelled_ratio(MODELLED[rows], head, MEMORY_BUDGET) <= 1.53
+    assert modelled_ratio(MODELLED[rows], head, MEMORY_BUDGET) <= 1.95
+
+
+@pytest.mark.parametrize("head", LARGE_HEADS)
+def test_the_model_is_within_5_percent_of_what_an_h100_took(head):
+    """Even and ragged pairs, and a third of them clipped, which changes nothing there."""
+    record = json.loads(RECORD.read_text())["benchmarks"]
+    shape = {"level": "hidden", "implementation": "fastp3o", "dtype": "bfloat16", "N": 8192}
+    shape |= {"D": head.hidden, "V": head.vocabulary}
+    measured = [result for result in record if all(result.get(key) == value for key, value in shape.items())]
+    ratios = [result["ratio_to_bare"] for result in measured if result["passes"].startswith("forward and backward")]
+    assert len(ratios) == 3
+    assert modelled_ratio(MODELLED["32 pairs, exactly 128"], head, MOST_BUDGET) == pytest.approx(max(ratios), rel=0.05)
+    assert modelled_ratio(MODELLED["32 pairs, exactly 128"], head, MOST_BUDGET) == pytest.approx(min(ratios), rel=0.05)
 
 
 def test_the_modelled_time_is_that_of_tiles_reads_of_the_weight_and_sums_of_its_gradient():
@@ -61,9 +77,16 @@ def test_the_modelled_time_is_that_of_tiles_reads_of_the_weight_and_sums_of_its_
     parts = [[slice(at, at + 100), slice(at + 100, at + 300)] for at in (0, 300)]
     split = [Chunk(slice(p, p + 1), slice(300 * p, 300 * p + 300), parts[p]) for p in (0, 1)]
     plan = whole._replace(logits_rows=200, dlogits_rows=400, chunks=split)
-    again = 2 * (217 + 256 + 217)  # the first part of each group twice
-    summed = 512 + 256 + 2 * 4 * 217 + 3 * 217  # 400 and 200 rows of gradients, and the cast
-    assert chunks.modelled_time(plan, shown=0.5) == again + summed + (6 + 2 + 2 * 4) * 217 / 2
+    again = 2 * (255 + 256 + 255)  # the first part of each group twice
+    multiplied = (512 + 256) + (400 + 255)  # 400 and 200 rows of gradients, for hidden states and weight
+    summed = 255 * (2 + 4 + 3)  # of its elements' 2 bytes: written, read and written again, cast
+    assert chunks.modelled_time(plan) == again + multiplied + summed
+
+
+def test_a_budget_that_holds_all_gradients_is_not_spent_on_longer_products():
+    """Two fillings, with their sum, took more memory in all and 1.2 times the time."""
+    plan = plan_chunks(MODELLED["19 pairs (350, 40)"], 256_000, DTYPES[2], MEMORY_BUDGET, triton=True)
+    assert plan.dlogits_rows == MODELLED["19 pairs (350, 40)"][-1]
 
 
 def test_the_budget_is_a_twentieth_of_a_gpu_within_bounds(monkeypatch):
