@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.inputs import Inputs
-from fastp3o_kernels import linear_logprobs, linear_p3o_loss, logits_p3o_loss, token_p3o_loss
+from fastp3o_kernels import linear_logprobs, linear_p3o_loss, logits_p3o_loss, onednn, token_p3o_loss
 
 
 def p3o_of(logprobs: Tensor, inputs: Inputs) -> Tensor:
@@ -57,6 +57,16 @@ def logits_compiled(logits: Tensor, inputs: Inputs) -> Tensor:
 def hidden_fastp3o(inputs: Inputs) -> Tensor:
     given = inputs.labels, inputs.host_cu_seqlens, *inputs.pairs
     return linear_p3o_loss(inputs.hidden, inputs.weight, *given).loss
+
+
+def hidden_fastp3o_by_torch(inputs: Inputs) -> Tensor:
+    """The same with torch's products, where fastp3o may have chosen oneDNN's."""
+    chosen = onednn.choice()
+    onednn.chosen = onednn.Faster()
+    try:
+        return hidden_fastp3o(inputs)
+    finally:
+        onednn.chosen = chosen
 
 
 def hidden_fastp3o_logprobs(inputs: Inputs) -> Tensor:

@@ -7,6 +7,7 @@ of "forward and backward", the only one to compare.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from benchmarks import bare_operations, implementations, peers
 from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
-from benchmarks.shapes import DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name
+from benchmarks.shapes import CUDA, DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name
+from fastp3o_kernels import onednn
 
 BOTH = "forward and backward"
 OURS = {"fastp3o": implementations.hidden_fastp3o, "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs}
@@ -29,6 +31,9 @@ FIRST_HEAD = {
     "torch.compile": implementations.hidden_compiled,
     "CCE torch.compile": peers.hidden_cce_compiled,
 }
+# Heads and tokens at which a choice of products is judged, on any CPU.
+CHOSEN_AT = [(HeadSizes(256, 8192), 512), (HeadSizes(1024, 4096), 512), (HeadSizes(256, 8192), 2048)]
+CHOSEN_AT += [(HeadSizes(256, 50304), 512), (HeadSizes(512, 32000), 1024)]
 
 
 def named(implementations: dict[str, Callable]) -> list:
@@ -100,6 +105,23 @@ def test_forward_and_backward(benchmark, name, dtype, head, tokens):
 @pytest.mark.parametrize("name", OURS)
 def test_ragged_pairs(benchmark, name, head, tokens):
     run_both(benchmark, name, OURS[name], random_inputs(head, tokens, ragged=True).trained(), f"{BOTH}, ragged")
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU has no choice of products")
+@pytest.mark.parametrize("over", ["three products", "fastp3o by torch's products"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+@pytest.mark.parametrize("shape", CHOSEN_AT, ids=str)
+def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, over):
+    """Over three products, and over the time with torch's, which a wrong choice makes longer."""
+    inputs = random_inputs(*shape, torch.float32, ragged=ragged).trained()
+    leaves = inputs.hidden, inputs.weight
+    bare = bare_operations.products(inputs, logits=1, dhidden=1, dweight=1)
+    if over != "three products":
+        bare = lambda: torch.autograd.grad(implementations.hidden_fastp3o_by_torch(inputs), leaves)  # noqa: E731
+    case = make_case("fastp3o", f"{BOTH}, {'ragged' if ragged else 'even'}, over {over}", inputs, 3, leaves)
+    case = replace(case, level="chosen products")
+    measure(benchmark, case, lambda: None, lambda _: torch.autograd.grad(OURS["fastp3o"](inputs), leaves), bare)
+    benchmark.extra_info["choice"] = onednn.choice()._asdict()
 
 
 @pytest.mark.parametrize(("name", "compute_loss"), named(FIRST_HEAD))

@@ -75,7 +75,7 @@ def first_choice() -> Faster:
 
 def kept_at() -> Path:
     """The file of the choice for this processor, number of threads and version of torch."""
-    features = getattr(torch.cpu, "get_capabilities", dict)()
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = [platform.machine(), sorted(features.items()), torch.get_num_threads(), torch.__version__]
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder, "fastp3o", f"onednn-{sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json")

@@ -17,8 +17,8 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 def without_ignored(logits: Tensor, ignored: Tensor, ignore_index: int) -> Tensor:
-    """Logits of at least fp32, 0 in ignored rows: the gradient of a row of -inf would be 0 times NaN. Where the host sees
-    without waiting that no ignored row has one, nothing is copied.
+    """Logits of at least fp32, 0 in ignored rows: the gradient of a row of -inf would be 0 times NaN. Nothing is copied
+    where the host sees, without waiting, that no ignored row is one.
     """
     logits = at_least_fp32(logits)
     if ignore_index == NO_LABEL:
