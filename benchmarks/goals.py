@@ -156,6 +156,15 @@ def share_of_products(kind: str) -> Callable[[Results], list[float]]:
     ]
 
 
+def chosen(over: str) -> Callable[[Results], list[float]]:
+    """Time of the head with the products that were chosen, over something else."""
+    return lambda results: [
+        result["ratio_to_bare"]
+        for result in select(results, level="chosen products")
+        if result["passes"].endswith(f"over {over}")
+    ]
+
+
 BOTH, SAME = "forward and backward", "the same"
 LOGPROBS = "fastp3o linear_logprobs"
 SLOWER = "never slower than a peer"
@@ -194,6 +203,16 @@ GOALS = [
         speedups("hidden", is_a_peer, LOGPROBS, dtype="float32"),
         1.0,
         "{:.2f} ×",
+    ),
+    Goal(CPU, "the head, even and ragged", "≤ 1.25 × three products", chosen("three products"), 1.25, "{:.2f} ×", True),
+    Goal(
+        CPU,
+        SAME,
+        "≤ 1.03 × its time by torch's products",
+        chosen("fastp3o by torch's products"),
+        1.03,
+        "{:.2f} ×",
+        True,
     ),
     Goal(CPU, "rollouts, ragged (350, 40), K 2", "≥ 3 × generate", over_generate(**RAGGED), 3, "{:.2f} ×"),
     Goal(CPU, "rollouts, any shape", "≥ 1 × generate", over_generate(), 1, "{:.2f} ×"),

@@ -23,6 +23,12 @@ def table(records: Records) -> str:
             ["the same, ragged pairs", ratio(measured, fp32 | {"passes": f"{BOTH}, ragged"}, "fastp3o"), ""],
             ["the same through `linear_logprobs`, even pairs", ratio(measured, fp32, "fastp3o linear_logprobs"), ""],
             [
+                "five heads, even and ragged, with the products that were chosen",
+                f"{ratio(chosen(measured, 'three products'), {}, 'fastp3o')} × three products, "
+                f"{ratio(chosen(measured, 'by torch'), {}, 'fastp3o')} × the time by torch's",
+                "",
+            ],
+            [
                 "P3O's loss, bf16; PyTorch rounds logits",
                 ratio(measured, HIDDEN | {"dtype": "bfloat16"}, "fastp3o"),
                 f"PyTorch {ratio(measured, HIDDEN | {'dtype': 'bfloat16'}, 'eager')}",
@@ -49,6 +55,10 @@ def table(records: Records) -> str:
 
 def ratio(measured: Results, wanted: dict, implementation: str) -> str:
     return figure(measured, "ratio_to_bare", **wanted, implementation=implementation)
+
+
+def chosen(measured: Results, over: str) -> Results:
+    return [r for r in select(measured, level="chosen products") if over in r["passes"]]
 
 
 def peers(measured: Results, wanted: dict) -> str:
