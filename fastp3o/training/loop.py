@@ -52,6 +52,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(run.optimizer.share, rollouts, config.minibatches_per_update, config.packing)
                 loss_mask = finished(rollouts) if config.mask_truncated else None
+                # Where an update makes one step, its loss has the old log-probs, and no pass is made for them.
                 old = old_logprobs(config, objective, policy, rollouts)
                 minibatches = make_microbatches(
                     accelerator, old, reference, rows, scaled, loss_mask, noted=old_are_sampled
@@ -73,7 +74,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 for index in adapted(run.optimizer, config, update, order, minibatches, step_metrics, found):
                     gradients = add_gradients(passes[index], objective.loss if step_metrics else objective.first_loss)
                     if not step_metrics:
-                        # By now the policy's log-probs are known, and nothing has moved.
+                        # The policy's log-probs are known by now, and nothing has moved yet.
                         gaps = logprob_metrics(rollouts, compared, again)
                         buffer.require_same_policy(update, rollouts, gaps)
                     step_metrics.append(gradients | run.optimizer.step(gradients["loss"]))
