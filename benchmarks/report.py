@@ -124,7 +124,7 @@ def rollouts(results: Results) -> list[list[str]]:
         shape = [described_model(result), lengths(result), str(result["K"]), str(result["P"])]
         for name, way in result["ways"].items():
             if "absent" in way:
-                lines.append([*shape, name, f"absent: {way['absent']}", *[""] * (len(lines[0]) - 5)])
+                lines.append([*shape, name, f"absent: {way['absent']}", *[""] * (len(lines[0]) - 6)])
                 continue
             cells = [f"{way['tokens_per_s']:.0f}", f"{way['ratio']:.2f}", f"{way['ms_per_step']:.1f}"]
             cells.append(cell(way, f"{counted}_per_step", "{:.0f}"))

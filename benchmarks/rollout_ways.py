@@ -150,9 +150,11 @@ def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
     sizes |= {"output_dir": gettempdir(), "per_device_train_batch_size": P * case.K}
     settings = GRPOConfig(**sizes, bf16=False, gradient_checkpointing=False, use_cpu=not CUDA, report_to="none")
     with sampling_mode(policy) as model:
-        copy = deepcopy(model)
+        # Of weights alone: a model keeps the manager of `generate_batch`, which cannot be copied.
+        copied = type(model)(deepcopy(model.config)).to(model.device, model.dtype)
+        copied.load_state_dict(model.state_dict())
     return GRPOTrainer(
-        copy,
+        copied,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": ["w0"] * P}),

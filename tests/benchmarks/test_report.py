@@ -165,6 +165,16 @@ def test_the_report_prints_the_goals_of_the_page():
         assert " ".join(row.strip("| ").replace(" | ", " ").split()) in printed
 
 
+def test_a_way_that_was_absent_has_its_row():
+    sampled = RECORDS["rollouts.cpu.json"]["benchmarks"]
+    way = {"TRL GRPO": {"absent": "not installed"}}
+    for on_gpu in ({}, {"launches_per_step": 1.0}):
+        engine = {"fastp3o engine": sampled[0]["ways"]["fastp3o engine"] | on_gpu}
+        header, *rows = report.rollouts([sampled[0] | {"ways": engine | way}])
+        assert {len(row) for row in rows} == {len(header)}
+        assert "absent: not installed" in report.plain([header, *rows])
+
+
 def test_tests_that_failed_on_a_gpu_are_named_and_an_old_record_says_that_it_lacks_them():
     failed = [{"name": f"test_a[{K}]", "reason": "failed"} for K in (2, 4)]
     old = {"not_measured": [*failed, {"name": "test_b", "reason": "absent: CCE"}]}

@@ -43,6 +43,14 @@ def test_continuous_batching_keeps_its_manager_while_the_case_is_the_same(policy
     assert managers[0] is managers[1] is not managers[2]
 
 
+def test_trl_samples_from_a_model_that_keeps_a_manager(policy):
+    pytest.importorskip("trl")
+    case = Rollouts("tiny", 9, 7, 10, 2, P=3)
+    prompts = test_rollouts.random_prompts(case, 61)
+    WAYS["generate_batch"](policy, prompts, case, 0)
+    assert [len(group) for group in WAYS["TRL GRPO"](policy, prompts, case, 0)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("slow", ["generate_batch", "TRL GRPO"])
 def test_no_ways_first_call_counts(policy, slow, monkeypatch):
     """However long it takes: it builds caches and captures graphs."""
