@@ -26,7 +26,7 @@ from fastp3o.training.microbatches import make_microbatches, pack_minibatches, p
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
-from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights
 
 ONE_STEP = {"inner_epochs": 1, "prompts_per_minibatch": 8, "responses_per_prompt": 4}
 SEVERAL = {"inner_epochs": 2, "prompts_per_minibatch": 4, "responses_per_prompt": 4}
@@ -122,6 +122,13 @@ def test_rounding_is_measured_in_a_few_responses_of_each_tenth_update(workplace,
     assert [step for step, has in enumerate(measured) if has] == [0, NOISE_EVERY]
     assert max(extra) <= max(tokens.noise) + 1e-9
     assert tokens.noise[0] < 0.5  # of 32 responses
+
+
+@pytest.mark.parametrize("changes", [{"kl_coef": 0.0}, {"kl_per_update": 0.3, "old_logprobs": "sampler"}], ids=str)
+def test_a_run_without_these_passes_goes_on_with_the_same_bits(workplace, tiny_model, changes):
+    run = config(tiny_model, "run", updates=NOISE_EVERY + 2, save_every=NOISE_EVERY - 1, **ONE_STEP, **changes)
+    loop.train(run)
+    assert_resumes(run)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=str)
