@@ -34,6 +34,12 @@ FIRST_HEAD = {
 # Heads and tokens at which a choice of products is judged, on any CPU.
 CHOSEN_AT = [(HeadSizes(256, 8192), 512), (HeadSizes(1024, 4096), 512), (HeadSizes(256, 8192), 2048)]
 CHOSEN_AT += [(HeadSizes(256, 50304), 512), (HeadSizes(512, 32000), 1024)]
+PRODUCTS, BY_TORCH = "three products", "fastp3o by torch's products"
+OF_CHOICE = {
+    "fastp3o": implementations.hidden_fastp3o,
+    BY_TORCH: implementations.hidden_fastp3o_by_torch,
+    "eager": implementations.hidden_eager,
+}
 
 
 def named(implementations: dict[str, Callable]) -> list:
@@ -108,19 +114,21 @@ def test_ragged_pairs(benchmark, name, head, tokens):
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU has no choice of products")
-@pytest.mark.parametrize("over", ["three products", "fastp3o by torch's products"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("shape", CHOSEN_AT, ids=str)
-def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, over):
-    """Over three products, and over the time with torch's, which a wrong choice makes longer."""
+@pytest.mark.parametrize(("name", "over"), [*((name, PRODUCTS) for name in OF_CHOICE), ("fastp3o", BY_TORCH)])
+def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name, over):
+    """Over three products, as PyTorch and fastp3o with torch's products; and over the latter's time, which a wrong
+    choice exceeds.
+    """
     inputs = random_inputs(*shape, torch.float32, ragged=ragged).trained()
     leaves = inputs.hidden, inputs.weight
     bare = bare_operations.products(inputs, logits=1, dhidden=1, dweight=1)
-    if over != "three products":
-        bare = lambda: torch.autograd.grad(implementations.hidden_fastp3o_by_torch(inputs), leaves)  # noqa: E731
-    case = make_case("fastp3o", f"{BOTH}, {'ragged' if ragged else 'even'}, over {over}", inputs, 3, leaves)
+    if over == BY_TORCH:
+        bare = lambda: torch.autograd.grad(OF_CHOICE[BY_TORCH](inputs), leaves)  # noqa: E731
+    case = make_case(name, f"{BOTH}, {'ragged' if ragged else 'even'}, over {over}", inputs, 3, leaves)
     case = replace(case, level="chosen products")
-    measure(benchmark, case, lambda: None, lambda _: torch.autograd.grad(OURS["fastp3o"](inputs), leaves), bare)
+    measure(benchmark, case, lambda: None, lambda _: torch.autograd.grad(OF_CHOICE[name](inputs), leaves), bare)
     benchmark.extra_info["choice"] = onednn.choice()._asdict()
 
 
