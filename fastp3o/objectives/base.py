@@ -167,14 +167,14 @@ class Objective(ABC):
         """Runs once an update, after its last optimizer step: looks at how far the policy has moved, or moves it."""
 
     @abstractmethod
-    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """The loss of one microbatch, divided by the divisor of its minibatch, as a mean over the processes."""
+    def loss(
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+    ) -> LossAndMetrics:
+        """The loss of one microbatch, divided by the divisor of its minibatch, as a mean over the processes.
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """The loss at an update's first optimizer step, when the policy still is the one before the update. It leaves
-        the policy's log-probs in `Microbatch.noted_token_logprobs`, if there is room for them.
+        first: at an update's first optimizer step, when the policy still is the one before the update. Then the loss
+        leaves the policy's log-probs in `Microbatch.noted_token_logprobs`, if there is room for them.
         """
-        return self.loss(policy, microbatch, divisor)
 
 
 class GroupwiseObjective(Objective):
@@ -194,13 +194,9 @@ class GroupwiseObjective(Objective):
             `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_tokens` [n], by what sampled.
         """
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        return self.loss(policy, microbatch, divisor, first=True)
-
     def loss(
         self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
     ) -> LossAndMetrics:
-        """first: at an update's first step."""
         row, loss_mask = microbatch.row, microbatch.loss_mask
         if loss_mask is None:
             loss_mask = torch.ones_like(microbatch.rewards, dtype=torch.bool)

@@ -30,13 +30,9 @@ class Distillation(Objective):
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask)
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        return self.loss(policy, microbatch, divisor, first=True)
-
     def loss(
         self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
     ) -> LossAndMetrics:
-        """first: at an update's first step."""
         from fastp3o.models.packed_model import label_logprobs
 
         row, mask = microbatch.row, microbatch.loss_mask

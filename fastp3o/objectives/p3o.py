@@ -34,15 +34,10 @@ class P3O(Objective):
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        return self.loss(policy, microbatch, divisor, first=True)
-
     def loss(
         self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
     ) -> LossAndMetrics:
-        """first: at an update's first step, where the old log-probs are the policy's, so that every ratio is exactly 1;
-        not with `--old_logprobs sampler`.
-        """
+        # At the first step old log-probs are the policy's, unless they are the sampler's: every ratio is exactly 1.
         on_policy = first and self.old_is_policy
         clips_tokens = self.settings.clipping == "token" and not on_policy
         row, sampler_logprobs = microbatch.row, None

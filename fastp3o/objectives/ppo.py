@@ -96,13 +96,9 @@ class PPO(ActorCritic):
 
     config: PPOConfig
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        return self.loss(policy, microbatch, divisor, first=True)
-
     def loss(
         self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
     ) -> LossAndMetrics:
-        """first: at an update's first step."""
         from fastp3o.models.packed_model import label_entropies, label_logprobs
 
         row, critic = microbatch.row, policy.get_submodule("critic")

@@ -44,16 +44,15 @@ class TRPO(ActorCritic):
     def adaptive_metrics(self) -> dict[str, float]:
         return {**super().adaptive_metrics, **self.step_metrics}
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+    def loss(
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+    ) -> LossAndMetrics:
+        """The critic's, which computes no log-probs: noting them takes a pass."""
         from fastp3o.models.packed_model import labelled_logprobs
 
-        if microbatch.noted_token_logprobs is not None:
+        if first and microbatch.noted_token_logprobs is not None:
             with torch.no_grad():
                 microbatch.note(labelled_logprobs(policy, microbatch.row))
-        return self.loss(policy, microbatch, divisor)
-
-    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        """The critic's."""
         values, (total, count) = policy.get_submodule("critic")(microbatch.row), sum_and_count(microbatch)
         terms = clipped_value_loss(values, microbatch, self.config.value_clip_range)
         sums = {name: total(term) for name, term in terms.items()}

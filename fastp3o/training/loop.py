@@ -72,8 +72,9 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 found: dict[str, float] = {}
                 step_metrics: list[dict[str, Tensor]] = []
                 for index in adapted(run.optimizer, config, update, order, minibatches, step_metrics, found):
-                    gradients = add_gradients(passes[index], objective.loss if step_metrics else objective.first_loss)
-                    if not step_metrics:
+                    first = not step_metrics
+                    gradients = add_gradients(passes[index], partial(objective.loss, first=first))
+                    if first:
                         # The policy's log-probs are known by now, and nothing has moved yet.
                         gaps = logprob_metrics(rollouts, compared, again)
                         buffer.require_same_policy(update, rollouts, gaps)

@@ -48,6 +48,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     metrics, log_ratios = update_metrics(run.optimizer, update, from_policy)
     if not config.needs_reference:
         metrics.pop("kl")
+        log_ratios = torch.full_like(log_ratios, torch.nan)  # which logs leave out
     metrics |= objective.adaptive_metrics | update.round_metrics
     if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
@@ -167,14 +168,14 @@ def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Te
         LoggedGroup(
             update.number,
             groups[place].prompt.text,
-            finite_or_none(kls[place]) if config.needs_reference else None,
+            finite_or_none(kls[place]),
             [
                 LoggedResponse(
                     text=response.text,
                     ids=list(response.ids),
                     reward=tables["reward"][place][k],
                     parts={name: finite_or_none(table[place][k]) for name, table in tables.items() if name != "reward"},
-                    log_ratio=finite_or_none(ratios[place][k]) if config.needs_reference else None,
+                    log_ratio=finite_or_none(ratios[place][k]),
                     finished=response.finished,
                     turns=[list(turn) for turn in response.turns],
                 )

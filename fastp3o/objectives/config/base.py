@@ -35,8 +35,8 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     eval_prompts: str | None = option(None, "Prompts of evaluations; several sets: NAME=SOURCE,NAME=SOURCE.")
     reference: str | None = option(
         None,
-        "The model that the KL is measured to. None: the starting model, with LoRA the policy without its adapters; "
-        "and none at all where the loss reads no reference (--kl_coef 0): then no KL is reported, either.",
+        "Model that the KL is measured against. None: the starting model, or with --lora_rank the policy without its "
+        "adapters. A loss that reads no reference (--kl_coef 0) loads one, and reports a KL, only if this is set.",
     )
     reference_every: int = option(0, "Updates after which the policy becomes the reference; 0: it stays.", at_least=0)
     reference_decay: float = option(

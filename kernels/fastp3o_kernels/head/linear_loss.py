@@ -100,7 +100,6 @@ class ObjectiveSums:
     group_tensors: Metrics  # [P, ...]
     outputs: Collection[str]  # statistics that the objective sees
     divisor: float | Tensor  # of its sum
-    logprobs_out: Tensor | None = None  # [N], gets the tokens' log-probs
     sum: Tensor | None = None
     metrics: Metrics = field(default_factory=dict)
 
@@ -143,8 +142,6 @@ class ObjectiveSums:
         return gradients[0] * factor, None if entropy is None else gradients[1] * factor
 
     def total(self, chunked: ChunkedHead) -> Tensor:
-        if self.logprobs_out is not None:
-            self.logprobs_out.copy_(chunked.logprobs)
         return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
 
 
@@ -241,7 +238,7 @@ def linear_loss(
     if isinstance(divisor, Tensor):
         divisor = on_device(divisor.detach(), hidden.device, dtypes.logits)
     offsets = on_device(cu_seqlens, hidden.device, torch.int64)
-    sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor, logprobs_out)
+    sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor)
     if impl == "eager":
         values = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
         if logprobs_out is not None:
@@ -250,5 +247,5 @@ def linear_loss(
         nothing = 0 * values.logprobs.sum()
         loss = (sums.add(values, slice(0, P), slice(0, N)) + nothing if P else nothing) / divisor
     else:
-        loss = chunked_loss(hidden, head, labels, bounds, sums, memory_budget, triton=triton)
+        loss = chunked_loss(hidden, head, labels, bounds, sums, memory_budget, triton=triton, logprobs_out=logprobs_out)
     return LinearLossOutput(loss, sums.metrics)

@@ -32,8 +32,8 @@ class PairLoss:
 
     outputs: Collection[str] = ()
 
-    def __init__(self, pairs: Pairs, settings: P3OSettings, logprobs_out: Tensor | None):
-        self.pairs, self.settings, self.logprobs_out = pairs, settings, logprobs_out
+    def __init__(self, pairs: Pairs, settings: P3OSettings):
+        self.pairs, self.settings = pairs, settings
         self.terms: Tensor | None = None  # what each prompt adds, with Triton, filled in chunk by chunk
         self.output: P3OLossOutput | None = None  # without a gradient, of the last chunk and then of all
 
@@ -59,8 +59,6 @@ class PairLoss:
         return coefficients, None
 
     def total(self, chunked: ChunkedHead) -> Tensor:
-        if self.logprobs_out is not None:
-            self.logprobs_out.copy_(chunked.logprobs)
         if chunked.triton:
             if self.terms is None:
                 self.terms = empty_terms(self.pairs)
@@ -137,7 +135,7 @@ def linear_p3o_loss(
             logprobs_out.copy_(logprobs.detach())
         return oracle.token_loss(logprobs, pairs, settings)
     bounds = bounds_of_prompts(cu_seqlens, len(hidden), rewards.shape[1])
-    loss = PairLoss(pairs, settings, logprobs_out)
-    value = chunked_loss(hidden, head, labels, bounds, loss, memory_budget, triton=triton)
+    loss = PairLoss(pairs, settings)
+    value = chunked_loss(hidden, head, labels, bounds, loss, memory_budget, triton=triton, logprobs_out=logprobs_out)
     assert loss.output is not None  # the loop asks for the total
     return loss.output._replace(loss=value)

@@ -171,7 +171,7 @@ def known_and_noted(name: str, **changes) -> tuple[Callable, list[Microbatch], P
         minibatches = make_microbatches(Accelerator(cpu=True), old, NoReference(), [rows], rewards, None)
         ((one,),) = objective.prepare(policy, minibatches, lambda sums: sums)
         made.append(replace(one, sampler_token_logprobs=-torch.arange(len(one.row.labels)) / 10))
-    return objective.first_loss, made, policy
+    return partial(objective.loss, first=True), made, policy
 
 
 @pytest.mark.parametrize(
