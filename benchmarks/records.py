@@ -11,7 +11,8 @@ RESULTS = Path(__file__).parent / "results"
 NOT_MEASURED = "not measured"
 # Of the suite. kernels.gpu.json is what `run_gpu.sh` has measured on a GPU.
 GPU_RECORD = "kernels.gpu.json"
-CPU_RECORDS = ("kernels.cpu.json", "objectives.cpu.json", "rollouts.cpu.json", "iteration.cpu.json")
+KERNELS, PRODUCTS = "kernels.cpu.json", "products.cpu.json"
+CPU_RECORDS = (KERNELS, PRODUCTS, "objectives.cpu.json", "rollouts.cpu.json", "iteration.cpu.json")
 
 
 def load(path: Path) -> dict:

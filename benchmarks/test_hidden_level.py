@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bare_operations, implementations, peers
+from benchmarks.goals import BY_TORCH
 from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
 from benchmarks.shapes import CUDA, DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name
@@ -34,7 +35,7 @@ FIRST_HEAD = {
 # Heads and tokens at which a choice of products is judged, on any CPU.
 CHOSEN_AT = [(HeadSizes(256, 8192), 512), (HeadSizes(1024, 4096), 512), (HeadSizes(256, 8192), 2048)]
 CHOSEN_AT += [(HeadSizes(256, 50304), 512), (HeadSizes(512, 32000), 1024)]
-PRODUCTS, BY_TORCH = "three products", "fastp3o by torch's products"
+PRODUCTS = "three products"
 OF_CHOICE = {
     "fastp3o": implementations.hidden_fastp3o,
     BY_TORCH: implementations.hidden_fastp3o_by_torch,

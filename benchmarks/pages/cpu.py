@@ -1,11 +1,11 @@
 """benchmarks/README.md: what was measured on a CPU."""
 
 from benchmarks.environment import machine
-from benchmarks.goals import BOTH, CPU, speedups
+from benchmarks.goals import BOTH, BY_TORCH, CPU, speedups
 from benchmarks.markdown import markdown
 from benchmarks.pages.gpu import packing_speed
 from benchmarks.pages.sources import HIDDEN, Records, rates, results, ways
-from benchmarks.records import CPU_RECORDS, Results, figure, select, spread
+from benchmarks.records import CPU_RECORDS, NOT_MEASURED, Results, figure, select, spread
 
 
 def table(records: Records) -> str:
@@ -22,12 +22,6 @@ def table(records: Records) -> str:
             ],
             ["the same, ragged pairs", ratio(measured, fp32 | {"passes": f"{BOTH}, ragged"}, "fastp3o"), ""],
             ["the same through `linear_logprobs`, even pairs", ratio(measured, fp32, "fastp3o linear_logprobs"), ""],
-            [
-                "five heads, even and ragged, with the products that were chosen",
-                f"{ratio(chosen(measured, 'three products'), {}, 'fastp3o')} × three products, "
-                f"{ratio(chosen(measured, 'by torch'), {}, 'fastp3o')} × the time by torch's",
-                "",
-            ],
             [
                 "P3O's loss, bf16; PyTorch rounds logits",
                 ratio(measured, HIDDEN | {"dtype": "bfloat16"}, "fastp3o"),
@@ -57,8 +51,22 @@ def ratio(measured: Results, wanted: dict, implementation: str) -> str:
     return figure(measured, "ratio_to_bare", **wanted, implementation=implementation)
 
 
-def chosen(measured: Results, over: str) -> Results:
-    return [r for r in select(measured, level="chosen products") if over in r["passes"]]
+def chosen(records: Records) -> str:
+    """The head's time over three products: with the products that were chosen, with torch's, and PyTorch's."""
+    measured = select(results(records, CPU), level="chosen products")
+    lines = [["P3O's loss, time × three products", "chosen", "torch's", "PyTorch", "chosen over torch's"]]
+    for N, D, V in dict.fromkeys((r["N"], r["D"], r["V"]) for r in measured):
+        for kind in ("even", "ragged"):
+            passes = f"{BOTH}, {kind}, over"
+            at_shape = [r for r in select(measured, N=N, D=D, V=V) if r["passes"].startswith(passes)]
+            over_products = select(at_shape, passes=f"{passes} three products")
+            names = ("fastp3o", BY_TORCH, "eager")
+            cells = [figure(over_products, "ratio_to_bare", implementation=name) for name in names]
+            own = figure(at_shape, "ratio_to_bare", passes=f"{passes} {BY_TORCH}")
+            lines.append([f"{N:,} tokens, D {D}, V {V:,}, {kind}", *cells, own])
+    if not lines[1:]:
+        lines.append([NOT_MEASURED, "", "", "", ""])
+    return markdown(lines)
 
 
 def peers(measured: Results, wanted: dict) -> str:

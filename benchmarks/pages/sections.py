@@ -18,6 +18,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "head": gpu.head,
         "gpu": gpu.others,
         "cpu": cpu.table,
+        "chosen": cpu.chosen,
         "goals": machines.goals,
         "modelled": counts.modelled_table,
         "update launches": counts.launches("update"),
