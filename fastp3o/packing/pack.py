@@ -170,15 +170,22 @@ def examples_of_step(step: int, *, batch_size: int, total: int, seed: int) -> li
     examples: list[int] = []
     for number in range(first // total, (last - 1) // total + 1):
         start = number * total
-        order = shuffled(total, derived_seed(seed, number))
+        order = order_of_pass(total, derived_seed(seed, number))
         examples += order[max(first - start, 0) : last - start].tolist()
     return examples
 
 
 # Two passes of the prompts, since rollouts may be rounds ahead of the update, and two of further texts.
 @lru_cache(maxsize=4)
+def order_of_pass(total: int, seed: int) -> Tensor:
+    """`shuffled` examples. The order is kept, 8 bytes an example, until those of other passes have come; never change
+    it.
+    """
+    return shuffled(total, seed)
+
+
 def shuffled(total: int, seed: int) -> Tensor:
-    """[total] int64, the order of a pass. It is kept, 8 bytes an example, until others have come; never change it."""
+    """[total] int64: the numbers below `total` in random order."""
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
 

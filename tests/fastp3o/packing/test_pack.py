@@ -226,15 +226,19 @@ def test_every_pass_takes_every_example_once_in_another_order(batch_size, total,
 
 
 def test_a_pass_is_shuffled_once_also_where_others_are_looked_at_meanwhile(monkeypatch):
-    """Rollouts may be some updates ahead; texts of a pretraining mix have passes of their own."""
+    """Rollouts may be some updates ahead; texts of a pretraining mix have passes of their own; the minibatches of each
+    inner epoch are shuffled in between.
+    """
     counted, shuffle = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *args, **options: counted.append(args) or shuffle(*args, **options))
-    packing.shuffled.cache_clear()
+    packing.order_of_pass.cache_clear()
     for step in range(20):
         for ahead in (0, 3):
             packing.examples_of_step(step + ahead, batch_size=3, total=30, seed=1)
             packing.examples_of_step(step + ahead, batch_size=2, total=31, seed=2)
-    assert counted == [(30,), (31,), (30,), (31,), (30,)]
+        for epoch in range(8):
+            packing.shuffled(4, packing.derived_seed(step, epoch))
+    assert [args for args in counted if args != (4,)] == [(30,), (31,), (30,), (31,), (30,)]
 
 
 def test_seeds_differ_by_every_part():
