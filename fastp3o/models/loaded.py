@@ -18,14 +18,17 @@ class LoadedModel(NamedTuple):
 
     def config(self, **settings: Any) -> PretrainedConfig:
         """A configuration of its own. settings: other values."""
-        config = type(self.model.config).from_dict({**self.model.config.to_dict(), **settings})
+        known = self.model.config.to_dict()
+        # Of weights that were dequantized as they were loaded, such as a GGUF's. `copied` refuses quantized ones.
+        known.pop("quantization_config", None)
+        config = type(self.model.config).from_dict({**known, **settings})
         config.name_or_path = self.model.name_or_path
         return config
 
     def copied(self, model_class: Any, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
         """A copy on the CPU, and lists of missing and unexpected weights. options: of `from_pretrained`."""
         weights = self.model.state_dict()
-        whole = [name for name, weight in weights.items() if not weight.is_floating_point()]
+        whole = [name for name, w in weights.items() if not w.is_floating_point() or w.element_size() == 1]
         if other := [name for name in whole if name.endswith(".weight")]:
             raise UserError(f"model has {other[0]} in {weights[other[0]].dtype}; quantized weights are not loaded")
         kind = model_class._model_mapping[type(config)]

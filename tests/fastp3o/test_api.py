@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GgufConfig
 
 import fastp3o
 from fastp3o import DPOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
@@ -124,6 +124,24 @@ def test_an_adapter_names_the_place_that_a_loaded_model_came_from(tiny_model, wo
     train(replace(settings, output_dir="nameless"), model=model, tokenizer=tokenizer, train_data="sft.jsonl")
     assert Path("nameless/model").exists()
     assert not Path("nameless/adapter").exists()
+
+
+def test_a_model_whose_weights_were_dequantized_trains_saves_and_resumes(tiny_model, workplace):
+    """As transformers leaves that of a GGUF: its configuration still says that it is quantized."""
+    model, settings = AutoModelForCausalLM.from_pretrained(tiny_model), {"batch_size": 4, "report_to": "none"}
+    model.config.quantization_config, model.is_quantized = GgufConfig(gguf_file="model.gguf"), True
+    for folder, lora_rank in (("run", 0), ("run", 0), ("adapted", 2)):
+        config = SFTConfig(output_dir=folder, resume=Path(folder).exists(), lora_rank=lora_rank, **settings)
+        result = train(config, model=model, train_data="sft.jsonl")
+        assert "quantization_config" not in json.loads(Path(folder, "model/config.json").read_text())
+        assert not hasattr(result.model.config, "quantization_config")
+    assert model.config.quantization_config.gguf_file == "model.gguf"
+    judge = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    judge.config.quantization_config = model.config.quantization_config
+    train(without_data(tiny_model, "judged"), prompts=PROMPTS, reward=judge)
+    model.model.norm.weight.data = model.model.norm.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(UserError, match=r"in torch\.float8_e4m3fn; quantized weights are not loaded"):
+        train(SFTConfig(output_dir="eight bits", **settings), model=model, train_data="sft.jsonl")
 
 
 def test_a_callback_sees_every_step_and_ends_the_run(tiny_model, workplace):
