@@ -5,10 +5,9 @@ Only the main process loads weights; the others have their models on the meta de
 
 import copy
 import json
-import logging
 import re
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fastp3o.config import Named, Revised
 from fastp3o.errors import UserError
 from fastp3o.files import read_text
+from fastp3o.models.load_report import listed, require_whole, without_report
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import checked, quantized_loading
@@ -49,11 +49,8 @@ from fastp3o.models.sharding import computed_in, is_main_process, number_of_proc
 CPU = torch.device("cpu")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
-NAMED = 3  # weights or tokens in an error
 # Endings of settings that make passes in training mode random: dropout, and noise of the routers of experts.
 NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
-# transformers' table of missing and unexpected weights, which `require_whole` reports as an error.
-logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
@@ -220,7 +217,7 @@ def load_reward_model(
 
 def from_checkpoint(model_class: Any, name: str, as_stored: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
     """A model without dropout or router noise, and transformers' lists of missing, unexpected, mismatched weights."""
-    with errors_naming(name):
+    with errors_naming(name), without_report():
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if isinstance(name, Named):
             labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
@@ -272,21 +269,6 @@ def noise_off(config: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict) and (inside := noise_off(value)):
             off[key] = value | inside
     return off
-
-
-def require_whole(
-    name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
-) -> None:
-    """Raises ValueError if the checkpoint's weights are not those of the model, which would get random ones."""
-    sizes = [f"{key} {list(has)} instead of {list(expected)}" for key, has, expected in loading["mismatched_keys"]]
-    problems = {
-        "lacks": sorted(set(loading["missing_keys"]) - may_lack),
-        "also has": sorted(set(loading["unexpected_keys"]) - may_exceed),
-        "has in another size": sizes,
-    }
-    if any(problems.values()):
-        reason = "; it ".join(f"{problem} {listed(keys)}" for problem, keys in problems.items() if keys)
-        raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {reason}")
 
 
 def require_finite_weights(name: str, model: nn.Module) -> None:
@@ -444,9 +426,3 @@ def broken_file(folder: Path) -> str | None:
         except (OSError, ValueError, SafetensorError) as error:
             return f"{file} cannot be read: {error}"
     return None
-
-
-def listed(names: list[str]) -> str:
-    """The first few names and the number of the others."""
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

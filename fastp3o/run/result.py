@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from fastp3o.errors import UserError
+from fastp3o.models.load_report import require_whole, without_report
 from fastp3o.run.log import read, read_updates
 from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, PROGRESS, ROLLOUTS
 
@@ -81,12 +82,20 @@ class Result:
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """Loads a saved model. Where a run has saved the adapter alone, transformers loads the base and attaches it."""
+    """Loads a saved model. Where a run has saved the adapter alone, transformers loads the base and attaches it. Raises
+    ValueError if the files are not whole.
+    """
+    may_lack: set[str] = set()
+    may_exceed: set[str] = set()
     if (folder / CONFIG_NAME).exists():
         scores = json.loads((folder / CONFIG_NAME).read_text())["architectures"][0].endswith(CLASSIFIER)
     else:
         folder = folder.with_name(ADAPTER) if folder.name == FINISHED_MODEL else folder / ADAPTER
         scores = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())["task_type"] == "SEQ_CLS"
-    if scores:
-        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    return AutoModelForCausalLM.from_pretrained(folder)
+        may_lack, may_exceed = {"score.weight"}, {"lm_head.weight"}  # a reward model's head is in the adapter's file
+    loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    options = {"num_labels": 1} if scores else {}
+    with without_report():
+        model, loading = loader.from_pretrained(folder, output_loading_info=True, **options)
+    require_whole(str(folder), loading, may_lack=may_lack, may_exceed=may_exceed)
+    return model

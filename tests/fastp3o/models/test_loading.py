@@ -1,5 +1,6 @@
 """Checkpoints that are not whole and tokenizers that do not fit are refused by name; every whole family loads."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer, require_same_vocabulary
 from fastp3o.models.trainable import add_lora
+from fastp3o.run.result import load_model
 from tests.fastp3o.models.model_families import random_model, save_adapter
 
 WEIGHTS = "model.safetensors"
@@ -46,6 +48,23 @@ def test_weights_that_are_not_the_models_are_named(untied: Path, changes: dict, 
     change_weights(untied, **changes)
     with pytest.raises(ValueError, match=f"the checkpoint {untied} does not hold the weights of its model: {said}"):
         load_policy(str(untied))
+
+
+def test_the_table_of_others_who_load_is_shown(untied: Path, caplog: pytest.LogCaptureFixture):
+    """Of weights that transformers makes up. Ours is an error instead."""
+    change_weights(untied, without="lm_head")
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ValueError, match="it lacks"):
+            load_policy(str(untied))
+        assert "LOAD REPORT" not in caplog.text
+        LlamaForCausalLM.from_pretrained(untied)
+        assert "LOAD REPORT" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+    with pytest.raises(ValueError, match=f"{untied} does not hold the weights of its model: it lacks lm_head.weight"):
+        load_model(untied)
 
 
 def test_weights_that_can_hold_code_are_refused(tmp_path: Path, untied: Path):
