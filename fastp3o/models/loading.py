@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,7 +41,8 @@ from fastp3o.config import Named, Revised
 from fastp3o.errors import UserError
 from fastp3o.files import read_text
 from fastp3o.models.load_report import listed, require_whole, without_report
-from fastp3o.models.packable import require_packable, require_trainable
+from fastp3o.models.merging import ADAPTER
+from fastp3o.models.packable import PROMPTS, TOLERANCE, require_packable, require_trainable, within_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import checked, quantized_loading
 from fastp3o.models.sharding import computed_in, is_main_process, number_of_processes
@@ -49,6 +50,7 @@ from fastp3o.models.sharding import computed_in, is_main_process, number_of_proc
 CPU = torch.device("cpu")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
+TRIED = 50  # trained tokens of a trial
 # Endings of settings that make passes in training mode random: dropout, and noise of the routers of experts.
 NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
 
@@ -135,6 +137,8 @@ def load_policy(
         else:
             with suppress(OSError):  # it has none of its own
                 model.generation_config = GenerationConfig.from_pretrained(base, **at(base))
+        if base != name:
+            model = with_adapters(model, name)
         return PackedModel(named(model, name, base))
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
     model, loading = from_checkpoint(AutoModelForCausalLM, base, as_stored and base == name, **options)
@@ -184,6 +188,8 @@ def load_reward_model(
     if not is_main_process():
         model = without_weights(AutoModelForSequenceClassification, base, **options)
         model.config.pad_token_id = model.config.pad_token_id or model.config.eos_token_id
+        if base != name:
+            model = with_adapters(model, name)
         return PackedModel(named(model, name, base))
     if quantized := quantized_options(name, base, quantize):
         quantized["quantization_config"].llm_int8_skip_modules = ["score"]
@@ -312,35 +318,88 @@ def base_model_name(name: str) -> str:
 
 
 def with_adapters(model: Any, name: str) -> Any:
-    """The model with LoRA adapters merged into it. Raises ValueError if the file lacks some, for which peft only warns,
-    and if it has others, as of another model, which peft leaves out.
+    """The model with LoRA adapters merged into it. Raises ValueError for adapters of another kind; if the file lacks
+    some, for which peft only warns; if it has others, as of another model, which peft leaves out; and if merging them
+    changes what they give. A model on the meta device gets the merged one's parameters.
     """
     from peft import PeftConfig, PeftModel
 
     with errors_naming(name):
         (file,) = weight_files(name)  # peft would load other formats
         dtypes_of_floats(file)
-        config = PeftConfig.from_pretrained(name, **at(name))
+        config: Any = PeftConfig.from_pretrained(name, **at(name))
+        if config.peft_type != "LORA":
+            raise UserError(f"it is an adapter of the kind {config.peft_type.value}, and only those of LoRA are merged")
         config.task_type = None  # a reward model may begin with a language model's adapters
+        config.inference_mode = True
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")
             warnings.simplefilter("ignore", FutureWarning)  # what peft still calls of transformers
-            adapted = PeftModel.from_pretrained(model, name, config=config, **at(name))
-        lora = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
-        with safe_open(file, framework="pt") as weights:
-            keys = set(weights.keys())
-        others = sorted(key for key in keys - lora if ".lora_" in key)
-        if lacking := sorted(lora - keys):
-            raise UserError(f"{file} lacks {listed(lacking)}")
-        if others:
-            raise UserError(f"{file} has {listed(others)}, which the base {config.base_model_name_or_path} lacks")
-        inner: Any = adapted.base_model.model
-        head, embeddings = inner.get_output_embeddings(), inner.get_input_embeddings()
-        adapts = any(hasattr(module, "base_layer") for module in (head, embeddings))
-        if head is not None and adapts and head.weight is embeddings.weight:  # an adapter of one is not the other's
-            plain = getattr(head, "base_layer", head)
-            plain.weight = nn.Parameter(plain.weight.detach().clone())
-        return adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys")
+            warnings.filterwarnings("ignore", message=r".*tie_word_embeddings")  # `part` does what it asks for
+            adapted: Any = PeftModel(model, config, ADAPTER, low_cpu_mem_usage=model.device.type == "meta")
+            inner: Any = adapted.base_model.model
+            part(inner)
+            if model.device.type == "meta":
+                return adapted.unload().requires_grad_(True)
+            read_adapters(adapted, name, file)
+            ids = trial_ids(inner, config)
+            expected = outputs(inner, ids)
+            merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+            off = (outputs(merged, ids) - expected).abs().max() / expected.abs().max().clamp(min=1)
+        if not off <= TOLERANCE[merged.dtype]:
+            raise UserError(f"its adapters give other results when they are merged (off by {off:.2g} of the largest)")
+        return merged
+
+
+def read_adapters(adapted: Any, name: str, file: Path) -> None:
+    """Reads the file of adapters. Raises ValueError if it is not of these."""
+    try:
+        result = adapted.load_adapter(name, ADAPTER, is_trainable=False, **at(name))
+    except KeyError as error:  # of a module that was trained whole
+        raise UserError(f"{file} lacks {error.args[0]}") from error
+    lacking, others = (
+        sorted(re.sub(rf"\.{ADAPTER}(?=\.|$)", "", key) for key in keys)
+        for keys in (result.missing_keys, result.unexpected_keys)
+    )
+    if lacking:
+        raise UserError(f"{file} lacks {listed(lacking)}")
+    if others:
+        base = adapted.peft_config[ADAPTER].base_model_name_or_path
+        raise UserError(f"{file} has {listed(others)}, which the base {base} lacks")
+
+
+def part(model: Any) -> None:
+    """Makes tied embeddings and head, of which one is adapted, two weights: an adapter of one is not the other's."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or (plain := base_of(head)).weight is not base_of(embeddings).weight:
+        return
+    tied_tokens = getattr(getattr(head, "token_adapter", None), "tied_adapter", None)  # the same ones in both
+    if tied_tokens is None and (plain is not head or base_of(embeddings) is not embeddings):
+        plain.weight = nn.Parameter(plain.weight.detach().clone())
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+
+
+def base_of(module: Any) -> Any:
+    """The module within peft's layers, or wrappers of whole modules and of tokens."""
+    while (inside := getattr(module, "base_layer", getattr(module, "original_module", None))) is not None:
+        module = inside
+    return module
+
+
+def trial_ids(model: Any, config: Any) -> Tensor:
+    """Some tokens [1, n], and those that are trained."""
+    trained = config.trainable_token_indices or []
+    few = [token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids[:TRIED]]
+    return torch.tensor([within_vocabulary(model, [*PROMPTS[0], *few])], device=model.device)
+
+
+@torch.no_grad()
+def outputs(model: Any, ids: Tensor) -> Tensor:
+    """Logits; of a reward model, whose head may be new, hidden states."""
+    if hasattr(model, "score"):
+        return model.base_model(ids, use_cache=False).last_hidden_state.float()
+    return model(ids, use_cache=False).logits.float()
 
 
 def weight_files(name: str) -> list[Path]:

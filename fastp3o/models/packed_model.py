@@ -40,11 +40,13 @@ class PackedModel(nn.Module):
     may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
     the policy is softmax(logits / temperature) in all that is computed of it. A copy of the model keeps it. cut_over:
     the processes that have parts of its layers, one dimension; None where they are whole. shard: of its head then.
+    mergeable: whether weights with its adapters merged would be the same policy.
     """
 
     temperature: float = 1.0
     cut_over: DeviceMesh | None = None
     shard: VocabularyShard | None = None
+    mergeable: bool = True
 
     def __init__(self, model: PreTrainedModel):
         """Raises ValueError if the model, or another one with the same configuration, is in a PackedModel already."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastp3o.models.merging import Weight, frozen, merged, named_weights, plain_copy, plain_modules
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
-from fastp3o.models.trainable import lora_delta
 
 # Elements; products of matrices that begin at a multiple of it are the fastest.
 ALIGNMENT = 128
@@ -29,23 +29,23 @@ class SamplingCopy:
         """model: not sharded yet. dtype: of the copy. merges: whether LoRA adapters are added to the weights that they
         adapt; a step launches five kernels for each adapter otherwise.
         """
-        adapted = {name: module for name, module in model.named_modules() if merges and hasattr(module, "base_layer")}
-        copied = {name: p for name, p in model.named_parameters() if not (adapted and ".lora_" in name)}
-        sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in copied.values()]
+        self.merges = merges
+        copied = self.weights_of(model)
+        sizes = [-(-weight.part.numel() // ALIGNMENT) * ALIGNMENT for weight in copied.values()]
         # One piece of memory, which is more likely to come back at the same address than many.
         self.memory = torch.empty(sum(sizes), dtype=dtype, device=device)
         self.bytes = self.memory.untyped_storage().nbytes()
         places = zip(copied.values(), self.memory.split(sizes), strict=True)
-        parameters = [nn.Parameter(place[: p.numel()].view(p.shape), requires_grad=False) for p, place in places]
+        parameters = [frozen(place[: part.numel()].view(part.shape)) for (_, part, _), place in places]
         self.weights = dict(zip(copied, parameters, strict=True))
-        copies: dict[int, Any] = {id(parameter): self.weights[name] for name, parameter in copied.items()}
-        for module in adapted.values():
-            copies[id(module)] = copy.deepcopy(module.base_layer, copies)
-        self.adapted = {f"{name}.base_layer.weight": name for name in adapted}
-        self.numbers = {name: number for number, name in enumerate(self.adapted)}
-        self.model: PackedModel = copy.deepcopy(model, copies).eval()
-        if adapted:
-            del self.model.model.peft_config
+        adapted = [name for name, weight in copied.items() if weight.adapters]
+        self.numbers = {name: number for number, name in enumerate(adapted)}
+        if merges:
+            self.model: PackedModel = plain_copy(model, self.weights).eval()
+            vars(self.model.model).pop("peft_config", None)
+        else:
+            copies: dict[int, Any] = {id(weight.part): self.weights[name] for name, weight in copied.items()}
+            self.model = copy.deepcopy(model, copies).eval()
         self.memory.untyped_storage().resize_(0)
 
     @contextmanager
@@ -53,25 +53,33 @@ class SamplingCopy:
         """Within the block, the copy has the weights of the model."""
         self.memory.untyped_storage().resize_(self.bytes)
         self.gather(model)
+        modules = {place: module for place, module, _ in plain_modules(model)} if self.merges else None
         for name, module in self.model.named_modules():
-            module._buffers.update(model.get_submodule(name)._buffers)
+            module._buffers.update((modules[name] if modules else model.get_submodule(name))._buffers)
         try:
             yield
         finally:
             self.memory.untyped_storage().resize_(0)
 
+    def weights_of(self, model: PackedModel) -> dict[str, Weight]:
+        """The parameters that a copy has, by their names in it."""
+        if self.merges:
+            weights = {weight.names[0]: weight for weight in named_weights(model)}
+            return {name: weight for name, weight in weights.items() if isinstance(weight.part, nn.Parameter)}
+        return {name: Weight([name], parameter, ()) for name, parameter in model.named_parameters()}
+
     @torch.no_grad()
     def gather(self, model: PackedModel) -> None:
-        parameters, dtype, device = dict(model.named_parameters()), self.memory.dtype, self.memory.device
+        dtype, device = self.memory.dtype, self.memory.device
+        weights = self.weights_of(model)
         for name, copied in self.weights.items():
-            if name in self.adapted:
-                layer = model.get_submodule(self.adapted[name])
-                merged = whole(parameters[name]).to(device, torch.float32)
-                merged = merged + lora_delta(layer, dtype).to(device)
-                copied.copy_(dithered(merged, dtype, self.numbers[name]))
+            _, part, adapters = weights[name]
+            if adapters:
+                sum_ = merged(whole(part.detach()).to(device, torch.float32), adapters, dtype)
+                copied.copy_(dithered(sum_, dtype, self.numbers[name]))
             else:
                 # Rounded first: half as much is sent.
-                copied.copy_(whole(parameters[name].detach().to(dtype)))
+                copied.copy_(whole(part.detach().to(dtype)))
 
 
 def dithered(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
+from fastp3o.models.merging import ADAPTER, has_adapter, whole_model, whole_weights
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
-from fastp3o.models.trainable import ADAPTER, has_adapter, whole_model, whole_weights
 from fastp3o.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
@@ -72,9 +72,10 @@ def adapter_config(model: PreTrainedModel) -> Any:
     config: Any = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base_name(model), True
     config.revision = getattr(model.name_or_path, "revision", None)
-    if isinstance(config.target_modules, set):
-        # A set has another order in every process, and a resumed run writes the same bytes.
-        config.target_modules = sorted(config.target_modules)
+    for targets in ("target_modules", "target_parameters"):
+        if isinstance(names := getattr(config, targets, None), set):
+            # A set has another order in every process, and a resumed run writes the same bytes.
+            setattr(config, targets, sorted(names))
     if hasattr(model, "score"):
         config.modules_to_save = ["score"]
     return config

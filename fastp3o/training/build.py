@@ -14,12 +14,13 @@ from fastp3o.context import Context
 from fastp3o.data.encoding import tokenise
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy, require_same_vocabulary
+from fastp3o.models.merging import has_adapter, parted
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import quantized_layers
 from fastp3o.models.reference import InContext, MovingReference, NoReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
-from fastp3o.models.trainable import choose_trainable, has_adapter
+from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.processes import on_every_process, on_main_process
@@ -129,6 +130,11 @@ def sampled_model(
     must be any. bytes_per_parameter: of all that is spread over the processes. publishing: arguments of a Publisher.
     """
     if config.sampler == "vllm":
+        if not policy.mergeable:
+            raise UserError("--sampler vllm gets merged adapters, and those of --lora_targets cannot be merged")
+        if has_adapter(policy.model) and parted(policy.model):
+            tied = "--sampler vllm: servers have one matrix for embeddings and head"
+            raise UserError(f"{tied}, and --lora_targets adapts one of these: name other layers")
         return SampledModel(policy, None, Publisher(context, config, policy, **publishing))
     if quantized_layers(policy):
         return SampledModel(policy, None)
@@ -136,7 +142,7 @@ def sampled_model(
     on_gpu = context.device.type == "cuda"
     # A CPU gains nothing, and samples from the weights themselves.
     dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
-    merges = on_gpu and has_adapter(policy.model)
+    merges = on_gpu and has_adapter(policy.model) and policy.mergeable
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     memory = available_memory(context.device)
     replicas = mesh["replicas"].size() if mesh is not None and "replicas" in (mesh.mesh_dim_names or ()) else 1

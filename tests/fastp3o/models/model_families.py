@@ -31,6 +31,9 @@ UNGROUPED = SIZES | {"intermediate_size": 48}
 GROUPED = UNGROUPED | {"num_key_value_heads": 1}
 GEMMA = GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA_3N = {name: value for name, value in GEMMA.items() if name != "query_pre_attn_scalar"}
+GEMMA_3N |= {"intermediate_size": [48, 48], "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+GEMMA_3N |= {"num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]}
 SOFTCAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -47,6 +50,23 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "granite": lambda: hf.GraniteConfig(**GROUPED, logits_scaling=3.0, embedding_multiplier=2.0),
 }
 FAMILIES = tuple(CONFIGS)
+
+UNITS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FEW = UNITS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+# Mixtures of experts, whose weights are one parameter in memory and many in files; and one with embeddings in layers.
+CONFIGS |= {
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**GROUPED, **UNITS, num_experts=4, head_dim=16),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**GROUPED, **UNITS, num_experts=4, shared_expert_intermediate_size=24),
+    "mixtral": lambda: hf.MixtralConfig(**GROUPED, num_local_experts=4),
+    "olmoe": lambda: hf.OlmoeConfig(**GROUPED, num_experts=4, num_experts_per_tok=2),
+    "granitemoe": lambda: hf.GraniteMoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": lambda: hf.PhimoeConfig(**GROUPED, num_local_experts=4),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(**GROUPED, **FEW, head_dim=16, n_group=1),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**UNGROUPED, **FEW, **LATENT, n_group=2),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(**GEMMA_3N),
+}
+EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "deepseek_v3")
 
 
 def random_model(family: str, auto=hf.AutoModelForCausalLM, **changes) -> PreTrainedModel:

@@ -11,18 +11,28 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from fastp3o.config import StageConfig
+from fastp3o.config import StageConfig, TrainableConfig
 from fastp3o.models.loading import load_policy
+from fastp3o.models.merging import whole_weights
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import empty, is_main_process, pad_to_longest_rank, process_mesh, shard, whole
-from fastp3o.models.trainable import freeze_below
+from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import choose_precision
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
-from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, adapted, random_model
+from tests.fastp3o.models.model_families import (
+    FAMILIES,
+    FOURS,
+    PAIRS,
+    adapted,
+    enlarge_trained,
+    random_model,
+    save_adapter,
+)
 
 CPU = torch.device("cpu")
 ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
@@ -57,10 +67,15 @@ def with_critic(**changes) -> PackedModel:
     return model
 
 
+ADAPTED = {
+    "LoRA": partial(adapted, "llama"),
+    "LoRA of experts": partial(adapted, "qwen3_moe"),
+    "LoRA of tied embeddings": partial(adapted, "llama", "embed_tokens,q_proj", tie_word_embeddings=True),
+}
 MODELS = {family: partial(plain, family) for family in FAMILIES} | {
     "tied": tied,
     "checkpointed": checkpointed,
-    "LoRA": partial(adapted, "llama"),
+    **ADAPTED,
     "top layer": top_layer,
     "critic": with_critic,
 }
@@ -103,6 +118,42 @@ def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, t
     assert got.keys() == expected.keys()
     norm = max(gradient.norm() for gradient in expected.values())
     return max((got[n] - gradient).norm() / norm for n, gradient in expected.items()).item()
+
+
+@torch.no_grad()
+def merged_alike(make: Callable[[], PackedModel]) -> bool:
+    """Whether a model that is spread merges its adapters to the same weights as a whole one, and into its copy."""
+    alone, model = make(), given_by_main(make())
+    copy = SamplingCopy(model, CPU, torch.float32, merges=True)
+    shard(model, CPU, process_mesh(CPU))
+    expected, got = (
+        {name: weight for names, weight, _ in whole_weights(one.model, None) for name in names}
+        for one in (alone, model)
+    )
+    with copy.gathered(model):
+        copied = dict(copy.model.model.named_parameters(remove_duplicate=False))
+        return expected.keys() == got.keys() and all(
+            torch.equal(weight, got[name]) and torch.equal(weight, copied.get(name, weight))
+            for name, weight in expected.items()
+        )
+
+
+def loaded_adapter(folder: Path) -> bool:
+    """Whether a policy from adapters of tied embeddings is the same on both processes once it is spread."""
+    base, name = str(folder / "of tied"), folder / "adapter"
+    if is_main_process():
+        random_model("llama", tie_word_embeddings=True).save_pretrained(base)
+        policy = load_policy(base)
+        add_lora(policy, TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj"))
+        enlarge_trained(policy)
+        save_adapter(policy, name)
+        expected = labelled_logprobs(policy, ROWS[0])
+    dist.barrier()
+    model = load_policy(str(name), trains=True)
+    shard(model, CPU, process_mesh(CPU))
+    with torch.no_grad():
+        got = labelled_logprobs(model, ROWS[0])
+    return not is_main_process() or torch.allclose(got, expected, atol=1e-5)
 
 
 def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
@@ -160,6 +211,8 @@ def main(file: Path) -> None:
     cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
     results["overflowed"] = gather_object(cases)
     results["as stored"] = [as_stored(file.parent, name) for name in ("plain", "tied", "critic")]
+    results["merged"] = {name: merged_alike(make) for name, make in ADAPTED.items()}
+    results["from adapter"] = loaded_adapter(file.parent)
     if accelerator.is_main_process:
         torch.save(results, file)
     accelerator.end_training()

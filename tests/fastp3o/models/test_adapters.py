@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.config import StageConfig, TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
+from fastp3o.models.merging import whole_model
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter
-from fastp3o.models.trainable import choose_trainable, whole_model
+from fastp3o.models.trainable import choose_trainable
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge_trained, random_model

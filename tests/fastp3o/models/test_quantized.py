@@ -6,10 +6,11 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model
+from fastp3o.models.merging import whole_model
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.reference import WithoutAdapters
-from fastp3o.models.trainable import choose_trainable, whole_model
+from fastp3o.models.trainable import choose_trainable
 from tests.fastp3o.models.model_families import PAIRS
 from tests.fastp3o.models.test_adapters import trained
 

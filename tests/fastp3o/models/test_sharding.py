@@ -30,6 +30,11 @@ def test_gradients_are_those_of_one_process(results):
     assert {name: error for name, error in errors.items() if not error < 1} == {}
 
 
+def test_adapters_are_merged_as_in_one_process(results):
+    assert results["merged"] == {"LoRA": True, "LoRA of experts": True, "LoRA of tied embeddings": True}
+    assert results["from adapter"]
+
+
 def test_gradients_of_models_that_processes_cut_are_those_of_one(tmp_path):
     """On 2 x 2 processes, with vocabularies that two does not divide, tied embeddings and biases."""
     done = together(Path(__file__).with_name("cut_process.py"), str(tmp_path / "errors"), processes=4)

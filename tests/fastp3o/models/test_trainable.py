@@ -5,8 +5,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
+from fastp3o.models.merging import whole_model
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.trainable import SwitchedDropout, add_lora, choose_trainable, dropout_on, freeze_below, whole_model
+from fastp3o.models.trainable import SwitchedDropout, add_lora, choose_trainable, dropout_on, freeze_below
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
 
 # The beginnings of names in the top layer, and in the norm above it.
