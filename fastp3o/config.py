@@ -451,7 +451,8 @@ class ModelConfig(LoadingConfig):
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. bf16-autocast: fp32 "
         "weights, and on a GPU a bf16 copy that is sampled. bf16, fp16: half-precision weights, with fp32 masters of "
-        "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32.",
+        "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32. "
+        "A model that fp16 does not hold in a trial of a few tokens is computed in bf16, or fp32 where there is none.",
         changeable=True,
     )
     deterministic: bool = option(

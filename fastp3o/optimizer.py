@@ -1,6 +1,7 @@
 """AdamW: the gradients of a minibatch's packed rows are added up in fp32, then one step is made."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -13,10 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fastp3o.config import OptimizerConfig
 from fastp3o.errors import UserError
+from fastp3o.models.overflow import Overflow, first_overflow, overflow
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import compute_in
-from fastp3o.models.sharding import shard
-from fastp3o.packing.packed_row import to_device
+from fastp3o.models.sharding import map_rows_in_lockstep, shard
+from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.precision import Precision
 from fastp3o.processes import NotFiniteError, Share, copies, local_part, not_finite_error, sum_over_processes
 
@@ -24,6 +26,8 @@ from fastp3o.processes import NotFiniteError, Share, copies, local_part, not_fin
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
 # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
 FIRST_SCALE = 2.0**12
+# Rows: a supervised step's loss is found not to be finite after the next step.
+RECENT = 64
 # The rule of torch.amp.GradScaler.
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
@@ -33,7 +37,8 @@ class Optimizer:
 
     Brings the model to the device, or spreads it over a mesh. learning_rates: of submodules that have their own.
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
-    learning_rate: the first group's in the last step, or before any step in the next one. share: of rows.
+    learning_rate: the first group's in the last step, or before any step in the next one. share: of rows. recent: in
+    fp16 the rows that were trained on last, in which an overflow can be looked for.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Optimizer:
             self.schedule = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps, steps)
         self.learning_rate = self.next_learning_rate()
         self.share = Share.of(mesh)
+        self.recent: deque[PackedRow] = deque(maxlen=RECENT if precision.weights == torch.float16 else 0)
         self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
 
     @property
@@ -150,6 +156,13 @@ class Optimizer:
         if error is not None:
             self.steps = self.asked = steps - lost
             raise error
+
+    def overflow(self) -> Overflow | None:
+        """What fp16 does not hold in a recent row, None if that is not found. All processes must call it."""
+        look = partial(overflow, self.model)
+        if self.accelerator.num_processes == 1:
+            return first_overflow(map(look, self.recent))
+        return first_overflow(map_rows_in_lockstep([*self.recent], look) if self.recent else [])
 
     def next_learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

@@ -34,7 +34,9 @@ class MemoryConfig(TrainableConfig):
     responses_per_prompt: int = option(2, "Responses to each prompt.", at_least=1)
     tokens_per_row: int = option(8192, "As in training.", at_least=1)
     share_prompts: bool = option(True, "As in training.")
-    precision: Literal["fp32", "bf16-autocast", "bf16", "fp16"] = option("fp16", "As in training.")
+    precision: Literal["fp32", "bf16-autocast", "bf16", "fp16"] = option(
+        "fp16", "As in training, where auto tells if fp16 does not hold a model, and takes bf16-autocast."
+    )
     gradient_checkpointing: bool = option(False, "As in training.")
     max_prompt_tokens: int = option(512, "As in training, for rollouts.", at_least=1)
     max_response_tokens: int = option(128, "As in training, for rollouts.", at_least=1)

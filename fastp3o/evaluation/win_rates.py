@@ -22,7 +22,7 @@ from fastp3o.precision import choose_precision
 from fastp3o.rewards.reward import asked_of_records, rewarded
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
 from fastp3o.rollouts.prefix import Prefix
-from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_model
+from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def respond(
     rewards = {name: load_named_reward(context, config, name, prompts) for name in config.scorers}
     policy, prefix = load_frozen_policy(context, config, checkpoint), Prefix(tokenizer, config.prefix)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
-    sampler = policy_sampler(config, sampled_model(config, policy, context), context, config.rollout_batch_size)
+    sampler = policy_sampler(config, sampled_frozen(config, policy, context), context, config.rollout_batch_size)
     groups = prefix.before_each(sampler)(make_prompts(prompts[:]), config.responses_per_prompt, config.seed)
     return Responses(groups, rewarded(rewards, groups))
 

@@ -57,7 +57,9 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     )
     revisions: int = option(1, "Rounds of a critique and a revision.", at_least=1, needs="principles")
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
-    precision: PrecisionName = option("auto", "Arithmetic. auto: on a GPU fp16, as P3O samples, else fp32.")
+    precision: PrecisionName = option(
+        "auto", "Arithmetic. auto: on a GPU fp16, as P3O samples, or bf16 for what that does not hold; else fp32."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,10 +22,10 @@ from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
-from fastp3o.processes import on_main_process, require_finite
+from fastp3o.processes import on_main_process
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.model import ModelReward
-from fastp3o.rewards.reward import Reward, asked_of_records, rewarded
+from fastp3o.rewards.reward import Reward, asked_of_records, require_finite_rewards, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.prefix import Prefix
 from fastp3o.run.fingerprints import run_fingerprints
@@ -33,7 +33,7 @@ from fastp3o.run.folder import check_output_dir, claim, clear_away, release, wri
 from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
 from fastp3o.run.names import KEPT, SAMPLES
 from fastp3o.run.report import Phases
-from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_model
+from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
 from fastp3o.training.setup import make_accelerator
 
 # Rewards by models, of which each process has a part.
@@ -99,7 +99,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
         room = (policy.longest_sequence or LARGEST_INT) - config.max_prompt_tokens - len(prefix.ids)
         config = revising(config, chats=chats, room=room)
     # Its own weights are spread, and those of a reward model of its size.
-    sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
+    sampled = sampled_frozen(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
     return prefix.before_each(policy_sampler(config, sampled, context, config.rollout_batch_size)), reward
 
@@ -161,7 +161,8 @@ def sample_rest(
             asked = {"reward": reward} if reward and (share or isinstance(reward, TOGETHER)) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
-            require_finite(accelerator, "a reward", rewards)
+            if reward is not None:
+                require_finite_rewards(accelerator, reward, groups, rewards)
             one = partial(make_samples, tokenizer=context.tokenizer)
             batch = gather_object(list(map(one, groups, rewards.tolist(), examples["given"])) if share else [])
             on_main_process(accelerator, partial(samples.append, batch))

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from fastp3o.errors import UserError
 from fastp3o.files import read_text
 from fastp3o.models.load_report import listed, require_whole, without_report
 from fastp3o.models.merging import ADAPTER
+from fastp3o.models.overflow import Overflow, OverflowsError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, require_packable, require_trainable, within_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import checked, quantized_loading
@@ -286,7 +288,22 @@ def require_finite_weights(name: str, model: nn.Module) -> None:
     ]
     if bad:
         dtype = next(model.parameters()).dtype
+        stored = largest_stored(name, bad[0])
+        if dtype == torch.float16 and stored is not None and isfinite(stored):
+            raise OverflowsError(name, Overflow(f"the weight {bad[0]}", stored))
         raise UserError(f"the checkpoint {name} has weights that are NaN or infinite in {dtype}: {listed(bad)}")
+
+
+def largest_stored(name: str, key: str) -> float | None:
+    """The largest absolute value of a weight as the checkpoint has it; None if it has none with this name."""
+    if isinstance(name, Named):
+        weights = name.content.model.state_dict()
+        return float(weights[key].float().abs().max()) if key in weights else None
+    for file in weight_files(name):
+        with safe_open(file, framework="pt") as weights:
+            if key in weights.keys():  # noqa: SIM118
+                return float(weights.get_tensor(key).float().abs().max())
+    return None
 
 
 def at(name: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Refuses models that give a response in a packed row other results than without its neighbours."""
+"""Tries a model on a few tokens. Refused is one that gives a response in a packed row other results than without its
+neighbours; what fp16 does not hold is told.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fastp3o.errors import UserError
 from fastp3o.models import attention
+from fastp3o.models.overflow import Overflow, not_finite_error, overflow, weight_overflow
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, scores
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
@@ -19,6 +22,7 @@ SLIDING = "sliding_attention"
 ISOLATING_LAYERS = {"full_attention", SLIDING}
 PROMPTS = [[11, 3, 5, 7], [2, 9]]
 RESPONSES = [[[4, 8, 6], [10, 5]], [[7], [3, 11, 12, 4, 9]]]
+DRAWN = 12  # tokens from all of the vocabulary
 # Mean difference of log-probabilities or scores: rounding stays far below, a leak or a wrong position far above.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -49,7 +53,8 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
         raise UserError(f"{refused}a trial failed with: {error}") from error
     difference = (trial.packed - trial.single).abs().mean().item()
     if not isfinite(difference):
-        raise UserError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
+        with on_trial(model) as (_, row):
+            raise not_finite_error(model, row, name)
     if difference > TOLERANCE[inner.dtype]:
         off = f"they get other results than alone (off by {difference:.2g} on average)"
         raise UserError(f"{refused}{off}: it looks beyond segments, or changes logits behind the head")
@@ -62,6 +67,13 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     return model
 
 
+def require_finite_logprobs(model: PackedModel, name: str) -> None:
+    """Raises UserError, with the place where they arise, if the trial's log-probabilities are NaN or infinite."""
+    with on_trial(model) as (run, row):
+        if not run(model, row).isfinite().all():
+            raise not_finite_error(model, row, name)
+
+
 def require_trainable(model: PackedModel, name: str) -> PackedModel:
     """Returns the model after a trial in training mode. Raises ValueError if that gives other results."""
     with on_trial(model) as (run, row):
@@ -70,6 +82,21 @@ def require_trainable(model: PackedModel, name: str) -> PackedModel:
         off = f"its training mode gives other results (off by {noise:.2g} on average), as of experts chosen at random"
         raise UserError(f"{name} ({type(model.model).__name__}) cannot be trained: {off}")
     return model
+
+
+def trial_overflow(model: PackedModel, device: torch.device | None = None) -> Overflow | None:
+    """The weight that fp16 does not hold, or the `overflow` of the trial's texts and of tokens from all of the
+    vocabulary, behind the one that sequences begin with: a sequence's first token has the largest values, and that one
+    where there is one. device: where this is computed, a layer at a time; by default where the model is.
+    """
+    config = model.model.config.get_text_config()
+    begin = [config.bos_token_id] if isinstance(config.bos_token_id, int) else []
+    drawn = [(2 * number + 1) * config.vocab_size // (2 * DRAWN) for number in range(DRAWN)]
+    tokens = [*begin, *drawn][: model.longest_sequence]
+    prompts, responses = trial_texts(model.model)
+    packing = Packing(tokens_per_row=100)
+    (row,) = pack([tokens[:-1], *prompts], [[tokens[-1:], tokens[-1:]], *responses], packing)
+    return weight_overflow(model) or overflow(model, row, device)
 
 
 class Trial(NamedTuple):

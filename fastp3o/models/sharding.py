@@ -225,7 +225,7 @@ class FrozenModel:
             pin(chain(model.parameters(), model.buffers()))
 
     @torch.no_grad()
-    def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Tensor]) -> list[Tensor]:
+    def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Result]) -> list[Result]:
         """`compute` of the model and each row, on the device."""
         with copied_to(self.device, self.model.modules()) if self.offloaded else nullcontext():
             return map_rows_in_lockstep(rows, partial(compute, self.model))
@@ -250,9 +250,11 @@ def pin(tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def computed_in(dtype: torch.dtype, model: PackedModel) -> Iterator[None]:
-    """In the block, passes have parameters in this dtype: a layer's while it computes, the others' all the time."""
-    device, layers = model.model.device, [*model.layers()]
+def computed_in(dtype: torch.dtype, model: PackedModel, device: torch.device | None = None) -> Iterator[None]:
+    """In the block, passes have parameters in this dtype: a layer's while it computes, the others' all the time.
+    device: where they are then; by default where the model is.
+    """
+    device, layers = device or model.model.device, [*model.layers()]
     inside = {part for layer in layers for part in layer.modules()}
     with ExitStack() as block:
         block.enter_context(copied_to(device, [part for part in model.modules() if part not in inside], dtype))

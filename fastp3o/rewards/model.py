@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import ids_added_first, name_pattern, special_tokens, split_bos, tokenise
+from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
 from fastp3o.packing.pack import Packing, by_group, pack
-from fastp3o.packing.packed_row import Ids
+from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.rollouts.groups import Group, Prompt, token_ids
 
 
@@ -39,9 +40,17 @@ class ModelReward:
 
     def __call__(self, groups: list[Group]) -> Tensor:
         groups, own = with_tensor_group(self.model.model, groups)
-        prompt_ids, response_ids = token_ids(groups) if self.shares_vocabulary else self.translate(groups)
-        rows = [row.to(self.device) for row in pack(prompt_ids, response_ids, self.packing)]
+        rows = self.rows(groups)
         return by_group(rows, self.model.map_rows(rows, scores))[own].cpu()
+
+    def rows(self, groups: list[Group]) -> list[PackedRow]:
+        prompt_ids, response_ids = token_ids(groups) if self.shares_vocabulary else self.translate(groups)
+        return [row.to(self.device) for row in pack(prompt_ids, response_ids, self.packing)]
+
+    def overflow(self, groups: list[Group]) -> Overflow | None:
+        """What fp16 does not hold where these groups are scored, on any process: all must call it."""
+        groups, _ = with_tensor_group(self.model.model, groups)
+        return first_overflow(self.model.map_rows(self.rows(groups), overflow_in_fp16))
 
 
 class Translation:

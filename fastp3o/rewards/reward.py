@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +17,11 @@ from fastp3o.config import EnvironmentConfig, Named
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, load_tokenizer
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import loading_device
 from fastp3o.named_function import FunctionError, FunctionInterruptedError
+from fastp3o.precision import wider_precision
+from fastp3o.processes import NotFiniteError, require_finite
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward
@@ -39,13 +43,14 @@ def load_reward(
     policy_tokenizer: PreTrainedTokenizerBase,
     *,
     dtype: torch.dtype,
+    load: Callable[..., PackedModel] = load_reward_model,
     remote: RemoteConfig | None = None,
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> Reward:
     """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
     `environment` what a configuration's environment gives, and anything else a reward model's folder or hub name.
-    remote: settings of endpoints and functions. settings: those of a ModelReward.
+    load: what loads a reward model. remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
     if isinstance(name, Named) and not isinstance(name.content, LoadedModel):
         return name.content
@@ -56,7 +61,7 @@ def load_reward(
     if is_function(name):
         return FunctionReward(name, (remote or RemoteConfig()).call_seconds)
     device = loading_device(settings["device"], settings.get("mesh"))
-    model = load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
     return ModelReward(model, tokenizer, policy_tokenizer, **settings)
 
@@ -132,6 +137,22 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
         if isinstance(reward, WeightedSum)
     }
     return sums | values
+
+
+def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: list[Group], values: Tensor) -> None:
+    """Raises NotFiniteError on every process if a reward of the groups is not finite on any of them. It says what a
+    reward model in fp16 does not hold, if one is the reason.
+    """
+    try:
+        require_finite(accelerator, "a reward", values)
+    except NotFiniteError as error:
+        for name, single in single_rewards({"reward": reward}).items():
+            for model in single.rewards.values() if isinstance(single, Cascade) else [single]:
+                found = model.overflow(groups) if isinstance(model, ModelReward) else None
+                if found is not None:
+                    remedy = f"--precision {wider_precision(trains=False).name} holds it"
+                    raise NotFiniteError(f"{error}, since in {name} {found}: {remedy}") from error
+        raise
 
 
 def functions_in(reward: Reward) -> list[FunctionReward]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import SamplerConfig
 from fastp3o.errors import UserError
-from fastp3o.models.packable import PROMPTS, logprob_tolerance, within_vocabulary
+from fastp3o.models.packable import PROMPTS, logprob_tolerance, require_finite_logprobs, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.bundled_cache import prompt_copies
@@ -123,8 +123,10 @@ def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
     """Shapes of the policy's keys by layer index. Raises UserError if the engine must not sample from it: the
     log-probabilities of a few short responses must be those of the policy's own distribution.
     """
-    refused = f"the engine cannot decode {type(policy.model).__name__}; --sampler transformers can, more slowly: "
+    name = type(policy.model).__name__
+    refused = f"the engine cannot decode {name}; --sampler transformers can, more slowly: "
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]
+    require_finite_logprobs(policy, name)
     try:
         shapes = layer_shapes(policy, *within_vocabulary(policy.model, [3]))
         engine = Engine(policy, shapes, TRIAL_ROOM, end_ids=set(), graph=False)
@@ -135,7 +137,9 @@ def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
     expected = labelled_logprobs(policy, row.to(policy.model.device))
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     difference = (got.to(expected) - expected).abs().mean().item()
-    if not isfinite(difference) or difference > logprob_tolerance(policy, policy.model.dtype):
+    if not isfinite(difference):
+        raise UserError(f"{refused}its log-probabilities are NaN or infinite, those of a packed row are not")
+    if difference > logprob_tolerance(policy, policy.model.dtype):
         off = f"(off by {difference:.2g} on average)"
         raise UserError(f"{refused}its tokens have other log-probabilities than in a packed row {off}")
     return shapes

@@ -21,6 +21,7 @@ from fastp3o.errors import UserError
 from fastp3o.files import clear_leftovers
 from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
 from fastp3o.optimizer import Optimizer
+from fastp3o.precision import wider_precision
 from fastp3o.processes import (
     NotFiniteError,
     largest,
@@ -231,7 +232,7 @@ class Run:
         except (NotFiniteError, EndpointError, FunctionError) as error:
             self.hang_watch.at("saving")
             self.states.place()
-            where = f"{self.steps.name} {step}: {error}"
+            where = f"{self.steps.name} {step}: {error}{self.overflow(error)}"
             stopped = self.folder / f"stopped-in-{step:06}"
             try:
                 self.require_finite_weights(step)
@@ -245,6 +246,11 @@ class Run:
             self.save_model(stopped / FINISHED_MODEL)
             self.reporter.close()
             raise type(error)(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
+
+    def overflow(self, error: Exception) -> str:
+        """What fp16 does not hold of the rows that were trained on, if that explains the error; else nothing."""
+        found = self.optimizer.overflow() if isinstance(error, NotFiniteError) else None
+        return "" if found is None else f", since {found}: --precision {wider_precision(trains=True).name} holds it"
 
     def report(
         self,

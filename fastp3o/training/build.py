@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from datasets import Dataset
 from transformers.utils.logging import get_logger
 
@@ -13,8 +14,10 @@ from fastp3o.config import EnvironmentConfig, PolicyConfig, SamplerConfig, Stage
 from fastp3o.context import Context
 from fastp3o.data.encoding import tokenise
 from fastp3o.errors import UserError
-from fastp3o.models.loading import load_policy, require_same_vocabulary
+from fastp3o.models.loading import load_policy, load_reward_model, require_same_vocabulary
 from fastp3o.models.merging import has_adapter, parted
+from fastp3o.models.overflow import Overflow, OverflowsError
+from fastp3o.models.packable import trial_overflow
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import quantized_layers
 from fastp3o.models.reference import InContext, MovingReference, NoReference, Reference, SecondModel, WithoutAdapters
@@ -23,6 +26,7 @@ from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.distillation import DistillationConfig
+from fastp3o.precision import choose_precision, wider_precision
 from fastp3o.processes import on_every_process, on_main_process
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import cascaded, short_names
@@ -41,6 +45,7 @@ from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
+from fastp3o.training.setup import holding
 
 if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.evaluation.config import SamplingConfig
@@ -51,11 +56,14 @@ logger = get_logger(__name__)
 WHILE_TRAINING = 16
 
 
-def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> PackedModel:
-    """The model that trains. load: `load_policy` or `load_reward_model`."""
+def load_trained(
+    context: Context, config: StageConfig, load: Callable[..., PackedModel]
+) -> tuple[PackedModel, Context]:
+    """The model that trains, and its context (`holding`). load: `load_policy` or `load_reward_model`."""
     as_stored = not config.lora_rank  # adapters get the dtype of the weights that are there
     options = {"trust_remote_code": config.trust_remote_code, "quantize": config.quantize, "as_stored": as_stored}
     model = load(config.model, **options).train()
+    context = holding(context, config, model)
     if isinstance(config, SamplerConfig):
         model.temperature = config.temperature
         # The saved generation_config.json says how the policy is sampled.
@@ -73,7 +81,36 @@ def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> Packe
         model.recompute_activations()
     if config.compile_layers:
         model.compile_layers()
-    return model
+    return model, context
+
+
+def load_held(
+    context: Context, load: Callable[..., PackedModel], name: str, *, dtype: torch.dtype, **options: Any
+) -> PackedModel:
+    """A model that does not train, before it is spread over the processes: with weights in this dtype, or wider ones
+    where that is fp16, which nobody has named and which does not hold it in a trial of a few tokens. All processes get
+    the same dtype. load: `load_policy` or `load_reward_model`, with options. Raises UserError if fp16 was named.
+    """
+    if dtype != torch.float16:
+        return load(name, dtype=dtype, **options)
+    loaded: list[PackedModel] = []
+
+    def tried() -> Overflow | None:
+        try:
+            loaded.append(load(name, dtype=dtype, **options))
+            return trial_overflow(loaded[0], context.device)
+        except OverflowsError as error:
+            return error.overflow
+
+    found = on_main_process(context.accelerator, tried)
+    if found is None or not (found.happened or context.precision.automatic):
+        return loaded[0] if loaded else load(name, dtype=dtype, **options)
+    if not context.precision.automatic:
+        raise UserError(f"--precision fp16 does not hold {name}: {found}: --precision auto loads it in another")
+    loaded.clear()  # two of them may not fit
+    wider = wider_precision(trains=False)
+    context.accelerator.print(f"--precision auto: {name} in {wider.name}, since in a trial {found}")
+    return load(name, dtype=wider.weights, **options)
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
@@ -157,6 +194,14 @@ def sampled_model(
     return SampledModel(policy, copy, optional=mesh is None and dtype == precision.weights)
 
 
+def sampled_frozen(config: PolicyConfig, frozen: PackedModel, context: Context, *sizes: int) -> SampledModel:
+    """`sampled_model` of a policy that does not train, which may be in another precision than the run's."""
+    if frozen.model.dtype != context.precision.weights:
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        context = context._replace(precision=choose_precision(names[frozen.model.dtype], "fp32"))
+    return sampled_model(config, frozen, context, *sizes)
+
+
 def policy_sampler(
     config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int, *, greedy: bool = False
 ) -> Sampler:
@@ -232,6 +277,7 @@ def load_named_reward(
         context.tokenizer,
         device=context.device,
         dtype=context.precision.weights,
+        load=partial(load_held, context, load_reward_model),
         packing=config.packing,
         mesh=context.mesh,
         offload=config.offload,
@@ -266,7 +312,7 @@ def load_reference(
     if not config.from_mixture and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
     frozen = load_reference_model(context, config)
-    sampled = sampled_model(config, frozen, context) if config.from_mixture else None
+    sampled = sampled_frozen(config, frozen, context) if config.from_mixture else None
     second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)
     if config.reference_moves:
         return MovingReference(second, every=config.reference_every, decay=config.reference_decay), sampled
@@ -302,7 +348,9 @@ def load_reference_model(context: Context, config: "OnlineConfig | PreferenceCon
 
 def load_frozen_policy(context: Context, config: PolicyConfig, name: str) -> PackedModel:
     """A policy that does not train, before it is spread over the processes."""
-    frozen = load_policy(
+    frozen = load_held(
+        context,
+        load_policy,
         name,
         device=loading_device(context.device, context.mesh),
         dtype=context.precision.weights,

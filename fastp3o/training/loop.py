@@ -51,6 +51,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(run.optimizer.share, rollouts, config.minibatches_per_update, config.packing)
+                run.optimizer.recent.extend(chain.from_iterable(rows))
                 loss_mask = finished(rollouts) if config.mask_truncated else None
                 # Where an update makes one step, its loss has the old log-probs, and no pass is made for them.
                 old = old_logprobs(config, objective, policy, rollouts)

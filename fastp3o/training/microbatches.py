@@ -22,7 +22,7 @@ from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.pack import Packing, balanced, deal, group_sizes
 from fastp3o.packing.packed_row import PackedRow, to_device
-from fastp3o.processes import Share
+from fastp3o.processes import Share, require_finite
 from fastp3o.rollouts.groups import Group, pack_groups, token_ids
 
 RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
@@ -78,6 +78,8 @@ def make_microbatches(
     rows, row_tables = to_device((on_host, tables), accelerator.device)
     room = [unknown_logprobs(row) for row in rows] if noted or old is None else []
     old_logprobs = room if old is None else old(rows)
+    if old is not None and accelerator.device.type == "cpu":  # where the losses would take it for a caller's mistake
+        require_finite(accelerator, "an old log-probability", torch.cat([*old_logprobs]))
     noted_logprobs: Sequence[Tensor | None] = room or [None] * len(rows)
     microbatches = (
         Microbatch(

@@ -17,8 +17,7 @@ from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.optimizer import Optimizer
-from fastp3o.processes import require_finite
-from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards
+from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards, require_finite_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
@@ -55,7 +54,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     objective = config.build()
     prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
-    policy = load_trained(config, partial(load_policy, trains=True))
+    policy, context = load_trained(context, config, partial(load_policy, trains=True))
     sampled = sampled_model(
         config,
         policy,
@@ -174,5 +173,5 @@ def make_evaluation(
 def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
     by_token = getattr(config, "process_rewards", False)
     rewards = penalised_rewards(reward, groups, config, config.max_response_tokens, by_token=by_token)
-    require_finite(context.accelerator, "a reward", rewards["reward"])
+    require_finite_rewards(context.accelerator, reward, groups, rewards["reward"])
     return rewards

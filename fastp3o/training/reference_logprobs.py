@@ -20,9 +20,11 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.files import write_file
+from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.reference import Reference
 from fastp3o.packing.pack import Packing, pack, sums_by_group
-from fastp3o.processes import Share, on_main_process, require_finite
+from fastp3o.precision import wider_precision
+from fastp3o.processes import NotFiniteError, Share, on_main_process, require_finite
 
 NAME = "logprobs"
 CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time
@@ -79,8 +81,21 @@ class ReferenceLogprobs:
             chunks.append(torch.cat([self.chunk_logprobs(reference, chunk, names) for names in self.columns], dim=1))
             after_chunk()
         logprobs = torch.cat(chunks)
-        require_finite(self.accelerator, "a log-probability of the reference", logprobs)
+        try:
+            require_finite(self.accelerator, "a log-probability of the reference", logprobs)
+        except NotFiniteError as error:
+            number = int((~logprobs.isfinite()).any(dim=1).nonzero()[0])
+            if found := self.overflow(reference, examples[number : number + 1]):
+                remedy = f"--precision {wider_precision(trains=True).name} holds it"
+                raise NotFiniteError(f"{error}, since {found}: {remedy}") from error
+            raise
         return logprobs
+
+    def overflow(self, reference: Reference, example: dict[str, list]) -> Overflow | None:
+        """What fp16 does not hold of an example, the same one on all processes."""
+        responses = [[example[column][0] for names in self.columns for column in names]]
+        (row,) = pack(example["prompt_ids"], responses, self.packing)
+        return first_overflow([overflow_in_fp16(reference.model, row, self.accelerator.device)])
 
     def chunk_logprobs(self, reference: Reference, examples: dict[str, list], columns: Sequence[str]) -> Tensor:
         prompts, groups = examples["prompt_ids"], list(zip(*(examples[column] for column in columns), strict=True))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from datasets import Dataset, concatenate_datasets
@@ -21,8 +22,10 @@ from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.packable import trial_overflow
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import process_mesh
-from fastp3o.precision import Precision, choose_precision
+from fastp3o.precision import Precision, choose_precision, wider_precision
 from fastp3o.processes import on_main_process
 from fastp3o.run.folder import check_output_dir
 from fastp3o.run.hub import require_repository
@@ -42,8 +45,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     `check_output_dir` and `load_tokenizer` do.
     """
     config.check_complete()
-    precision = choose_precision(config.precision, automatic)
-    trackers = [] if config.report_to == "none" else [name.strip() for name in config.report_to.split(",")]
+    precision, trackers = choose_precision(config.precision, automatic), trackers_of(config)
     available = [tracker.value for tracker in get_available_trackers()]
     if missing := [name for name in trackers if name not in available]:  # accelerate would leave it out
         raise UserError(f"--report_to: {', '.join(missing)} is none of the trackers {', '.join([*available, 'none'])}")
@@ -64,6 +66,33 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     mesh = process_mesh(accelerator.device, config.shard_size, config.tensor_parallel)
     return Context(accelerator, precision, tokenizer, mesh, caller)
+
+
+def trackers_of(config: StageConfig) -> list[str]:
+    return [] if config.report_to == "none" else [name.strip() for name in config.report_to.split(",")]
+
+
+def holding(context: Context, config: StageConfig, model: PackedModel) -> Context:
+    """The context in which a model trains, which is whole and in fp32 yet: with another precision where fp16, which
+    nobody has named, does not hold it in a trial of a few tokens. All processes get the same. Raises UserError if fp16
+    was named, and warns if it just holds the trial.
+    """
+    precision, accelerator = context.precision, context.accelerator
+    if precision.weights != torch.float16:
+        return context
+    found = on_main_process(accelerator, lambda: trial_overflow(model, context.device))
+    wider = wider_precision(trains=True)
+    if found is None:
+        return context
+    if not precision.automatic:
+        if found.happened:
+            raise UserError(f"--precision fp16 does not hold {config.model}: {found}: --precision {wider.name} does")
+        accelerator.print(f"warning: {config.model} may leave fp16: {found}; --precision {wider.name} has room")
+        return context
+    accelerator.print(f"--precision auto: {config.model} in {wider.name}, since in a trial {found}")
+    AcceleratorState._reset_state()  # it refuses another autocast otherwise; nothing holds the old one yet
+    trackers = {"log_with": trackers_of(config) or None, "project_dir": config.output_dir}
+    return context._replace(accelerator=make_accelerator(config.seed, wider, **trackers), precision=wider)
 
 
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:

@@ -108,7 +108,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     examples, sets = load_held_out(context, config, load, config.eval_data)
     if examples is not None:
         data["eval_data"] = examples
-    model = load_trained(config, task.load_model)
+    model, context = load_trained(context, config, task.load_model)
     task.set_up(context, model, data)
 
     total = len(data["train_data"])
@@ -145,6 +145,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         run.hang_watch.at("update", short=True)
         begun = Moment(context.device)
         rows = task.prepared_rows(optimizer.model, batch)
+        optimizer.recent.extend(rows)
         count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
         passes = Passes(pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean"))
         gradients = add_gradients(optimizer, passes, task.loss_on_device)

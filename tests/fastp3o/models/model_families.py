@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
@@ -25,8 +26,9 @@ from fastp3o_kernels import p3o_loss
 
 VOCABULARY = 48
 WINDOW = 4
+BEGIN = 1
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": BEGIN, "eos_token_id": 2}
 UNGROUPED = SIZES | {"intermediate_size": 48}
 GROUPED = UNGROUPED | {"num_key_value_heads": 1}
 GEMMA = GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
@@ -86,6 +88,30 @@ def enlarge(model: nn.Module) -> None:
     for parameter in model.parameters():
         noise = 0.3 * torch.randn_like(parameter)
         parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+
+
+# Modules whose results go into the residual stream, the last of a block first.
+INTO_THE_STREAM = ("post_feedforward_layernorm", "down_proj", "mlp.c_proj", "dense_4h_to_h", "fc2")
+
+
+@torch.no_grad()
+def with_large_stream(model: PreTrainedModel, reach: float, token: int = BEGIN) -> PreTrainedModel:
+    """The model with values as large as this in one channel of its residual stream, as trained models have them, at the
+    token that sequences begin with: the first block adds them. token: of which the value is exact.
+    """
+    block = {name: module for name, module in model.named_modules() if ".0." in name}
+    added = next(module for end in INTO_THE_STREAM for name, module in block.items() if name.endswith(end))
+    found: list[Tensor] = []
+    handle = added.register_forward_hook(lambda _, __, values: found.append(values.flatten().abs()))
+    model(torch.tensor([[token]]), use_cache=False)
+    handle.remove()
+    channel = found[0].argmax()
+    offset = 1.0 * ("gemma" in model.config.model_type)  # Gemma's norms multiply by 1 + weight
+    weight = added.weight.T if isinstance(added, Conv1D) else added.weight
+    for values in (weight, getattr(added, "bias", None)):
+        if values is not None:
+            values[channel] = (values[channel] + offset) * (reach / found[0][channel]) - offset
+    return model
 
 
 def adapted(family: str, targets: str = "all-linear", dropout: float = 0.0, **changes) -> PackedModel:
