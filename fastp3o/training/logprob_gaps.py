@@ -77,10 +77,12 @@ def logprob_metrics(
     return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}
 
 
-def noise_warning(noise: float, clip_range: float, precision: str) -> str:
+def noise_warning(noise: float, clip_range: float, precision: str, device: str) -> str:
+    """device: its type. A CPU takes far longer for fp16 than for fp32."""
     better = {"fp32": "--precision fp32 has the least: use", "fp16": "Use --precision fp32,"}
+    finer = "fp16 or fp32" if device == "cuda" else "fp32"
     return (
         f"warning: rounding alone moves log-ratios by {noise:.3g} (ratio/noise), more than {TOLERATED:.0%} of the clip "
         f"range {clip_range:.3g} of whole responses: part of the clipping is noise. "
-        f"{better.get(precision, 'Use --precision fp16 or fp32,')} shorter responses, or a wider clip range."
+        f"{better.get(precision, f'Use --precision {finer},')} shorter responses, or a wider clip range."
     )

@@ -60,7 +60,8 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     clip_range = objective.clip_range(metrics["response_length"])
     noise = metrics.get("ratio/noise", 0.0)
     if clip_range is not None and noise > TOLERATED * clip_range:
-        run.warn_once("ratio/noise", noise_warning(noise, clip_range, run.optimizer.precision.name))
+        precision, device = run.optimizer.precision.name, run.accelerator.device.type
+        run.warn_once("ratio/noise", noise_warning(noise, clip_range, precision, device))
     if metrics["tied_prompts"] == 1 and config.reads_rewards:
         run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
     beside_bar = tuple(name for name in ("reward", "kl", "response_length") if name in metrics)
