@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.errors import DataError, Found, RecordError
@@ -57,6 +57,22 @@ class ChatTemplate:
                 self.require_read({}, [])
             except RecordError as unread:
                 raise UserError(f"--chat_template_kwargs: {unread.reason}, got {unread.got}") from None
+
+    def closing(self) -> int | None:
+        """The token with which the template ends a reply: the first special one that it writes after it. None if it
+        writes none there, or refuses a conversation of two messages.
+        """
+        marks = ("\ue0000\ue001", "\ue0001\ue001")
+        messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant"), marks, strict=True)]
+        try:
+            text = self.apply(messages, "messages", self.settings, add_generation_prompt=False)
+        except RecordError:
+            return None
+        _, written, after = text.rpartition(marks[1])
+        # One token may be the end of sequence and unknown characters.
+        special = special_tokens(self.tokenizer).keys() - {self.tokenizer.unk_token_id} | {self.tokenizer.eos_token_id}
+        (ids,) = tokenise(self.tokenizer, [after if written else ""], control=True)
+        return next((number for number in ids if number in special), None)
 
     def variables(self, record: Fields) -> dict[str, Any]:
         """What the template reads besides messages: `tools`, and the values of `chat_template_kwargs`. Raises
@@ -140,6 +156,38 @@ class ChatTemplate:
             raise RecordError(field, "messages that the chat template accepts", refusal) from error
 
 
+class ResponseEnds(NamedTuple):
+    """How responses end. ids: the tokens that end one wherever they stand, those of a model's settings first. text,
+    chat: the one that closes a written response, to plain text and to messages, where the template writes none; None
+    for a tokenizer without an end-of-sequence.
+    """
+
+    ids: tuple[int, ...]
+    text: int | None
+    chat: int | None
+
+
+def response_ends(
+    tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | PretrainedConfig | None = None
+) -> ResponseEnds:
+    """What ends a response: the tokens at which the model's settings stop, the tokenizer's end-of-sequence, and the
+    token with which the chat template ends a reply. Data, samplers, servers, reward models and saved files all ask
+    here: what one of them took for an end and another did not would be trained, but never sampled.
+
+    config: a policy's generation_config, or the configuration of a reward model, which has none. Without it the
+    tokenizer alone says. A token for padding that is also one of these is an end.
+    """
+    eos = getattr(config, "eos_token_id", None)
+    of_model = eos if isinstance(eos, list | tuple) else [eos]
+    closing = None if tokenizer.chat_template is None else ChatTemplate(tokenizer).closing()
+    ids = (number for number in (*of_model, tokenizer.eos_token_id, closing) if number is not None)
+    return ResponseEnds(
+        ids=tuple(dict.fromkeys(ids)),
+        text=tokenizer.eos_token_id,
+        chat=tokenizer.eos_token_id if closing is None else closing,
+    )
+
+
 def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
     """A field that may hold JSON as text, as typed files do; empty if it is missing or null."""
     value = record.get(field)
@@ -184,7 +232,8 @@ class Encoder:
     template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
     to stop there. The text of a special token is text, unless the chat template wrote it.
 
-    tokenizer: the model's, with a chat template if the data are messages. The others are as in `Loader`. Raises
+    tokenizer: the model's, with a chat template if the data are messages. ends: the model's, by default what the
+    tokenizer alone says. The others are as in `Loader`. Raises
     ValueError if a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or the chat
     template does not name a variable.
     """
@@ -196,6 +245,7 @@ class Encoder:
         max_response_tokens: int | None,
         max_characters: int = LONGEST_TEXT,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        ends: ResponseEnds | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, chat_template_kwargs)
@@ -207,6 +257,7 @@ class Encoder:
             raise UserError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
         if max_response_tokens is not None and tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
+        self.ends = ends or response_ends(tokenizer)
 
     def render(self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS) -> Texts:
         """Applies the chat template to messages, with their record's fields for it; text stays. Raises RecordError."""
@@ -247,7 +298,8 @@ class Encoder:
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
                     raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
             encoded = ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
-            whole = [self.end_with_eos(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
+            written = zip(response_ids, texts.fields[1:], strict=True)
+            whole = [self.closed(*response, templated=texts.templated) for response in written]
         except RecordError as problem:
             return problem
         kept = [response[: self.max_response_tokens] for response in whole]
@@ -275,16 +327,18 @@ class Encoder:
         seen = first + kept if texts.templated else kept
         return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True
 
-    def end_with_eos(self, ids: list[int], field: str) -> list[int]:
-        """The ids with one end-of-sequence token, at the end. White space that a template adds after it is cut off."""
-        eos = self.tokenizer.eos_token_id
-        content = ids[: ids.index(eos)] if eos in ids else ids
-        after = ids[len(content) + 1 :]
+    def closed(self, ids: list[int], field: str, *, templated: bool) -> list[int]:
+        """The ids up to the first token at which a sampler stops, which is added if there is none. White space and
+        special tokens that a template writes after it are cut off: no policy is asked for them.
+        """
+        place = next((place for place, token in enumerate(ids) if token in self.ends.ids), len(ids))
+        content, after = ids[:place], ids[place + 1 :]
         if not content:
             raise RecordError(field, "text that the tokenizer knows", Found("no token"))
-        if after and cast(str, self.tokenizer.decode(after)).strip():
+        if after and cast(str, self.tokenizer.decode(after, skip_special_tokens=True)).strip():
             raise RecordError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
-        return [*content, eos]
+        closing = self.ends.chat if templated else self.ends.text
+        return [*content, ids[place] if place < len(ids) else cast(int, closing)]
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:

@@ -17,7 +17,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fastp3o.config import LONGEST_TEXT
-from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, Texts
+from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, ResponseEnds, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, field_names
 from fastp3o.data.layouts import (
     DEMONSTRATION_LAYOUTS,
@@ -139,6 +139,7 @@ class Loader:
     skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
     limit: stop reading after this many usable records.
     chat_template_kwargs: variables of the chat template (`enable_thinking`), where a record's own do not say otherwise.
+    ends: what ends responses of the model; by default what the tokenizer alone says.
     all_turns: an example of each assistant's turn in `messages` that follows a user's or a tool's.
     """
 
@@ -156,11 +157,13 @@ class Loader:
     columns: Asked = field(default_factory=dict)
     as_given: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    ends: ResponseEnds | None = None
     all_turns: bool = False
 
     def __post_init__(self) -> None:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
-        self.encoder, self.report = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs), DataReport()
+        self.encoder = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs, self.ends)
+        self.report = DataReport()
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
 
     def load(self, source: str) -> Loaded:

@@ -189,7 +189,6 @@ def load_reward_model(
     base = base_model_name(name)
     if not is_main_process():
         model = without_weights(AutoModelForSequenceClassification, base, **options)
-        model.config.pad_token_id = model.config.pad_token_id or model.config.eos_token_id
         if base != name:
             model = with_adapters(model, name)
         return PackedModel(named(model, name, base))
@@ -214,9 +213,6 @@ def load_reward_model(
     if not new_head and not head.weight.any():
         lack = "it has no head `score`" if headless else "its head `score` is zero"
         raise UserError(f"{name} is no trained reward model: {lack}; train one from it with scripts/reward_model.py")
-    if model.config.pad_token_id is None:
-        # transformers' classifier, which users load the saved model with, refuses batches otherwise.
-        model.config.pad_token_id = model.config.eos_token_id
     checked(model)
     scorer = PackedModel(named(model, name, base).to(device))
     with computed_in(dtype, scorer) if as_stored else nullcontext():

@@ -1,5 +1,6 @@
 """Rewards by models: the scores of a reward model, which may have another vocabulary."""
 
+import json
 import re
 from typing import cast
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.encoding import ids_added_first, name_pattern, special_tokens, split_bos, tokenise
+from fastp3o.data.encoding import ids_added_first, name_pattern, response_ends, special_tokens, split_bos, tokenise
 from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
@@ -44,13 +45,26 @@ class ModelReward:
         return by_group(rows, self.model.map_rows(rows, scores))[own].cpu()
 
     def rows(self, groups: list[Group]) -> list[PackedRow]:
-        prompt_ids, response_ids = token_ids(groups) if self.shares_vocabulary else self.translate(groups)
+        prompt_ids, response_ids = self.closed(groups) if self.shares_vocabulary else self.translate(groups)
         return [row.to(self.device) for row in pack(prompt_ids, response_ids, self.packing)]
 
     def overflow(self, groups: list[Group]) -> Overflow | None:
         """What fp16 does not hold where these groups are scored, on any process: all must call it."""
         groups, _ = with_tensor_group(self.model.model, groups)
         return first_overflow(self.model.map_rows(self.rows(groups), overflow_in_fp16))
+
+    def closed(self, groups: list[Group]) -> tuple[list[Ids], list[list[Ids]]]:
+        """The ids of prompts and responses. A response that has ended, by whichever of the policy's ends, ends as those
+        that the model was trained on.
+        """
+        prompt_ids, response_ids = token_ids(groups)
+        for (prompt, responses), ids in zip(groups, response_ids, strict=True):
+            closing = self.translate.closing(prompt)
+            for place, response in enumerate(responses):
+                if response.finished:
+                    ended = response.ids[-1] in self.translate.no_text  # otherwise by a text
+                    ids[place] = [*(response.ids[:-1] if ended else response.ids), closing]
+        return prompt_ids, response_ids
 
 
 class Translation:
@@ -62,6 +76,9 @@ class Translation:
         self.controls = control_tokens(policy)
         names = set(self.controls.values())
         self.names = name_pattern(names)
+        self.ends = response_ends(scorer)
+        self.policys_first = ids_added_first(policy)
+        self.no_text = {*self.controls, *response_ends(policy).ids}
         self.foreign = re.compile(f"({name_pattern(set(control_tokens(scorer).values()) - names).pattern})")
 
     def __call__(self, groups: list[Group]) -> tuple[list[Ids], list[list[Ids]]]:
@@ -73,8 +90,16 @@ class Translation:
         response_ids = tokenise(self.scorer, [response.text for response in group.responses], control=False)
         for ids, response in zip(response_ids, group.responses, strict=True):
             if response.finished or not ids:
-                ids.append(self.scorer.eos_token_id)
+                ids.append(self.closing(group.prompt))
         return response_ids
+
+    def closing(self, prompt: Prompt) -> int:
+        """The token with which the loader closes a response to this prompt: to messages, or to text."""
+        if prompt.given:
+            messages = not isinstance(json.loads(prompt.given)["prompt"], str)
+        else:  # no text has special tokens, but for those that the tokenizer puts first
+            messages = any(number in self.controls for number in prompt.ids[len(self.policys_first) :])
+        return cast(int, self.ends.chat if messages else self.ends.text)
 
     def prompt_ids(self, prompt: Prompt) -> Ids:
         """The prompt's ids after the tokens that the tokenizer puts first, unless a chat template has put one there.

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import get_logger
 
 from fastp3o.config import EnvironmentConfig, Named
 from fastp3o.endpoint import EndpointError
@@ -32,6 +33,7 @@ from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o_kernels.losses import overlong_penalty
 
+logger = get_logger(__name__)
 Reward = Callable[[list[Group]], Tensor]
 
 # The name of a table [P, K, longest] beside those of rewards: what comes at which of the policy's own tokens.
@@ -63,7 +65,14 @@ def load_reward(
     device = loading_device(settings["device"], settings.get("mesh"))
     model = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    return ModelReward(model, tokenizer, policy_tokenizer, **settings)
+    reward = ModelReward(model, tokenizer, policy_tokenizer, **settings)
+    padding, ends = model.model.config.get_text_config().pad_token_id, reward.translate.ends
+    if padding in (ends.text, ends.chat):
+        logger.warning(
+            f"{name} pads with {tokenizer.decode(padding)!r}, which ends responses: its scores are read there, and one "
+            "token before by transformers, which takes it for padding"
+        )
+    return reward
 
 
 def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.config import SamplerConfig
+from fastp3o.data.encoding import response_ends
 from fastp3o.data.loading import column_values
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
@@ -161,15 +162,13 @@ def sampling_settings(config: SamplerConfig) -> SamplingSettings:
 
 
 class Ends:
-    """What ends a response: the tokenizer's end-of-sequence, those that the checkpoint stops at (a chat model's end of
-    turn), and stop strings. ids: the tokens that end a response whatever stands before them, those that hold a stop
-    string among them.
+    """What ends a response: the tokens of `response_ends`, and stop strings. ids: the tokens that end a response
+    whatever stands before them, those that hold a stop string among them.
     """
 
     def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
         self.tokenizer, self.stops = tokenizer, stops
-        ends = policy.generation_config.eos_token_id
-        self.ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+        self.ids = set(response_ends(tokenizer, policy.generation_config).ids)
         if stops:
             texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))], skip_special_tokens=True)
             self.ids |= {number for number, text in enumerate(texts) if self.stop_in(text)}

@@ -14,6 +14,7 @@ from fastp3o.config import EnvironmentConfig, PolicyConfig, SamplerConfig, Stage
 from fastp3o.context import Context
 from fastp3o.data.encoding import tokenise
 from fastp3o.errors import UserError
+from fastp3o.models.ends import checkpoint_ends, write_ends
 from fastp3o.models.loading import load_policy, load_reward_model, require_same_vocabulary
 from fastp3o.models.merging import has_adapter, parted
 from fastp3o.models.overflow import Overflow, OverflowsError
@@ -59,11 +60,15 @@ WHILE_TRAINING = 16
 def load_trained(
     context: Context, config: StageConfig, load: Callable[..., PackedModel]
 ) -> tuple[PackedModel, Context]:
-    """The model that trains, and its context (`holding`). load: `load_policy` or `load_reward_model`."""
+    """The model that trains, whose settings say how its responses end, and its context (`holding`), whose tokenizer
+    gets another token for padding where a reward model needs one. load: `load_policy` or `load_reward_model`.
+    """
     as_stored = not config.lora_rank  # adapters get the dtype of the weights that are there
     options = {"trust_remote_code": config.trust_remote_code, "quantize": config.quantize, "as_stored": as_stored}
     model = load(config.model, **options).train()
     context = holding(context, config, model)
+    ends = checkpoint_ends(config.model, context.tokenizer, trust_remote_code=config.trust_remote_code)
+    write_ends(model.model, context.tokenizer, ends)
     if isinstance(config, SamplerConfig):
         model.temperature = config.temperature
         # The saved generation_config.json says how the policy is sampled.
@@ -294,7 +299,8 @@ def load_named_reward(
         on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
     # In another vocabulary, lengths are unknown until there are texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
-        reward.model.model.check_reach(config.longest_sequence)
+        # One that was stopped by a text gets an end.
+        reward.model.model.check_reach(config.longest_sequence + bool(config.stops))
     return reward
 
 

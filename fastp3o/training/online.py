@@ -11,6 +11,7 @@ from torch import Tensor
 from fastp3o.context import Caller, Context
 from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.ends import checkpoint_ends
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
@@ -135,7 +136,8 @@ def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut,
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
     held_out, texts = load_held_out(context, config, loader(config.scorers), config.eval_prompts), None
     if config.ptx_data:
-        load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
+        ends = checkpoint_ends(config.model, context.tokenizer, trust_remote_code=config.trust_remote_code)
+        load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens, ends=ends)
         texts = load_examples(context, config, load, config.ptx_data, config.split, None)
     return prompts, held_out, texts
 

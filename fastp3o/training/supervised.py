@@ -14,6 +14,7 @@ from fastp3o.config import SupervisedConfig
 from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.ends import checkpoint_ends
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
@@ -103,7 +104,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     """
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
-    load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
+    ends = checkpoint_ends(config.model, context.tokenizer, trust_remote_code=config.trust_remote_code)
+    load = partial(task.load_examples, max_response_tokens=config.max_response_tokens, ends=ends)
     data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
     examples, sets = load_held_out(context, config, load, config.eval_data)
     if examples is not None:

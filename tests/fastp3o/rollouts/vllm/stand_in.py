@@ -55,7 +55,9 @@ class StandIn(LocalServer):
         self.completions += 1
         ends = self.policy.model.generation_config.eos_token_id = body["stop_token_ids"]
         # No token ends a response if none is named.
-        tokenizer = SimpleNamespace(eos_token_id=(ends or [-1])[0], batch_decode=self.tokenizer.batch_decode)
+        tokenizer = SimpleNamespace(
+            eos_token_id=(ends or [-1])[0], chat_template=None, batch_decode=self.tokenizer.batch_decode
+        )
         self.policy.temperature = body["temperature"]
         settings = SamplingSettings(body["top_k"], body["top_p"], body["min_p"])
         limits = {"max_response_tokens": body["max_tokens"], "batch_size": 1}
