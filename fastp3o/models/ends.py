@@ -50,16 +50,15 @@ def write_eos(config: Any, ends: ResponseEnds) -> None:
 
 def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: ResponseEnds) -> int | None:
     """A token for padding: the tokenizer's, or the configuration's, if it is no end. Otherwise a special one that is
-    none: the last of those that neither tokenizer nor chat template has a use for (reserved ones stand there), the one
-    for unknown characters, or any. Where all are ends, one that closes no written response; and None where one token is
-    all of this, as GPT-2's: transformers then scores texts one by one, and refuses batches.
+    none: the one for unknown characters, or the last one that the chat template does not name (reserved ones stand
+    there), or any. Where all are ends, one that closes no written response; and None where one token is all of this, as
+    GPT-2's: transformers then scores texts one by one, and refuses batches.
     """
     special, template = special_tokens(tokenizer), str(tokenizer.chat_template)
-    used = {tokenizer.bos_token_id, tokenizer.unk_token_id}
-    last_first = sorted(special, reverse=True)
-    unused = [number for number in last_first if number not in used and special[number] not in template]
-    own = [tokenizer.pad_token_id, model.config.get_text_config().pad_token_id]
-    candidates = [number for number in (*own, *unused, tokenizer.unk_token_id, *last_first) if number in special]
+    last_first = sorted(special.keys() - {tokenizer.bos_token_id}, reverse=True)
+    unnamed = [number for number in last_first if special[number] not in template]
+    own = [tokenizer.pad_token_id, model.config.get_text_config().pad_token_id, tokenizer.unk_token_id]
+    candidates = [number for number in (*own, *unnamed, *last_first, tokenizer.bos_token_id) if number in special]
     no_end = [number for number in candidates if number not in ends.ids]
     closing_none = [number for number in candidates if number not in (ends.text, ends.chat)]
     return next(iter([*no_end, *closing_none]), None)

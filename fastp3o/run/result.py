@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from fastp3o.errors import UserError
+from fastp3o.models.ends import checkpoint_ends, write_ends
 from fastp3o.models.load_report import require_whole, without_report
 from fastp3o.run.log import read, read_updates
 from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, PROGRESS, ROLLOUTS
@@ -82,12 +83,13 @@ class Result:
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """Loads a saved model. Where a run has saved the adapter alone, transformers loads the base and attaches it. Raises
-    ValueError if the files are not whole.
+    """Loads a saved model. Where a run has saved the adapter alone, transformers loads the base and attaches it, whose
+    settings get the ends and the padding of the run's model. Raises ValueError if the files are not whole.
     """
     may_lack: set[str] = set()
     may_exceed: set[str] = set()
-    if (folder / CONFIG_NAME).exists():
+    whole = (folder / CONFIG_NAME).exists()
+    if whole:
         scores = json.loads((folder / CONFIG_NAME).read_text())["architectures"][0].endswith(CLASSIFIER)
     else:
         folder = folder.with_name(ADAPTER) if folder.name == FINISHED_MODEL else folder / ADAPTER
@@ -98,4 +100,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     with without_report():
         model, loading = loader.from_pretrained(folder, output_loading_info=True, **options)
     require_whole(str(folder), loading, may_lack=may_lack, may_exceed=may_exceed)
+    if not whole:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        write_ends(model, tokenizer, checkpoint_ends(str(folder), tokenizer))
     return model
