@@ -45,6 +45,7 @@ class CountingTokenizer:
     """Responses are only counted."""
 
     eos_token_id = pad_token_id = END
+    chat_template = None
 
     def batch_decode(self, ids: list[Ids], **_: object) -> list[str]:
         return [""] * len(ids)

@@ -49,7 +49,7 @@ SHAPES = [
 class Numbers:
     """A tokenizer whose texts are numbers."""
 
-    eos_token_id = 2
+    eos_token_id, chat_template = 2, None
 
     def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
         return [" ".join(map(str, one)) for one in ids]

@@ -21,6 +21,7 @@ from fastp3o import train
 from fastp3o.config import Named
 from fastp3o.data.encoding import ResponseEnds, response_ends, tokenise
 from fastp3o.data.loading import load_demonstrations, load_preferences, load_prompts, load_rankings
+from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, padding_token, write_ends
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, scores
@@ -28,6 +29,7 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import Ends, Group, make_prompts
+from fastp3o.rollouts.turns.observation import chat_observations
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 from tests.fastp3o.families import FAMILIES, Family, every_chat_family, every_family, save_family
 
@@ -125,6 +127,23 @@ def test_turns_in_the_middle_end_as_the_last_one(family: Family, tmp_path: Path)
     assert len(examples) == 2
     for example in examples:
         assert_ends_once(example["response_ids"], sampler_ends(folder, tokenizer))
+
+
+@every_chat_family
+def test_a_turn_that_stopped_at_another_end_is_closed_as_the_template_closes_it(family: Family, tmp_path: Path):
+    folder, tokenizer = save_family(family, tmp_path)
+    ends, sampler = checkpoint_ends(folder, tokenizer), sampler_ends(folder, tokenizer)
+    # They drop the thinking of earlier replies, write a space before each, or end the last one alone with <|return|>.
+    if family.name.removesuffix("-published") in ("qwen3", "llama2", "gptoss"):
+        with pytest.raises(UserError, match="changes a reply once a message"):
+            chat_observations(tokenizer, "user", sampler.ids)
+        return
+    observe = chat_observations(tokenizer, "user", sampler.ids)
+    after = observe("Another?", ends.chat)
+    for end in sampler.ids - {ends.chat}:
+        closing = observe("Another?", end)[: -len(after)]
+        assert closing[-1] == ends.chat
+        assert sampler.text(closing).strip() == ""
 
 
 def test_text_behind_an_end_is_refused():
@@ -308,11 +327,10 @@ def test_what_a_run_saves_stops_where_its_data_end(lora, tmp_path: Path):
     assert result.model.generation_config.eos_token_id == ends
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "lora_save": "adapter"}])
-def test_a_trained_reward_model_is_read_by_transformers_as_by_us(lora, tmp_path: Path):
+def test_a_trained_reward_model_is_read_by_transformers_as_by_us(tmp_path: Path):
     folder, _ = save_family(family_named("llama3_1"), tmp_path / "base")
     config = RewardModelConfig(
-        model=folder, output_dir=str(tmp_path / "rm"), batch_size=1, epochs=5, learning_rate=0.1, **LIMITS, **lora
+        model=folder, output_dir=str(tmp_path / "rm"), batch_size=1, epochs=5, learning_rate=0.1, **LIMITS
     )
     data = [{"prompt": ASKED, "chosen": reply(TEXTS[0]), "rejected": reply(TEXTS[1])}]
     result = train(config, train_data=data)
@@ -321,10 +339,23 @@ def test_a_trained_reward_model_is_read_by_transformers_as_by_us(lora, tmp_path:
     texts = [example["prompt_ids"] + ids for ids in example["ranked_ids"]]
     (row,) = pack([example["prompt_ids"]], [example["ranked_ids"]], PACKING)
     with torch.no_grad():
-        ours = scores(load_reward_model(str(tmp_path / "rm" / ("adapter" if lora else "model"))), row)
+        ours = scores(load_reward_model(str(tmp_path / "rm" / "model")), row)
         theirs = model(**tokenizer.pad({"input_ids": texts}, return_tensors="pt")).logits[:, 0]
     assert ours.std() > 0.1
     torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
+
+
+def test_the_model_of_a_reward_adapter_alone_pads_as_its_tokenizer(tmp_path: Path):
+    folder, _ = save_family(family_named("llama3_1"), tmp_path / "base")
+    adapter = {"lora_rank": 2, "lora_save": "adapter"}
+    config = RewardModelConfig(
+        model=folder, output_dir=str(tmp_path / "rm"), batch_size=1, epochs=1, **LIMITS, **adapter
+    )
+    data = [{"prompt": ASKED, "chosen": reply(TEXTS[0]), "rejected": reply(TEXTS[1])}]
+    result = train(config, train_data=data)
+    config = result.model.config
+    assert config.pad_token_id == result.tokenizer.pad_token_id
+    assert config.pad_token_id not in config.eos_token_id
 
 
 def test_a_reward_model_that_pads_with_the_end_of_responses_is_named(tmp_path: Path, caplog):

@@ -27,7 +27,7 @@ OBSERVED = (0, 1, 5, 20, 100)  # tokens
 
 
 class Numbers:
-    eos_token_id = 2
+    eos_token_id, chat_template = 2, None
 
     def decode(self, ids, **_) -> str:
         return " ".join(map(str, ids))
