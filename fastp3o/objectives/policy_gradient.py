@@ -154,7 +154,7 @@ class Clipped(PolicyGradient):
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         logprobs, old = self.compared(groups)
-        ratios = (logprobs.detach() - old).exp()
+        ratios = formulas.bounded_exp(logprobs.detach() - old)
         outside = (ratios < 1 - self.config.clip_low) | (ratios > 1 + self.config.clip_high)
         values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
         return {name: self.metric_sum(groups, value) for name, value in values.items()}

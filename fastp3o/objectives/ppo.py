@@ -30,7 +30,7 @@ from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head, sequence_logprobs
-from fastp3o_kernels.losses import ppo_clip, ppo_penalty, step_kl, truncated_ratios
+from fastp3o_kernels.losses import bounded_exp, ppo_clip, ppo_penalty, step_kl, truncated_ratios
 
 if TYPE_CHECKING:  # functions import what they need of `models`: with transformers' models it takes seconds
     from fastp3o.models.packed_model import PackedModel
@@ -187,7 +187,7 @@ def ppo_loss(
     fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
     """
     advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
-    ratio = (logprobs - microbatch.old_token_logprobs).exp()
+    ratio = bounded_exp(logprobs - microbatch.old_token_logprobs)
     compared = logprobs, microbatch.old_token_logprobs, advantages
     if config.step_bound == "penalty":
         policy_losses = ppo_penalty(*compared, coef=config.step_kl_coef)

@@ -16,6 +16,7 @@ from fastp3o.objectives.base import LossAndMetrics, Microbatch, Minibatches, Sum
 from fastp3o.objectives.config.trpo import TRPOConfig
 from fastp3o.objectives.ppo import ActorCritic, clipped_value_loss, sum_and_count
 from fastp3o_kernels import Head, linear_distillation
+from fastp3o_kernels.losses import bounded_exp
 
 # Nats per token: the KL at which its gradients are taken for their difference. Nearer, fp32 would round them away.
 NEAR = 1e-5
@@ -103,7 +104,7 @@ class Neighbourhood:
         for one, old in zip(self.microbatches, self.old_hidden, strict=True):
             with torch.set_grad_enabled(gradient_of is not None):
                 logprobs, kls = self.policy(one.row, one.row.labelled_at, partial(self.logprobs_kls, one, old))
-            surrogates = (logprobs - one.old_token_logprobs).exp() * one.prepared["advantages"]
+            surrogates = bounded_exp(logprobs - one.old_token_logprobs) * one.prepared["advantages"]
             parts = [sum_and_count(one)[0](values) / self.tokens for values in (surrogates, kls)]
             means = [mean + part.item() for mean, part in zip(means, parts, strict=True)]
             if gradient_of is not None:

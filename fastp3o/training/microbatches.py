@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, most_passes, padded
@@ -181,6 +182,11 @@ def add_gradients(
     for row, counts in passes.rows:
         with optimizer.accelerator.autocast(), dropout_on(optimizer.model):
             value, row_metrics = loss(optimizer.model, row, divisor)
+            if not value.requires_grad:
+                raise UserError(
+                    "the objective's loss has no gradient: it is detached, or a constant of the log-probs, and nothing "
+                    "would be learned"
+                )
             value = value if counts else value * 0.0
             value.backward()
         total = total + value.detach()

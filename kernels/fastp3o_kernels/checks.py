@@ -74,7 +74,10 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
         if wrong.any():
             (i,) = first_index(wrong)
             ignored = "" if ignore_index is None else f" or ignore_index ({ignore_index})"
-            raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}")
+            remedy = ""
+            if ignore_index is None and labels[i] < 0:  # −100 of a padded batch, most likely
+                remedy = ". This loss has no tokens to ignore: drop these tokens first: `response_tokens` does"
+            raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}{remedy}")
 
 
 def check_logprobs_out(logprobs_out: Tensor | None, hidden: Tensor) -> None:

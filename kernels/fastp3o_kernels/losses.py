@@ -5,6 +5,8 @@ the policy's log-probs get gradients: old and reference log-probs, rewards and a
 P3O's losses, which have kernels of their own, are in `fastp3o_kernels.p3o`.
 
 P prompts with K responses each, n tokens. ρ = π / π_old, A the advantage, r the reward.
+
+No finite log-prob gives NaN: what is exponentiated is `bounded`.
 """
 
 import math
@@ -14,6 +16,49 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fastp3o_kernels.p3o.settings import truncated_ratios as truncated_ratios
+
+# --- Exponentials -----------------------------------------------------------------------------------------------------
+
+
+class Bounded(torch.autograd.Function):
+    """min(x, bound) with the gradient of x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, bound):
+        return x.clamp(max=bound)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def bounded(log_ratios: Tensor) -> Tensor:
+    """Log-ratios that can be exponentiated; any shape.
+
+    They are at most 0.9 times the exponent of the largest number of their dtype: 79.8 in fp32 and bf16, 638 in fp64. So
+    e^x is finite, also times an advantage, and 0 times it is 0: what is clipped, masked or has an advantage of 0 has a
+    gradient of 0, where ∞ · 0 would be NaN. Beyond the bound e^x has the value and the gradient of the bound. The loss
+    that this replaces is infinite, and so is its gradient, of the same sign.
+    """
+    return Bounded.apply(log_ratios, 0.9 * math.log(torch.finfo(log_ratios.dtype).max))
+
+
+def bounded_exp(log_ratios: Tensor) -> Tensor:
+    """e^x of `bounded` log-ratios, such as the ratio ρ = π / π_old; any shape."""
+    return bounded(log_ratios).exp()
+
+
+def excess(log_ratios: Tensor) -> Tensor:
+    """e^x − 1 − x of `bounded` log-ratios, never negative; any shape."""
+    log_ratios = bounded(log_ratios)
+    return torch.expm1(log_ratios) - log_ratios
+
 
 # --- Estimators of the KL ---------------------------------------------------------------------------------------------
 # Estimators of KL(π ‖ π_ref) from samples of π, tokens or responses (Schulman, "Approximating KL divergence", 2020).
@@ -36,8 +81,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """q − 1 − log q: unbiased, never negative; GRPO's. Its gradient, (1 − q) ∇ log π, is that of KL(π_ref ‖ π)."""
-    log_ratios = ref_logprobs.detach() - logprobs
-    return torch.expm1(log_ratios) - log_ratios
+    return excess(ref_logprobs.detach() - logprobs)
 
 
 # --- Policy gradients: losses of responses or tokens with advantages --------------------------------------------------
@@ -76,7 +120,7 @@ def ppo_clip(
         GRPO+     DeepCoder   DAPO, with 0 for the tokens of responses that were cut off; no entropy bonus
         GSPO      2507.18071  of responses, by the means of their tokens' log-probs; clip_low 3e-4, clip_high 4e-4
     """
-    ratios = (logprobs - old_logprobs.detach()).exp()
+    ratios = bounded_exp(logprobs - old_logprobs.detach())
     clipped = ratios.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
     advantages = advantages.detach()
     return torch.maximum(-advantages * ratios, -advantages * clipped)
@@ -84,14 +128,13 @@ def ppo_clip(
 
 def ppo_penalty(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, coef: float) -> Tensor:
     """PPO with a penalty (arXiv 1707.06347, equation 8), any shape: −A ρ + coef KL(π_old ‖ π), the KL by `step_kl`."""
-    ratios = (logprobs - old_logprobs.detach()).exp()
+    ratios = bounded_exp(logprobs - old_logprobs.detach())
     return -advantages.detach() * ratios + coef * step_kl(logprobs, old_logprobs)
 
 
 def step_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """ρ − 1 − log ρ of KL(π_old ‖ π), where π_old sampled: unbiased, as its gradient, and never negative. Any shape."""
-    log_ratios = logprobs - old_logprobs.detach()
-    return torch.expm1(log_ratios) - log_ratios
+    return excess(logprobs - old_logprobs.detach())
 
 
 def group_advantages(rewards: Tensor, *, scale: bool = True) -> Tensor:
@@ -128,7 +171,7 @@ def nash_md(logprobs: Tensor, ref_logprobs: Tensor, preferred: Tensor, *, tau: f
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
     """CISPO (MiniMax-M1, arXiv 2506.13585, equation 4), any shape: −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) A log π."""
-    ratios = (logprobs.detach() - old_logprobs).exp()
+    ratios = bounded_exp(logprobs.detach() - old_logprobs)
     return reinforce(logprobs, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
@@ -137,9 +180,10 @@ def vespo_weights(log_ratios: Tensor, advantages: Tensor, k: tuple[float, float]
 
     log_ratios: log ρ. k, decay (λ): where A ≥ 0, and where it is below (authors: 2, 3 and 3, 2).
     """
-    log_ratios, excess = log_ratios.detach(), torch.expm1(log_ratios.detach())
-    above, below = (power * log_ratios - rate * excess for power, rate in zip(k, decay, strict=True))
-    return above.where(advantages >= 0, below).exp()
+    log_ratios = bounded(log_ratios.detach())
+    more = torch.expm1(log_ratios)
+    above, below = (power * log_ratios - rate * more for power, rate in zip(k, decay, strict=True))
+    return bounded_exp(above.where(advantages >= 0, below))
 
 
 def oapl(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, beta1: float = 1.0, beta2: float = 1e-3) -> Tensor:
@@ -250,7 +294,7 @@ def discopop(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.05, tau:
     """DiscoPOP (arXiv 2406.08414, equation 5), [P, 2] -> [P]: (1 − m) (−log σ(β Δ)) + m e^(−β Δ), m = σ(β Δ / τ)."""
     difference = beta * log_ratio_difference(logprobs, ref_logprobs)
     # m e^(−β Δ) in one exponential: far below 0 one factor is 0 and the other infinite.
-    exponential = torch.exp(logsigmoid(difference / tau) - difference)
+    exponential = bounded_exp(logsigmoid(difference / tau) - difference)
     return (-difference / tau).sigmoid() * -logsigmoid(difference) + exponential
 
 

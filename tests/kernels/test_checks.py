@@ -13,6 +13,7 @@ from fastp3o_kernels import (
     P3OSettings,
     linear_logprobs,
     linear_loss,
+    linear_p3o_loss,
     logits_p3o_loss,
     p3o_loss,
     sequence_logprobs,
@@ -42,6 +43,7 @@ def arguments(**changes):
     ("changes", "message"),
     [
         ({"labels": torch.tensor([0, 1, 9, 3, 4, 5])}, "labels[2] = 9 must be from 0 to 8"),
+        ({"labels": torch.tensor([0, -100, 2, 3, 4, 5])}, "drop these tokens first: `response_tokens` does"),
         ({"labels": torch.arange(5)}, "labels must have shape [6]"),
         ({"labels": torch.arange(6.0)}, "labels must be int64 or int32"),
         ({"logits": torch.ones(6, 9, dtype=torch.long)}, "logits must be of a floating dtype"),
@@ -85,6 +87,18 @@ def test_what_is_wrong_with_a_head_is_named(change, message):
     head = {name: given.pop(name) for name in ("weight", "bias", "softcap", "temperature") if name in given}
     with pytest.raises(ValueError, match=re.escape(message)):
         linear_logprobs(head=Head(**head), **given)
+
+
+def test_tokens_to_be_ignored_among_the_labels_of_a_loss_are_told_how_to_leave():
+    hidden, weight, labels = HEAD[0], HEAD[1], torch.tensor([1, -100, 3])
+    remedy = r"labels\[1\] = -100 must be from 0 to 8.* drop these tokens first: `response_tokens` does"
+    with pytest.raises(ValueError, match=remedy):
+        linear_loss(hidden, weight, labels, [0, 3], lambda groups: groups.logprobs.sum())
+    with pytest.raises(ValueError, match=remedy):
+        linear_p3o_loss(hidden, weight, labels, [0, 1, 3], *[torch.zeros(1, 2)] * 3, P3OSettings())
+    with pytest.raises(ValueError, match=r"must be from 0 to 8 or ignore_index \(-100\)$"):
+        linear_logprobs(hidden, weight, labels - 1)
+    assert linear_logprobs(hidden, weight, labels)[1] == 0
 
 
 @pytest.mark.parametrize("number", [np.float32(2), np.int64(2), Fraction(2), 2])

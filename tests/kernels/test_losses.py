@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -217,3 +218,108 @@ def test_orpos_odds_keep_their_digits_and_gradients_at_both_ends():
     # The odds of e^-1e-4 are 1e4, those of one half 1.
     loss = losses.orpo(torch.tensor([[-1e-4, -math.log(2)]]), weight=1.0).item()
     assert loss == pytest.approx(1e-4 + math.log1p(math.expm1(1e-4)), rel=1e-4)
+
+
+# Log-ratios and advantages beyond what fp32 exponentiates. Eighths, so that differences of log-probs are exact.
+EXTREME = st.sampled_from([-1e4, -745.0, -100.0, -50.0, -0.125, 0.0, 0.125, 50.0, 79.0, 88.0, 100.0, 1000.0, 1e4]) | (
+    st.integers(-80_000, 80_000).map(lambda eighths: eighths / 8)
+)
+ADVANTAGES = st.sampled_from([0.0, 1.0, -1.0, 3.5, -1e-3, 100.0])
+mp = mpmath.MPContext()
+mp.prec = 100
+
+
+def clipped_exactly(log_ratio, A, low, high):
+    ratio = mp.exp(log_ratio)
+    bounded = min(max(ratio, 1 - mp.mpf(low)), 1 + mp.mpf(high))
+    return max(-A * ratio, -A * bounded), -A * ratio if -A * ratio > -A * bounded or ratio == bounded else 0
+
+
+def vespos_weight(log_ratio, A):
+    k, decay = (1.5, 0.7) if A >= 0 else (2.5, 1.2)
+    return mp.exp(k * log_ratio - decay * mp.expm1(log_ratio))
+
+
+# By the names of SINGLES: loss and gradient of x with the log-ratio d, x - o.
+EXACT = {
+    "ppo": lambda x, d, A: clipped_exactly(d, A, 0.1, 0.3),
+    "ppo, both sides": lambda x, d, A: clipped_exactly(d, A, 0.1, 0.1),
+    "ppo with a penalty": lambda x, d, A: (
+        (0.7 - A) * mp.exp(d) - 0.7 - 0.7 * d,
+        (0.7 - A) * mp.exp(d) - 0.7,
+    ),
+    "k3": lambda x, d, A: (mp.expm1(-d) + d, -mp.expm1(-d)),
+    "step_kl": lambda x, d, A: (mp.expm1(d) - d, mp.expm1(d)),
+    "cispo": lambda x, d, A: (
+        -A * min(max(mp.exp(d), 0.9), 1.3) * x,
+        -A * min(max(mp.exp(d), 0.9), 1.3),
+    ),
+    "vespo": lambda x, d, A: (-A * vespos_weight(d, A) * x, -A * vespos_weight(d, A)),
+}
+EXTREMES = SINGLES | {"step_kl": (lambda x, o, A: losses.step_kl(x, o), None)}
+LARGEST = mp.exp(0.9 * math.log(torch.finfo(torch.float32).max))
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@settings(max_examples=40, deadline=None)
+@given(x=EXTREME, log_ratio=EXTREME, A=ADVANTAGES)
+def test_no_log_ratio_gives_nan(name, x, log_ratio, A):
+    """Also not where it overflows: there a loss is large, and its gradient has the sign of the true one."""
+    ours, x = EXTREMES[name][0], -abs(x)
+    logprob = torch.tensor([x], requires_grad=True)
+    value = ours(logprob, torch.tensor([x - log_ratio]), torch.tensor([A]))
+    (gradient,) = torch.autograd.grad(value.sum(), logprob)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+    if name in EXACT:
+        for got, expected in zip((value.item(), gradient.item()), EXACT[name](x, log_ratio, A), strict=True):
+            if abs(expected) < LARGEST * (abs(A) or 1):
+                assert got == pytest.approx(float(expected), rel=1e-4, abs=1e-6), (name, x, log_ratio, A)
+            else:
+                assert abs(got) > 1e30, (name, x, log_ratio, A)
+                assert (got > 0) == (expected > 0)
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@settings(max_examples=20, deadline=None)
+@given(log_ratios=st.lists(EXTREME, min_size=2, max_size=4), A=ADVANTAGES, infinite=st.sampled_from([-1, 0, 1]))
+def test_what_is_masked_has_no_gradient_whatever_its_ratio(name, log_ratios, A, infinite):
+    """An old probability of 0, or one of the policy's, is no matter either to what exponentiates its ratio."""
+    ours = EXTREMES[name][0]
+    if name in EXACT and infinite:
+        log_ratios[0] = infinite * math.inf
+    x = torch.full((len(log_ratios),), -2.0, requires_grad=True)
+    old = x.detach() - torch.tensor(log_ratios)
+    ours(x, old, torch.full_like(old, A)).where(torch.zeros_like(old, dtype=torch.bool), 0.0).sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("name", sorted({*PAIRS} - {"orpo", "simpo", "smoothed simpo", "cpo", "smoothed cpo", "slic"}))
+@settings(max_examples=20, deadline=None)
+@given(log_ratios=st.tuples(EXTREME, EXTREME))
+def test_no_log_ratios_of_a_pair_give_nan(name, log_ratios):
+    logprobs = torch.full((1, 2), -3.0, requires_grad=True)
+    values = PAIRS[name][0](logprobs, logprobs.detach() - torch.tensor([log_ratios]))
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
+def test_discopops_exponential_is_bounded_where_it_grows():
+    logprobs = torch.tensor([[-2e4, 0.0]], requires_grad=True)
+    values = losses.discopop(logprobs, torch.full((1, 2), -1.0), beta=0.1, tau=3.0)
+    values.where(torch.tensor([False]), 0.0).sum().backward()
+    assert values.isfinite().all()
+    assert not logprobs.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_ordinary_ratios_keep_every_bit(dtype):
+    x = torch.linspace(-30, 9, 400, dtype=dtype).requires_grad_()
+    ratios, expected = losses.bounded_exp(x), x.exp()
+    assert torch.equal(ratios, expected)
+    assert torch.equal(torch.autograd.grad(ratios.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+    far = torch.tensor([math.inf, 3e4, -math.inf], dtype=dtype).requires_grad_()
+    assert losses.bounded_exp(far).isfinite().all()
+    slopes = torch.func.vmap(torch.func.grad(lambda one: losses.step_kl(one, one.detach() * 0)))(x.detach())
+    torch.testing.assert_close(slopes, torch.expm1(x.detach()), rtol=1e-2, atol=1e-2)

@@ -114,6 +114,11 @@ class ObjectiveSums:
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"the objective must return the sum over its groups as a 0-d tensor, got {got}")
+        if values[0].requires_grad and not loss.requires_grad:
+            raise ValueError(
+                "the objective's result has no gradient: it is detached, or a constant of the log-probs, and nothing "
+                "would be learned. Where nothing takes part, return 0 times the sum of groups.token_logprobs"
+            )
         self.sum = loss.detach() if self.sum is None else self.sum + loss.detach()
         for name, metric in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + metric.detach()
@@ -134,10 +139,7 @@ class ObjectiveSums:
             entropy = None if values.entropy is None else values.entropy.detach().requires_grad_()
             loss = self.add(values._replace(logprobs=logprobs, entropy=entropy), chunk.groups, chunk.tokens)
             wanted = [logprobs] if entropy is None else [logprobs, entropy]
-            if not loss.requires_grad:  # a constant
-                gradients = tuple(torch.zeros_like(tensor) for tensor in wanted)
-            else:
-                gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         factor = 1 / self.divisor
         return gradients[0] * factor, None if entropy is None else gradients[1] * factor
 
@@ -193,7 +195,7 @@ def linear_loss(
     Args:
         hidden: [N, D], the hidden states that predict the response tokens.
         head: Head with a weight [V, D], or the bare weight, as in `linear_logprobs`.
-        labels: [N] int64 or int32, the response tokens.
+        labels: [N] int64 or int32, the response tokens alone, without any to be ignored (`response_tokens`).
         cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]; a list or a
             tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0: the gradient is
             then zero.
@@ -212,7 +214,8 @@ def linear_loss(
         LinearLossOutput(loss, metrics); the gradient reaches hidden states, weight and bias.
 
     Raises:
-        ValueError: as in `linear_logprobs`; for tensors of other shapes; where the objective gives no 0-d tensor.
+        ValueError: as in `linear_logprobs`; for tensors of other shapes; where the objective gives no 0-d tensor, or
+            one without a gradient while gradients are wanted.
         RuntimeError: for a second backward pass.
     """
     head = Head.from_weight(head)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, checked_cu_seqlens
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, on_device, use_triton
 from fastp3o_kernels.rows import oracle
-from fastp3o_kernels.rows.rows import LogitsTransform, Rows
+from fastp3o_kernels.rows.rows import NO_LABEL, LogitsTransform, Rows
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs, launch_statistics
@@ -119,7 +119,8 @@ def token_logprobs(
         raise ValueError(f"logits must have shape [N, V], got {list(logits.shape)}")
     check_floating("logits", logits)
     check_same_device(logits=logits, labels=labels)
-    check_labels(labels, len(logits), logits.shape[1], ignore_index, "one label for each row of logits")
+    ignored = None if ignore_index == NO_LABEL else ignore_index
+    check_labels(labels, len(logits), logits.shape[1], ignored, "one label for each row of logits")
     if inplace_backward and logits.requires_grad and logits.is_leaf:
         raise ValueError("inplace_backward=True would overwrite logits, which is a leaf: its values are yours to keep")
     check_outputs(outputs or ())

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -74,6 +75,27 @@ def test_a_penalty_takes_the_place_of_clipping_or_joins_it(bound):
     theirs = torch.autograd.grad(expected, logprobs)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], theirs)
     assert means(metrics)["clip_fraction"] == outside / 8
+
+
+@pytest.mark.parametrize("bound", ["clip", "penalty", "both"])
+def test_a_ratio_that_overflows_stops_nothing_where_its_token_has_no_loss(bound):
+    """Clipped, without an advantage, or of a response that takes no part."""
+    old, zero = torch.tensor([-300.0, -300.0, -300.0, -2.0]), torch.zeros(4)
+    logprobs = torch.tensor([-1.0, -1.0, -1.0, -2.0], requires_grad=True)
+    row = SimpleNamespace(cu_seqlens=torch.tensor([0, 2, 3, 4]))
+    microbatch = replace(
+        given(old, zero, torch.tensor([1.0, 0.0, -1.0, 1.0]), zero),
+        row=row,
+        loss_mask=torch.tensor([[True], [False], [True]]),
+    )
+    chosen = settings(step_bound=bound, **({} if bound == "clip" else {"step_kl_coef": 0.1}))
+    loss, metrics = ppo_loss(logprobs, zero, microbatch, 3, chosen)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert loss.isfinite()
+    assert all(metric.isfinite().all() for metric in metrics.values())
+    assert gradient[2] == 0
+    assert gradient[3] == pytest.approx(-1 / 3)
+    assert (gradient[:2] == 0).all() if bound == "clip" else gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(("value", "moves"), [(0.1, True), (0.3, False), (-0.3, True)])

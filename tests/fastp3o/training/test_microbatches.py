@@ -2,11 +2,13 @@
 
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel
@@ -17,7 +19,14 @@ from fastp3o.processes import Share
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, token_ids
 from fastp3o.training.logprob_gaps import NOISE_RESPONSES, evaluated_again, first_responses, logprob_metrics
-from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
+from fastp3o.training.microbatches import (
+    Passes,
+    add_gradients,
+    equal_passes,
+    make_microbatches,
+    pack_minibatches,
+    policy_logprobs,
+)
 from tests.fastp3o.groups import groups_of_ids, tokenised
 from tests.fastp3o.models.model_families import FOURS, PAIRS, logprobs_alone, random_model
 
@@ -124,3 +133,13 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
     assert gaps(rollouts)["sampler_kl"] == pytest.approx((0.5 - 1.0) / 8, abs=1e-4)
     rollouts[2].responses[1] = rollouts[2].responses[1]._replace(logprobs=None)
     assert gaps(rollouts) == {}
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    """With the zeros that would be its gradient a run would train nothing, in silence."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, loss_scale=None)
+    passes = Passes([(torch.ones(2), True)], 1.0)
+    add_gradients(optimizer, passes, lambda model, row, divisor: (model(row).sum() / divisor, {}))
+    with pytest.raises(UserError, match="the objective's loss has no gradient: it is detached"):
+        add_gradients(optimizer, passes, lambda model, row, divisor: (model(row).sum().detach() / divisor, {}))

@@ -18,13 +18,25 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
     torch.testing.assert_close(list(torch.autograd.grad(total, leaves)), expected)
 
 
-@pytest.mark.parametrize("constant", [lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum() * 0])
-def test_a_constant_objective_has_no_gradient(constant):
-    batch, weights = Batch("objective"), torch.ones(8, device=DEVICE)
+def test_an_objective_that_weighs_everything_by_0_has_no_gradient():
+    batch = Batch("objective")
     leaves = batch.leaves()
-    given = *leaves, batch.pairs.labels, batch.pairs.cu_seqlens, constant
-    linear_loss(*given, group_tensors={"weights": weights}).loss.backward()
+    given = *leaves, batch.pairs.labels, batch.pairs.cu_seqlens, lambda groups: groups.logprobs.sum() * 0
+    linear_loss(*given).loss.backward()
     assert not any(leaf.grad.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    "constant", [lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum().detach()]
+)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_an_objective_without_a_gradient_is_refused_where_one_is_wanted(impl, constant):
+    batch, weights = Batch("objective"), torch.ones(8, device=DEVICE)
+    given = *batch.leaves(), batch.pairs.labels, batch.pairs.cu_seqlens, constant
+    with pytest.raises(ValueError, match="the objective's result has no gradient: it is detached"):
+        linear_loss(*given, group_tensors={"weights": weights}, impl=impl)
+    with torch.no_grad():
+        linear_loss(*given, group_tensors={"weights": weights}, impl=impl)
 
 
 @pytest.mark.parametrize("level", ["objective", "hidden", "hidden, its own"])
