@@ -84,6 +84,20 @@ def make_folder(folder: Path) -> None:
             sync(path.parent)
 
 
+def make_unfinished(folder: Path) -> Path:
+    """A new folder under a temporary name, for `move_into_place`."""
+    unfinished = temporary_sibling(folder)
+    make_folder(folder.parent)
+    unfinished.mkdir()
+    return unfinished
+
+
+def place_of(unfinished: Path) -> Path | None:
+    """The place of a file or folder with a name of `temporary_sibling`; None for another name."""
+    leftover = LEFTOVER.fullmatch(unfinished.name)
+    return unfinished.with_name(leftover["name"]) if leftover and leftover["kind"] == UNFINISHED else None
+
+
 def move_into_place(unfinished: Path, folder: Path) -> None:
     """Renames a written folder, replacing an existing one."""
     # safetensors makes files for their owner only; the others have the mode that the umask gives.

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fastp3o.errors import UserError
-from fastp3o.files import make_folder, move_into_place, naming, temporary_sibling
+from fastp3o.files import make_unfinished, move_into_place, naming
 
 Result = TypeVar("Result")
 
@@ -86,14 +86,7 @@ def whole_folder(accelerator: Accelerator, folder: Path) -> Iterator[Path]:
     """A folder under a temporary name, which all processes may write to. It takes its place, where it may replace
     another, once the block has ended without an error on the main process.
     """
-
-    def begin() -> Path:
-        unfinished = temporary_sibling(folder)
-        make_folder(folder.parent)
-        unfinished.mkdir()
-        return unfinished
-
-    unfinished = on_main_process(accelerator, begin)
+    unfinished = on_main_process(accelerator, lambda: make_unfinished(folder))
     try:
         with naming(folder):
             yield unfinished

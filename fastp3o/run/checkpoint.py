@@ -7,8 +7,10 @@ choices depend on seed and step only, but a reward function may draw from the gl
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +24,27 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.errors import UserError
-from fastp3o.files import remove, sync, temporary_sibling, write_file
+from fastp3o.files import (
+    make_unfinished,
+    move_into_place,
+    naming,
+    place_of,
+    remove,
+    sync,
+    temporary_sibling,
+    write_file,
+)
 from fastp3o.optimizer import Optimizer
-from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
-from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, read_manifest, require_files
+from fastp3o.processes import on_every_process, on_main_process, require_all_finite
+from fastp3o.run.manifest import (
+    CorruptStateError,
+    Manifest,
+    checksum,
+    part_name,
+    read_manifest,
+    read_unplaced,
+    require_files,
+)
 from fastp3o.run.tensors import copied_to_write, load_tensors
 
 
@@ -57,6 +76,16 @@ COUNTERS = "counters.json"
 PENDING = "pending.json"
 NAME = re.compile(r"step-(\d{6,})")
 CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
+
+
+def put_in_place(unfinished: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a state that is whole, and gives the state its name."""
+    place = place_of(unfinished)
+    assert place is not None
+    manifest.write(unfinished)
+    for process in range(manifest.processes):
+        (unfinished / part_name(process)).unlink(missing_ok=True)
+    move_into_place(unfinished, place)
 
 
 @dataclass(frozen=True)
@@ -99,7 +128,8 @@ class States:
     """The states of a run in `folder`. The newest two stay, and files with other names are not touched.
 
     `save` copies a state, which a thread of each process writes while the run goes on. `place` waits for the threads
-    of all processes, at the same point of the run on each.
+    of all processes, at the same point of the run on each. A state that is whole and was not placed, since the run was
+    killed, is found all the same.
     """
 
     def __init__(self, folder: Path, optimizer: Optimizer, carried: RunState):
@@ -108,6 +138,7 @@ class States:
         self.parts = {"optimizer": optimizer, **carried.parts}
         self.newest: Path | None = None  # the newest state that is known to be whole
         self.writing: Iterator[None] = iter(())  # waits for the state that is being written, and places it
+        self.written: Future[dict[str, str]] | None = None  # this process's part of that state
         self.corrupt: list[Path] = []
 
     def progress(self, step: int, *, evaluated: bool) -> Progress:
@@ -134,6 +165,25 @@ class States:
         """
         writing, self.writing = self.writing, iter(())
         next(writing, None)
+        self.written = None
+
+    @property
+    def part_is_written(self) -> bool:
+        """Whether this process has written its part of a state that is not in its place."""
+        return self.written is not None and self.written.done()
+
+    def place_alone(self) -> None:
+        """Places the state that is being written if it is whole, after an error: the other processes may be anywhere.
+        One that still lacks a process's part stays as it is, and `find` looks again.
+        """
+        if self.written is None:
+            return
+        wait([self.written])
+        if self.accelerator.is_main_process:
+            manifest = read_unplaced(self.unfinished)
+            with suppress(OSError):  # what has ended the run is what is told
+                if manifest is not None:
+                    put_in_place(self.unfinished, manifest)
 
     def write_and_place(
         self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]
@@ -147,17 +197,27 @@ class States:
         if self.accelerator.is_main_process:
             numbers |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
         texts = {name: json.dumps(content) for name, content in numbers.items()}
-        with whole_folder(self.accelerator, place) as unfinished, ThreadPoolExecutor(1) as thread:
-            write_tensors = copied_to_write(unfinished / f"{self.process}.safetensors", tensors)
-            written = thread.submit(
-                lambda: write_tensors() | {name: write_file(unfinished / name, text) for name, text in texts.items()}
-            )
-            yield
-            sums = on_every_process(self.accelerator, written.result)
-            checksums = dict(gather_object([*sums.items()]))
-            processes = self.accelerator.num_processes
-            manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
-            on_main_process(self.accelerator, lambda: manifest.write(unfinished))
+        processes = self.accelerator.num_processes
+        manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, {})
+        self.unfinished = unfinished = on_main_process(self.accelerator, lambda: make_unfinished(place))
+        try:
+            with naming(place), ThreadPoolExecutor(1) as thread:
+                write_tensors = copied_to_write(unfinished / f"{self.process}.safetensors", tensors)
+
+                def write() -> dict[str, str]:
+                    sums = write_tensors() | {name: write_file(unfinished / name, text) for name, text in texts.items()}
+                    replace(manifest, checksums=sums).write(unfinished, part_name(self.accelerator.process_index))
+                    return sums
+
+                self.written = written = thread.submit(write)
+                yield
+                sums = on_every_process(self.accelerator, written.result)
+                manifest = replace(manifest, checksums=dict(gather_object([*sums.items()])))
+                on_main_process(self.accelerator, lambda: put_in_place(unfinished, manifest))
+        except Exception:
+            if self.accelerator.is_main_process and read_unplaced(unfinished) is None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         self.newest = place
         on_main_process(self.accelerator, self.prune)
 
@@ -185,6 +245,8 @@ class States:
                 if problem is None:
                     self.newest = path
                     return manifest, problems
+            if place_of(path) is not None:  # it was never called a state
+                continue
             self.corrupt.append(path)
             problems.append(f"{path} is corrupt: {problem}")
         if problems:
@@ -193,18 +255,26 @@ class States:
         return None, []
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
-        """States, newest first, with their manifests or the problem."""
+        """States, newest first, with their manifests or the problem; also whole ones that are not in their place."""
         states: list[tuple[Path, Manifest | None, str | None]] = []
-        folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        named = [path for path in folders if NAME.fullmatch(path.name) and path.is_dir()]
-        for path in sorted(named, key=lambda path: int(path.name[len("step-") :]), reverse=True):
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            place = place_of(path)
+            if not NAME.fullmatch((place or path).name) or not path.is_dir():
+                continue
+            if place is not None:
+                manifest = read_unplaced(path)
+                if manifest is not None and not place.exists():
+                    states.append((path, manifest, None))
+                continue
             try:
                 manifest = read_manifest(path)
                 require_files(path, manifest)
                 states.append((path, manifest, None))
             except CorruptStateError as error:
                 states.append((path, None, str(error)))
-        return states
+        return sorted(
+            states, key=lambda state: int((place_of(state[0]) or state[0]).name[len("step-") :]), reverse=True
+        )
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""
@@ -230,6 +300,10 @@ class States:
             lacks = f"{newest} lacks {min(others.keys() - names)}, which this run has"
             raise UserError(f"--resume: {lacks}: was its --precision another? Give that one, or a new --output_dir")
         on_main_process(self.accelerator, self.rename_corrupt)
+        if (place := place_of(newest)) is not None:
+            on_main_process(self.accelerator, lambda: put_in_place(newest, manifest))
+            on_main_process(self.accelerator, self.prune)
+            self.newest = newest = place
         self.optimizer.fill(names - others.keys(), partial(load_tensors, newest))
         if others:
             load_tensors(newest, others)

@@ -1,11 +1,12 @@
 """A state's manifest. It tells whether the state is whole, and which runs may go on from it.
 
-manifest.json is written last, and has a checksum of every file and of itself.
+manifest.json is written last, and has a checksum of every file and of itself. Until then each process's files have one
+that is made in the same way, so that a state is known to be whole although no process could say so.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +41,47 @@ class Manifest:
     fingerprints: dict[str, str]
     checksums: dict[str, str]
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, name: str = MANIFEST) -> None:
         content = {"version": VERSION, **asdict(self)}
-        write_file(folder / MANIFEST, json.dumps({**content, "sha256": content_checksum(content)}, indent=1))
+        write_file(folder / name, json.dumps({**content, "sha256": content_checksum(content)}, indent=1))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def part_name(process: int) -> str:
+    """The name of the manifest of one process's files."""
+    return f"manifest-{process:05}.json"
+
+
+def read_unplaced(folder: Path) -> Manifest | None:
+    """The manifest of a state that may not be whole yet: its own, or that of its processes' parts; None if a part or a
+    file is missing.
+    """
+    try:
+        if (folder / MANIFEST).exists():
+            return read_manifest(folder)
+        first = read_manifest(folder, part_name(0))
+        parts = [read_manifest(folder, part_name(process)) for process in range(first.processes)]
+        whole = replace(first, checksums={name: found for part in parts for name, found in part.checksums.items()})
+        require_files(folder, whole)
+    except CorruptStateError:
+        return None
+    return whole
+
+
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
     """Reads a folder's manifest. Raises CorruptStateError if there is no whole one."""
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
+        content = json.loads((folder / name).read_bytes())
         expected = content.pop("sha256")
         version, fields = content["version"], {k: v for k, v in content.items() if k != "version"}
         manifest = Manifest(**fields)
     except OSError as error:
-        raise CorruptStateError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+        raise CorruptStateError(f"{name} cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptStateError(f"{MANIFEST} is damaged") from error
+        raise CorruptStateError(f"{name} is damaged") from error
     if version != VERSION:
-        raise CorruptStateError(f"{MANIFEST} is of version {version}, and this fastp3o reads version {VERSION}")
+        raise CorruptStateError(f"{name} is of version {version}, and this fastp3o reads version {VERSION}")
     if content_checksum(content) != expected:
-        raise CorruptStateError(f"{MANIFEST} is damaged: its checksum is another")
+        raise CorruptStateError(f"{name} is damaged: its checksum is another")
     return manifest
 
 

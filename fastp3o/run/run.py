@@ -190,8 +190,10 @@ class Run:
             finally:
                 if self.pending is not None:
                     self.pending.close()
-                if self.accelerator.num_processes == 1:  # others may be elsewhere
+                if self.accelerator.num_processes == 1:
                     self.states.place()
+                else:
+                    self.states.place_alone()
                 release(self.folder)
 
     def finish(self, address: str | None) -> None:
@@ -408,10 +410,14 @@ class Run:
         return self.optimizer.steps != self.optimizer_steps
 
     def stop_or_save(self) -> None:
-        """Saves the state if that is due. After a signal, saves it and ends the run."""
+        """Saves the state if that is due, and places one that all have written. After a signal, saves it and ends the
+        run.
+        """
         waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
         due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
-        number, due = self.stops.agreed(due)
+        number, due, written = self.stops.agreed(due, self.states.part_is_written)
+        if written:
+            self.states.place()
         if not (number or due):
             return
         self.read_late_step()
@@ -430,7 +436,9 @@ class Run:
         raise StoppedError(number, place)
 
     def save_state(self, *, wait: bool = True) -> None:
-        """Writes the state of the noted progress, after syncing the logs; without `wait` it is placed a step later."""
+        """Writes the state of the noted progress, after syncing the logs; without `wait` it is placed as soon as
+        all processes have written it, a step later at most.
+        """
         self.hang_watch.at("saving")
         assert not self.moved
         on_main_process(self.accelerator, lambda: require_claimed(self.folder))

@@ -71,13 +71,15 @@ class Stops:
         with suppress(OSError):  # nobody reads it
             os.write(2, line.encode())
 
-    def agreed(self, due: bool) -> tuple[int, bool]:
-        """The signal that any process has received (0: none), and whether something is due on any. A collective.
-        Several processes have the answer of the call before: then no host waits for the device.
+    def agreed(self, due: bool, written: bool) -> tuple[int, bool, bool]:
+        """The signal that any process has received (0: none), whether something is due on any, and whether all have
+        written their parts. A collective. Several processes have the answer of the call before: then no host waits for
+        the device.
         """
         if self.accelerator.num_processes == 1:
-            return self.received, due
-        mine = to_device(torch.tensor([[float(self.received), float(due)]]), self.accelerator.device)
+            return self.received, due, written
+        mine = torch.tensor([[float(self.received), float(due), float(not written)]])
+        mine = to_device(mine, self.accelerator.device)
         before, self.exchange = self.exchange, LateNumbers(self.accelerator.gather(mine).amax(0))
-        number, any_due = (0, False) if before is None else before.read()
-        return int(number), bool(any_due)
+        number, any_due, any_writes = (0, False, True) if before is None else before.read()
+        return int(number), bool(any_due), not any_writes

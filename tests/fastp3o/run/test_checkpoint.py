@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import threading
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,6 +35,7 @@ from fastp3o.run.manifest import (
     checksum,
     content_checksum,
     read_manifest,
+    read_unplaced,
     require_same_run,
 )
 from fastp3o.training.reward_model import RewardModelConfig
@@ -124,6 +126,37 @@ def test_a_run_goes_on_while_its_state_is_written(tmp_path, monkeypatch, full):
         for name in ("at once", "beside")
     ]
     assert files[0] == files[1] != {}
+
+
+@pytest.mark.parametrize("manifest", [False, True], ids=["no process said so", "its manifest is written"])
+def test_a_whole_state_that_was_never_placed_is_gone_on_from(tmp_path, manifest):
+    """As after kill -9. Nothing changes before the run goes on from it."""
+    killed = Trainer(tmp_path / "killed").train(1, 3)
+    killed.train(4, 4, save=False).states.save(killed.states.progress(4, evaluated=True), CONFIG, {})
+    killed.states.written.result()
+    if manifest:
+        read_unplaced(killed.states.unfinished).write(killed.states.unfinished)
+    before = shutil.copytree(tmp_path / "killed", tmp_path / "state")
+    resumed = Trainer(before)
+    assert resumed.states.find()[0].step == 4
+    assert sorted(os.listdir(before)) == sorted(os.listdir(tmp_path / "killed"))
+    assert resumed.resume() == (4, [])
+    assert sorted(os.listdir(before)) == ["step-000003", "step-000004"]
+    assert not [*before.glob("*/manifest-*")]
+    assert Trainer(before).resume() == (4, [])
+    assert resumed.train(5, 6, save=False).all() == Trainer(tmp_path / "whole").train(1, 6, save=False).all()
+
+
+@pytest.mark.parametrize("name", ["manifest-00000.json", "counters.json", "process-00000.safetensors"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_a_state_that_was_never_placed_and_is_not_whole_is_none(tmp_path, name, damage):
+    killed = Trainer(tmp_path / "killed").train(1, 1)
+    killed.train(2, 2, save=False).states.save(killed.states.progress(2, evaluated=True), CONFIG, {})
+    killed.states.written.result()
+    state = shutil.copytree(tmp_path / "killed", tmp_path / "state")
+    (unfinished,) = state.glob("*.unfinished-*")
+    damage(unfinished / name)
+    assert Trainer(state).resume() == (1, [])
 
 
 @pytest.mark.parametrize("room", [0, 2**40])

@@ -23,6 +23,7 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from fastp3o.run import signals as stopping
+from fastp3o.run import tensors as store
 from fastp3o.run.best import Best
 from fastp3o.run.manifest import ResumeError
 from fastp3o.run.run import Run, Steps
@@ -135,6 +136,30 @@ def test_a_state_is_placed_after_the_next_step_or_before_its_error_names_it(work
     else:
         next(steps)
     assert os.listdir("run/state") == ["step-000002"]
+
+
+def test_a_state_is_placed_at_the_first_phase_at_which_it_is_written(workplace, tiny_model, tokenizer, monkeypatch):
+    """Not before: no phase waits for the disk."""
+    may_write, written = threading.Event(), store.write_file
+
+    def write(*given: object) -> str:
+        assert may_write.wait(60)
+        return written(*given)
+
+    monkeypatch.setattr(store, "write_file", write)
+    steps = iter(run := start(tiny_model, tokenizer, save_every=2))
+    for _ in range(2):
+        next(steps)
+        take_step(run)
+    assert next(steps) == 3
+    with run.phase("rollout"):
+        assert [name[:23] for name in os.listdir("run/state")] == ["step-000002.unfinished-"]
+    may_write.set()
+    run.states.written.result()
+    with run.phase("update"):
+        assert os.listdir("run/state") == ["step-000002"]
+        take_step(run)
+    next(steps)
 
 
 @pytest.mark.parametrize(("kept", "left"), [(0, [1, 2, 3, 4]), (2, [3, 4])])
@@ -317,7 +342,7 @@ def take_signals() -> None:
     with Stops(Accelerator(cpu=True)) as stops:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
-        print(stops.agreed(False), flush=True)
+        print(stops.agreed(False, False), flush=True)
         time.sleep(0.6)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
@@ -329,7 +354,7 @@ def test_a_second_signal_ends_at_once(capfd):
     child.join(50)
     assert child.exitcode == -signal.SIGINT
     output = capfd.readouterr()
-    assert output.out == "(15, False)\n"
+    assert output.out == "(15, False, False)\n"
     assert "Traceback" not in output.err
 
 

@@ -5,6 +5,7 @@ A sample of each fault is part of the suite; `-m "faults or not faults"` tries a
 table of benchmarks/README.md. FASTP3O_KILLS: random kills and signals of each run.
 """
 
+import itertools
 import os
 import random
 import resource
@@ -199,6 +200,28 @@ def test_a_folder_that_a_process_does_not_see_is_refused(scene: MakeScene, tmp_p
     for log in run.logs:
         assert f"--output_dir: {other}/run on {socket.gethostname()} is not {run.run} on" in log.read_text()
     assert not [*other.iterdir(), *run.folder.glob("*.unfinished-*")]
+
+
+@pytest.mark.parametrize("name", ["P3O", pytest.param("SFT", marks=at_night)])
+@pytest.mark.parametrize("processes", [(0, 1), (0,), (1,)], ids=str)
+def test_an_error_of_any_kind_loses_no_state_that_is_whole(scene: MakeScene, name: str, processes: tuple[int, ...]):
+    """It comes while the state after step 2 is being written, in one or both of two processes."""
+    run = scene(name, 2)
+
+    def break_down(number: int) -> None:
+        step, made = Optimizer.step, itertools.count(1)
+
+        def counted(*given: object) -> object:
+            if next(made) == (5 if name == "P3O" else 3) and number in processes:
+                raise ZeroDivisionError("nobody has thought of it")
+            return step(*given)
+
+        Optimizer.step = counted
+
+    assert all(run.do(run.train, break_down))
+    assert "nobody has thought of it" in run.logs[processes[0]].read_text()
+    assert "identical after" in run.result("an error that nobody has thought of")
+    assert f"resuming after {'update' if name == 'P3O' else 'step'} 2" in run.told()
 
 
 HANGS = [
