@@ -1,10 +1,12 @@
 """A learning rate that follows how far the steps of an update move the policy (`--kl_per_update`)."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,10 +18,57 @@ from fastp3o.training.microbatches import policy_logprobs
 from fastp3o_kernels.losses import step_kl
 
 CHANGE = 4.0  # the most that an update multiplies or divides the rate by
-FIRST_CHANGE = CHANGE**8  # the same of a run's first update
-# After the first updates the rate rises by RISE at most: a policy that gets worse has more ties, so that its updates
-# move less, and a rate that followed them at once would make an end of it.
+FIRST_CHANGE = CHANGE**8  # the same of an update that tests rates
+# After the first updates that had a gradient the rate rises by RISE at most: a policy that gets worse has more ties, so
+# that its updates move less, and a rate that followed them at once would make an end of it.
 FINDING, RISE = 10, 1.1
+# Where rounding explains less than this share of what an update has moved, nothing is taken off.
+NEGLIGIBLE = 0.01
+
+
+@dataclass
+class Search:
+    """What is known of the rate, from update to update; a part of the run's state.
+
+    given: the rate that the search began at. lessons: updates that had a gradient. hidden: whether rounding has hidden
+    what the last of the first ones moved. ratio_noise: what rounding adds to a response's log-ratio, in nats, as it was
+    last measured (`ratio/noise`); a tensor until it is read.
+    """
+
+    given: float
+    lessons: int = 0
+    hidden: bool = False
+    ratio_noise: float | Tensor = 0.0
+    said: bool = field(default=False, init=False)
+
+    def note_noise(self, accelerator: Accelerator, metrics: Mapping[str, Tensor]) -> None:
+        """Takes note of `ratio/noise`, the mean over the processes, in the updates that measure it."""
+        if (noise := metrics.get("ratio/noise")) is not None:
+            self.ratio_noise = sum_over_processes(accelerator, noise.clone()) / accelerator.num_processes
+
+    @property
+    def rounding(self) -> float:
+        """The KL to itself that rounding makes, in nats per response: half the mean square of a log-ratio."""
+        self.ratio_noise = float(self.ratio_noise)
+        return self.ratio_noise**2 / 2
+
+    def without_rounding(self, moved: float) -> float:
+        """The KL that an update has moved, without what rounding makes of it."""
+        return moved if self.rounding < NEGLIGIBLE * moved else max(moved - self.rounding, 0.0)
+
+    def hides(self, moved: float) -> bool:
+        """Whether what an update has moved may as well be rounding."""
+        return self.without_rounding(moved) <= self.rounding
+
+    def state_dict(self) -> dict[str, Any]:
+        noise = float(self.ratio_noise)
+        return {"given": self.given, "lessons": self.lessons, "hidden": self.hidden, "ratio_noise": noise}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A resumed run that gives another rate begins to search there."""
+        self.ratio_noise = state["ratio_noise"]
+        if state["given"] == self.given:
+            self.lessons, self.hidden = state["lessons"], state["hidden"]
 
 
 def adapted(
@@ -30,6 +79,7 @@ def adapted(
     minibatches: Minibatches,
     step_metrics: Sequence[dict[str, Tensor]],
     found: dict[str, float],
+    search: Search | None = None,
 ) -> Iterator[int]:
     """The minibatches of an update's steps, in this order. Adapts the policy's learning rate after the last one.
 
@@ -37,9 +87,12 @@ def adapted(
     ends with the step that moves the policy beyond the target. Otherwise a start that is too high would do damage that
     no later update mends. A step without a gradient, where all rewards tie or all is clipped, tests nothing.
 
-    step_metrics: of the steps so far. found: gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of
-    one minibatch, which stands for all. With `--old_logprobs sampler` and several steps one more before them gives log
-    π_before.
+    What rounding makes of the movement is taken off. Where it hides the movement, as in bf16 at first, what was
+    measured still bounds it: the rate rises as far as is safe by that, and the next update tests rates from there on.
+
+    search: what goes from update to update; None: nothing has. step_metrics: of the steps so far. found: gets
+    `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of one minibatch, which stands for all. With
+    `--old_logprobs sampler` and several steps one more before them gives log π_before.
     """
     target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
     if target is None:
@@ -51,26 +104,44 @@ def adapted(
             before = policy_logprobs(optimizer.model, [one.row for one in watched])
         watched = [replace(one, noted_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
     peak, rates, tested, moved = float(schedule.base_lrs[0]), list[float](), 0, 0.0
+    search = search or Search(config.learning_rate)
     first = peak == config.learning_rate
+    tests = first or search.hidden
     for made, index in enumerate(order, 1):
-        if first:
-            optimizer.set_peak_learning_rate(peak * 2.0 ** (tested + 1 - len(order)))
+        if tests:
+            doubled = 2.0 ** (tested + 1 - len(order)) if first else min(2.0**tested, FIRST_CHANGE)
+            optimizer.set_peak_learning_rate(peak * doubled)
         rates.append(optimizer.next_learning_rate())
         yield index
-        if first or made == len(order):
+        if tests or made == len(order):
             tested += step_metrics[-1]["grad_norm"].item() > 0
             with accelerator.autocast():
                 found["kl_moved"] = moved = kl_moved(optimizer, watched)
-            if first and moved > target:
-                accelerator.print(f"--kl_per_update: the first update ends after {made} steps and {moved:.3g} nats")
+            if tests and search.without_rounding(moved) > target:
+                which = "first update" if first else f"update {update}"
+                accelerator.print(f"--kl_per_update: the {which} ends after {made} steps and {moved:.3g} nats")
                 break
     # The KL grows with the square of the way, the sum of the steps' rates.
     norms = torch.stack([one["grad_norm"] for one in step_metrics]).tolist()
     way = sum(rate for rate, norm in zip(rates, norms, strict=True) if norm > 0)
-    if moved > 0 and way > 0:
-        change = way / (len(order) * peak) * sqrt(target / moved)
-        limit = FIRST_CHANGE if first else CHANGE
-        peak *= min(max(change, 1 / limit), limit if update <= FINDING else RISE)
+    if way > 0:
+        search.lessons += 1
+        finds = search.lessons <= FINDING
+        if search.hides(moved):
+            # Rounding is no reason to fall.
+            farther = max(sqrt(target / moved), 1.0) if moved > 0 else CHANGE
+        else:
+            farther = sqrt(target / search.without_rounding(moved))
+        search.hidden = finds and search.hides(moved)
+        change = way / (len(order) * peak) * farther
+        limit = FIRST_CHANGE if tests else CHANGE
+        peak *= min(max(change, 1 / limit), limit if finds else RISE)
+        if not finds and change > RISE and moved < target / 2 and not search.said:
+            search.said = True
+            accelerator.print(
+                f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {peak:.2g}, rises by "
+                f"{RISE - 1:.0%} an update at most by now. To search anew, --resume with another --learning_rate"
+            )
     optimizer.set_peak_learning_rate(peak)
 
 

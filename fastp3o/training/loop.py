@@ -36,7 +36,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError if a remote reward or
     a vLLM server fails, and FunctionError if a function fails.
     """
-    buffer, score, logged, objective, policy, reference, add_gradients, run = set_up(config, caller)
+    buffer, score, logged, objective, policy, reference, add_gradients, search, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
@@ -72,13 +72,14 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
             with run.phase("update"):
                 found: dict[str, float] = {}
                 step_metrics: list[dict[str, Tensor]] = []
-                for index in adapted(run.optimizer, config, update, order, minibatches, step_metrics, found):
+                for index in adapted(run.optimizer, config, update, order, minibatches, step_metrics, found, search):
                     first = not step_metrics
                     gradients = add_gradients(passes[index], partial(objective.loss, first=first))
                     if first:
                         # The policy's log-probs are known by now, and nothing has moved yet.
                         gaps = logprob_metrics(rollouts, compared, again)
                         buffer.require_same_policy(update, rollouts, gaps)
+                        search.note_noise(accelerator, gaps)
                     step_metrics.append(gradients | run.optimizer.step(gradients["loss"]))
                 with accelerator.autocast():
                     objective.conclude(policy, minibatches, sum_over_processes)

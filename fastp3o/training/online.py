@@ -34,6 +34,7 @@ from fastp3o.training.build import (
     policy_sampler,
     sampled_model,
 )
+from fastp3o.training.kl_per_update import Search
 from fastp3o.training.microbatches import Rewards, add_gradients
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rollout_buffer import RolloutBuffer
@@ -41,8 +42,9 @@ from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out
 
 Score = Callable[[list[Group]], Rewards]
 Logged = Callable[[], dict[str, float]]
-# The buffer, `score`, what rewards log, objective, policy and reference, a step's backward passes, the run.
-Online = tuple[RolloutBuffer, Score, Logged, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
+Gradients = Callable[..., dict[str, Tensor]]
+# The buffer, `score`, what rewards log, objective, policy and reference, a step's backward passes, the rate, the run.
+Online = tuple[RolloutBuffer, Score, Logged, Objective, PackedModel, Reference, Gradients, Search, Run]
 
 
 def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
@@ -86,6 +88,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     reference = in_context(context, config, reference)
     objective.reference_values = reference.map_rows
     reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
+    search = Search(config.learning_rate)
     run = Run(
         context,
         config,
@@ -95,13 +98,13 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
             context, config, sampled, reference if config.needs_reference else None, rewards, held_out
         ),
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
-        state=RunState(objective.stateful_parts, tensors, buffer),
+        state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, reward)
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
     gradients = partial(add_gradients, optimizer, further_passes=pretraining)
     logged = partial(logged_means, {"reward": reward})
-    return buffer, score, logged, objective, policy, reference, gradients, run
+    return buffer, score, logged, objective, policy, reference, gradients, search, run
 
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
