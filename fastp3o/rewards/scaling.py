@@ -1,9 +1,16 @@
 """Rewards of the responses to a prompt: their differences in pairs, and scalers of the differences or the rewards."""
 
 from abc import ABC, abstractmethod
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Values without which nothing is an outlier, and the deviations beyond which one may be.
+ENOUGH, OUTLYING = 8, 10.0
+# A normal distribution's median distance from its mean, in deviations.
+MEDIAN = 0.6745
 
 
 def pairs(values: Tensor) -> Tensor:
@@ -23,9 +30,23 @@ def tied(rewards: Tensor) -> Tensor:
     return (rewards == rewards[:, :1]).all(dim=1)
 
 
+class Outlier(NamedTuple):
+    """A value's distance from the mean, and the one with which it enters the deviation."""
+
+    distance: float
+    bound: float
+
+
 class Scaler(ABC):
     """Divides values by their running standard deviation, and bounds the results. clip: bound, 0 for none. scale: False
     leaves the deviation at 1, so that rewards are only bounded.
+
+    The deviation is of all values so far, so that one of a thousand deviations would make all later ones too small for
+    the rest of the run. An outlier therefore enters it bounded: at ten deviations of what came before, or at as much as
+    all of that together where this is more. So no reward ever more than doubles the variance once there are a hundred,
+    and one whose scale has changed, or that is rarely not 0, doubles it each time until it counts in full. As long as
+    nothing came before, ten deviations are those of the update's own median. Fewer than eight values are taken as they
+    are. outlier: the farthest of the last call; None without one.
     """
 
     def __init__(self, clip: float, *, scale: bool = True):
@@ -34,6 +55,7 @@ class Scaler(ABC):
         self.count = 0
         self.sum = 0.0
         self.sum_of_squares = 0.0
+        self.outlier: Outlier | None = None
 
     @abstractmethod
     def __call__(self, rewards: Tensor) -> Tensor:
@@ -43,12 +65,26 @@ class Scaler(ABC):
     def std(self) -> float:
         """The deviation that divides."""
 
-    def update(self, values: Tensor) -> None:
-        """Adds values to the running statistics."""
+    def update(self, values: Tensor, centre: float, *, shared_by: int) -> None:
+        """Adds values to the running statistics. centre: the mean, or about. shared_by: values that a reward is in."""
         values = values.double()
+        distances = (values - centre).abs()
+        bound, farthest = self.bound(distances, centre, shared_by), distances.max().item()
+        self.outlier = Outlier(farthest, bound) if farthest > bound else None
+        values = values.clamp(centre - bound, centre + bound)
         self.count += values.numel()
         self.sum += values.sum().item()
         self.sum_of_squares += values.square().sum().item()
+
+    def bound(self, distances: Tensor, centre: float, shared_by: int) -> float:
+        """How far from the centre values enter the statistics."""
+        if not self.scale:
+            return inf
+        variance = self.sum_of_squares / self.count - centre**2 if self.count >= ENOUGH else 0.0
+        if variance > 0:
+            return variance**0.5 * max(OUTLYING, (self.count / shared_by) ** 0.5)
+        not_tied = distances[distances > 0]
+        return OUTLYING / MEDIAN * not_tied.median().item() if len(not_tied) >= ENOUGH else inf
 
     def deviation_around(self, mean: float) -> float:
         if not self.scale:
@@ -79,7 +115,7 @@ class DifferenceScaler(Scaler):
     """
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        self.update(differences(rewards))
+        self.update(differences(rewards), 0.0, shared_by=rewards.shape[1] - 1)
         # Differences come first: they are exact, a shift is not.
         first_minus_rewards = rewards[:, :1] - rewards
         centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
@@ -95,7 +131,8 @@ class AbsoluteScaler(Scaler):
     """
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        self.update(rewards)
+        centre = self.sum / self.count if self.count >= ENOUGH else rewards.double().median().item()
+        self.update(rewards, centre, shared_by=1)
         return (rewards / self.std()).clamp(-self.clip, self.clip)
 
     def std(self) -> float:

@@ -13,7 +13,7 @@ from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
-from fastp3o.rewards.scaling import differences, tied
+from fastp3o.rewards.scaling import Outlier, differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.run.log import LoggedGroup, LoggedResponse, finite_or_none
 from fastp3o.run.run import Run
@@ -62,6 +62,8 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if clip_range is not None and noise > TOLERATED * clip_range:
         precision, device = run.optimizer.precision.name, run.accelerator.device.type
         run.warn_once("ratio/noise", noise_warning(noise, clip_range, precision, device))
+    if outlier := objective.scaler.outlier:
+        run.warn_once("outlier", outlier_warning(outlier))
     if metrics["tied_prompts"] == 1 and config.reads_rewards:
         run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
     beside_bar = tuple(name for name in ("reward", "kl", "response_length") if name in metrics)
@@ -73,6 +75,13 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         prompts = [group.prompt.text for group in shown]
         responses = [[response.text for response in group.responses] for group in shown]
         run.reporter.samples(update.number, prompts, responses, update.rewards["reward"][: len(shown)].tolist())
+
+
+def outlier_warning(outlier: Outlier) -> str:
+    return (
+        f"warning: a reward, or a difference of two, is {outlier.distance:.3g}, far beyond the others: it counts as "
+        f"{outlier.bound:.3g} in the deviation that divides rewards (--reward_scaling)"
+    )
 
 
 def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tuple[dict[str, float], Tensor]:

@@ -5,7 +5,7 @@ import torch
 
 from fastp3o.rewards.config import PenaltyConfig, cascaded, reward_names, short_names
 from fastp3o.rewards.reward import WeightedSum, penalised_rewards, penalties, repeated_share, rewarded
-from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, differences
+from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler, differences
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
 
@@ -89,6 +89,59 @@ def test_no_difference_of_many_responses_exceeds_the_bound():
     assert differences(scaled).abs().max() <= 1
     loose = DifferenceScaler(100.0)(rewards)
     torch.testing.assert_close(differences(loose), differences(rewards) / differences(rewards).square().mean().sqrt())
+
+
+def scales(
+    kind: type[Scaler], K: int, outliers: dict[int, float], updates: int = 60, scale: float = 1.0
+) -> list[float]:
+    """The deviation after each update of eight prompts, one of whose rewards is an outlier in some."""
+    generator, scaler, found = torch.Generator().manual_seed(0), kind(10.0), []
+    for update in range(updates):
+        rewards = scale * torch.randn(8, K, generator=generator)
+        if update in outliers:
+            rewards[3, 1] = outliers[update]
+        assert scaler(rewards).isfinite().all()
+        assert (scaler.outlier is not None) == (update in outliers)
+        found.append(scaler.std())
+    return found
+
+
+@pytest.mark.parametrize("kind", [DifferenceScaler, AbsoluteScaler])
+@pytest.mark.parametrize("K", [2, 4, 8])
+@pytest.mark.parametrize("far", [-1000.0, 1e6, 1e30])
+@pytest.mark.parametrize("at", [0, 1, 10, 40])
+def test_one_outlier_does_not_make_all_later_rewards_small(kind, K, far, at):
+    """Also not in the very first update. Without one there is no difference in any bit."""
+    plain, found = scales(kind, K, {}), scales(kind, K, {at: far})
+    assert max(after / before for after, before in zip(found, plain, strict=True)) < 4
+    assert found[-1] / plain[-1] < (1.5 if at < 40 else 1.6)
+    assert found[:at] == plain[:at]
+
+
+@pytest.mark.parametrize("kind", [DifferenceScaler, AbsoluteScaler])
+def test_a_scale_that_changes_and_a_rare_reward_enter_the_deviation(kind):
+    """What comes again and again is no outlier: neither successes in one of hundred prompts, nor another reward."""
+    scaler = kind(10.0)
+    scaler(0.01 * torch.randn(8, 4))
+    for _ in range(200):
+        scaler(torch.randn(8, 4))
+    assert scaler.outlier is None
+    assert scaler.std() == pytest.approx(2**0.5 if kind is DifferenceScaler else 1.0, rel=0.1)
+    scaler, plain = kind(10.0), []
+    for update in range(600):
+        rewards = 0.01 * torch.randn(8, 2)
+        rewards[0, 0] += update % 13 == 0
+        plain.append(rewards if kind is AbsoluteScaler else differences(rewards))
+        scaler(rewards)
+    assert scaler.std() == pytest.approx(torch.cat(plain).std().item(), rel=0.2)
+
+
+def test_an_outlier_of_unscaled_rewards_is_only_bounded():
+    scaler = DifferenceScaler(10.0, scale=False)
+    rewards = torch.randn(16, 2)
+    rewards[0, 0] = 1e6
+    assert scaler(rewards)[0].tolist() == [5.0, -5.0]
+    assert scaler.outlier is None
 
 
 def test_statistics_run_over_calls_and_are_saved():
