@@ -424,7 +424,11 @@ class TrainableConfig(Flags):
 class LoadingConfig(Flags):
     """How models are loaded, and their attention."""
 
-    trust_remote_code: bool = option(False, "Run a checkpoint's own code; for sources you trust.", changeable=True)
+    trust_remote_code: bool = option(
+        False,
+        "Run a checkpoint's own code, or that of the base which an adapter names; for sources you trust.",
+        changeable=True,
+    )
     chat_template: str | None = option(
         None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
     )

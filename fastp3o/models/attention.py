@@ -103,8 +103,14 @@ def segment_attention(
     weights. Raises ValueError for a batch that is not packed, and for dropout.
     """
     segments, cache = fastp3o_segments, fastp3o_cache
-    if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
-        raise UserError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
+    if attention_mask is not None:
+        made = "it attends by a mask of its own making, which knows nothing of where responses begin"
+        raise UserError(f'{made}: attention "{NAME}" takes one packed row with its segments instead')
+    if segments is None and cache is None:
+        lost = "it does not hand the keywords of its call on to its attention"
+        raise UserError(f'{lost}: "{NAME}" takes one packed row with its segments, and never sees these')
+    if len(query) != 1:
+        raise UserError(f'attention "{NAME}" takes one packed row, got a batch of {len(query)}')
     if dropout:
         raise UserError(f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0")
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:

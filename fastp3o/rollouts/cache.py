@@ -1,13 +1,12 @@
 """The cache: keys and values of all layers, the memory that they take, and attention to them."""
 
-import os
 from math import prod
 from typing import Any, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from fastp3o.host_memory import free_host_memory
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
 
 # The cache may take this share of free memory; the rest is for activations of a step and of prompts, and for logits.
@@ -86,8 +85,7 @@ def available_memory(device: torch.device) -> int:
         return_unused_memory(device)
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        # Processes of one machine share what is free.
-        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        free = free_host_memory()
     return int(SHARE * free)
 
 

@@ -5,7 +5,6 @@ holds each file twice in memory, and its others write pickles. Its `async_save` 
 """
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -24,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fastp3o.files import write_file
+from fastp3o.host_memory import free_host_memory
 from fastp3o.models.sharding import pin
 
 ELEMENTS_AT_ONCE = 2**20
@@ -74,9 +73,7 @@ class CopyingWriter(HuggingFaceStorageWriter):
         assert len(parts) == len(plan.items), "a process has one part of a tensor"
         if parts:
             written = parts
-            # Processes of one machine share what is free.
-            room = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            if fits := sum(part.nbytes for part in parts.values()) < room:
+            if fits := sum(part.nbytes for part in parts.values()) < free_host_memory():
                 written = {name: part if part.is_cuda else part.clone() for name, part in parts.items()}
                 pin(part for part in written.values() if part.is_cuda)  # torch keeps that memory for the next copies
             self.write = cache(lambda: {self.file.name: write_file(self.file, blocks(written, offsets))})

@@ -32,13 +32,15 @@ class Search:
 
     given: the rate that the search began at. lessons: updates that had a gradient. hidden: whether rounding has hidden
     what the last of the first ones moved. ratio_noise: what rounding adds to a response's log-ratio, in nats, as it was
-    last measured (`ratio/noise`); a tensor until it is read.
+    last measured (`ratio/noise`); a tensor until it is read. is_slow, said: whether the last update has moved less than
+    half of the target while the rate rises as fast as it may, and whether the user was told.
     """
 
     given: float
     lessons: int = 0
     hidden: bool = False
     ratio_noise: float | Tensor = 0.0
+    is_slow: bool = field(default=False, init=False)
     said: bool = field(default=False, init=False)
 
     def note_noise(self, accelerator: Accelerator, metrics: Mapping[str, Tensor]) -> None:
@@ -59,6 +61,22 @@ class Search:
     def hides(self, moved: float) -> bool:
         """Whether what an update has moved may as well be rounding."""
         return self.without_rounding(moved) <= self.rounding
+
+    def learned(self, way: float, moved: float, target: float, *, tested: bool) -> float:
+        """What multiplies the rate after an update that had a gradient. way: the sum of its steps' rates, over that of
+        as many steps at the rate. moved, target: in nats per response. tested: whether it has tested rates.
+        """
+        self.lessons += 1
+        finds, hides = self.lessons <= FINDING, self.hides(moved)
+        if hides:
+            # Rounding is no reason to fall.
+            farther = max(sqrt(target / moved), 1.0) if moved > 0 else CHANGE
+        else:
+            farther = sqrt(target / self.without_rounding(moved))
+        limit = FIRST_CHANGE if tested else CHANGE
+        self.hidden = finds and hides
+        self.is_slow = not finds and way * farther > RISE and moved < target / 2
+        return min(max(way * farther, 1 / limit), limit if finds else RISE)
 
     def state_dict(self) -> dict[str, Any]:
         noise = float(self.ratio_noise)
@@ -125,18 +143,8 @@ def adapted(
     norms = torch.stack([one["grad_norm"] for one in step_metrics]).tolist()
     way = sum(rate for rate, norm in zip(rates, norms, strict=True) if norm > 0)
     if way > 0:
-        search.lessons += 1
-        finds = search.lessons <= FINDING
-        if search.hides(moved):
-            # Rounding is no reason to fall.
-            farther = max(sqrt(target / moved), 1.0) if moved > 0 else CHANGE
-        else:
-            farther = sqrt(target / search.without_rounding(moved))
-        search.hidden = finds and search.hides(moved)
-        change = way / (len(order) * peak) * farther
-        limit = FIRST_CHANGE if tests else CHANGE
-        peak *= min(max(change, 1 / limit), limit if finds else RISE)
-        if not finds and change > RISE and moved < target / 2 and not search.said:
+        peak *= search.learned(way / (len(order) * peak), moved, target, tested=tests)
+        if search.is_slow and not search.said:
             search.said = True
             accelerator.print(
                 f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {peak:.2g}, rises by "

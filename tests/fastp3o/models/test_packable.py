@@ -22,7 +22,8 @@ REFUSED = {
         lambda: hf.RecurrentGemmaConfig(**UNGROUPED | {"num_hidden_layers": 3, "lru_width": 32}),
         "are not plain or sliding attention",
     ),
-    "nemotron": (lambda: hf.NemotronConfig(**GROUPED), "a trial failed"),  # it does not hand the segments on
+    "nemotron": (lambda: hf.NemotronConfig(**GROUPED), "it does not hand the keywords of its call on"),
+    "doge": (lambda: hf.DogeConfig(**GROUPED), "it attends by a mask of its own making"),
 }
 
 

@@ -163,7 +163,7 @@ def test_a_state_that_was_never_placed_and_is_not_whole_is_none(tmp_path, name, 
 def test_tensors_are_written_block_by_block_without_pickle(tmp_path, monkeypatch, room):
     """Of any dtype and layout, and aligned, although some have an odd number of bytes. At once without room."""
     monkeypatch.setattr(store, "ELEMENTS_AT_ONCE", 20)
-    monkeypatch.setattr(store.psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=room))
     tensors = {f"{n}{kind}": torch.randn(n, 7).to(kind).T for n in (1, 5, 0) for kind in store.DTYPES}
     tensors["step"] = torch.tensor(3.0)
     header, *rest = store.blocks(tensors, {})
