@@ -146,11 +146,15 @@ def adapted(
         peak *= search.learned(way / (len(order) * peak), moved, target, tested=tests)
         if search.is_slow and not search.said:
             search.said = True
-            accelerator.print(
-                f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {peak:.2g}, rises by "
-                f"{RISE - 1:.0%} an update at most by now. To search anew, --resume with another --learning_rate"
-            )
+            accelerator.print(told_of_slowness(moved, target, peak))
     optimizer.set_peak_learning_rate(peak)
+
+
+def told_of_slowness(moved: float, target: float, rate: float) -> str:
+    return (
+        f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {rate:.2g}, rises by "
+        f"{RISE - 1:.0%} an update at most by now. To search anew, --resume with another --learning_rate"
+    )
 
 
 @torch.no_grad()
