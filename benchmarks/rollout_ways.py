@@ -41,14 +41,15 @@ class Rollouts(NamedTuple):
 Way = Callable[[PackedModel, list[Ids], Rollouts, int], Sampled]  # the last argument is the seed
 
 
-class CountingTokenizer:
+class CountingTokenizer(PreTrainedTokenizerFast):
     """Responses are only counted."""
 
-    eos_token_id = pad_token_id = END
-    chat_template = None
+    def __init__(self) -> None:
+        words, end = Tokenizer(WordLevel({"<end>": END}, unk_token="<end>")), "<end>"
+        super().__init__(tokenizer_object=words, eos_token=end, pad_token=end)
 
-    def batch_decode(self, ids: list[Ids], **_: object) -> list[str]:
-        return [""] * len(ids)
+    def decode(self, ids: Ids, **_: object) -> str:
+        return ""
 
 
 class Kept:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.environment import environment
 from benchmarks.training_shapes import llama
@@ -46,13 +48,14 @@ SHAPES = [
 ]
 
 
-class Numbers:
+class Numbers(PreTrainedTokenizerFast):
     """A tokenizer whose texts are numbers."""
 
-    eos_token_id, chat_template = 2, None
+    def __init__(self) -> None:
+        super().__init__(tokenizer_object=Tokenizer(WordLevel({"<end>": 2}, unk_token="<end>")), eos_token="<end>")
 
-    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
-        return [" ".join(map(str, one)) for one in ids]
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
 
 
 class Endless:

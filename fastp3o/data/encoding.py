@@ -7,8 +7,9 @@ text of the same messages with a mark in place of each content, tells what the t
 import json
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.data.layouts import Fields, Message, Part
+from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, special_tokens, tokenise
 from fastp3o.errors import UserError
 from fastp3o.named_function import TookTooLongError, time_limit
 
@@ -25,12 +27,10 @@ TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 # Variables that are no setting of a record's.
 RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize")
 NO_FIELDS: Fields = {}
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The tokens that are no text, by their ids."""
-    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+# Fields of a message that are part of what its author says. A template may leave them out of earlier turns, but a reply
+# without them would teach something else.
+SAID = ("reasoning_content", "reasoning", "thinking", "function_call")
+CHECKED = ("role", "content", "tool_calls")  # what is dropped of these is an error in any message
 
 
 def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
@@ -44,11 +44,13 @@ class ChatTemplate:
     settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise. Methods
     raise RecordError if the template refuses messages or leaves one out, and for the text of a special token in a
     message, which could end its turn and begin another; DataError if the template does not end. `variables` are what
-    the function of that name returns.
+    the function of that name returns. unread: names of messages' fields that it has written nowhere, in their order.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None):
         self.tokenizer, self.settings = tokenizer, settings or {}
+        self.unread: dict[str, None] = {}
+        self.read: set[str] = set()
         self.special = name_pattern(special_tokens(tokenizer).values())
         if self.settings:
             if tokenizer.chat_template is None:
@@ -118,8 +120,9 @@ class ChatTemplate:
     def check(
         self, messages: list[Message], first: int, field: str, text: str, variables: Fields, add_generation_prompt: bool
     ) -> None:
-        """Raises RecordError if the template drops one of the messages from the first on, or calls of tools; or if one
-        holds the text of a special token, or a part that the template completes.
+        """Raises RecordError if the template drops one of the messages from the first on, calls of tools, or what a
+        reply says beside its content; or if one holds the text of a special token, or a part that the template
+        completes. Notes which other fields it does not read.
         """
         # Characters for private use, which neither templates nor tokenizers know.
         marks = [f"\ue000{number}\ue001" if one["content"] else "" for number, one in enumerate(messages)]
@@ -133,14 +136,43 @@ class ChatTemplate:
             written = message["content"] + json.dumps(message, ensure_ascii=False, default=str)
             if completed or self.special.search(written):
                 raise RecordError(field, "a message without the text of a special token", Found("one with it"))
-        if any(message.get("tool_calls") for message in messages):
-            without = [{name: value for name, value in one.items() if name != "tool_calls"} for one in messages]
+
+        def drops(names: list[str], first: int = 0) -> bool:
+            """Whether the text is the same without these fields of the messages from the first on."""
+            later = [{name: value for name, value in one.items() if name not in names} for one in messages[first:]]
             try:
-                same = self.apply(without, field, variables, add_generation_prompt=add_generation_prompt) == text
+                without = [*messages[:first], *later]
+                return self.apply(without, field, variables, add_generation_prompt=add_generation_prompt) == text
             except RecordError:  # the template needs them
-                return
-            if same:
-                raise RecordError(field, "messages that the chat template writes", Found("tool_calls that it drops"))
+                return False
+
+        if any(message.get("tool_calls") for message in messages) and drops(["tool_calls"]):
+            raise RecordError(field, "messages that the chat template writes", Found("tool_calls that it drops"))
+        if not add_generation_prompt:
+            self.require_all_said(messages[-1], field, lambda names: drops(names, len(messages) - 1))
+        has_value = [n for one in messages[first:] for n, value in one.items() if value not in (None, "", [], {})]
+        source = self.tokenizer.get_chat_template(tools=variables.get("tools"))
+        for name in dict.fromkeys(has_value):
+            if name in CHECKED or name in self.read:
+                continue
+            if not re.search(rf"\b{re.escape(name)}\b", source) or (name not in SAID and drops([name])):
+                self.unread[name] = None
+            else:
+                self.read.add(name)
+                self.unread.pop(name, None)
+
+    def require_all_said(self, reply: Message, field: str, drops: Callable[[list[str]], bool]) -> None:
+        """Raises RecordError if the template drops what the reply says beside its content. One text may have several
+        names.
+        """
+        said = {name: json.dumps(reply[name], default=str) for name in SAID if str(reply.get(name) or "").strip()}
+        for value in dict.fromkeys(said.values()):
+            names = [name for name, other in said.items() if other == value]
+            if drops(names):
+                expected = (
+                    f"a reply whose {names[0]} the chat template writes: move it into the content, or leave it out"
+                )
+                raise RecordError(field, expected, Found("one that it drops"))
 
     def apply(self, conversation: list[Message], field: str, variables: Fields, *, add_generation_prompt: bool) -> str:
         try:
@@ -201,7 +233,8 @@ def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
 
 class Texts(NamedTuple):
     """A prompt and its responses. fields: the record's fields that the prompt and each response come from. templated:
-    whether the chat template wrote them. given: the fields that say the prompt: as the record has it, with `tools` and
+    whether the chat template wrote them. changed: replies that it does not write as they are: it trims them, or moves
+    their thinking. given: the fields that say the prompt: as the record has it, with `tools` and
     `chat_template_kwargs`.
     """
 
@@ -210,6 +243,7 @@ class Texts(NamedTuple):
     fields: tuple[str, ...]
     templated: bool
     given: dict[str, Any]
+    changed: int = 0
 
 
 class Encoded(NamedTuple):
@@ -247,7 +281,7 @@ class Encoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         ends: ResponseEnds | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.continuation = tokenizer, Continuation(tokenizer)
         self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self.special_ids = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
@@ -275,17 +309,29 @@ class Encoder:
         for field, text in zip(fields, (before, *replies), strict=True):
             if len(text) > self.max_characters:
                 raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{len(text)} of them"))
-        return Texts(before, replies, fields, templated, given)
+        contents = [cast(Any, response.value)[-1]["content"] for response in responses] if templated else []
+        changed = sum(content not in reply for content, reply in zip(contents, replies, strict=False))
+        return Texts(before, replies, fields, templated, given, changed)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""
-        ids: dict[tuple[bool, str], list[int]] = {}
-        for control in (True, False):
-            chosen = [texts for texts in batch if texts.templated == control]
-            keys = list(dict.fromkeys((control, text) for texts in chosen for text in (texts.prompt, *texts.responses)))
-            ids |= zip(keys, tokenise(self.tokenizer, [text for _, text in keys], control=control), strict=True)
-        ids_of = ([ids[one.templated, text] for text in (one.prompt, *one.responses)] for one in batch)
-        return list(map(self.encode_one, batch, ids_of))
+        prompt_ids = self.tokenise([(one.templated, BEGINNING, one.prompt) for one in batch])
+        # What responses continue: nothing, text, or a special token, behind which a text may begin anew.
+        last = [ids[-1] if ids else BEGINNING for ids in prompt_ids]
+        last = [one if one in self.continuation.begins else INSIDE for one in last]
+        keys = [[(one.templated, end, text) for text in one.responses] for one, end in zip(batch, last, strict=True)]
+        response_ids = iter(self.tokenise([key for those in keys for key in those]))
+        ids = [[first, *islice(response_ids, len(those))] for first, those in zip(prompt_ids, keys, strict=True)]
+        return list(map(self.encode_one, batch, ids))
+
+    def tokenise(self, keys: list[tuple[bool, int, str]]) -> list[list[int]]:
+        """The ids of texts: whether the chat template wrote it, the token before it, and the text itself."""
+        by_kind: dict[tuple[bool, int], dict[str, list[int]]] = {}
+        for templated, last, text in keys:
+            by_kind.setdefault((templated, last), {})[text] = []
+        for (templated, last), of in by_kind.items():
+            of |= zip(of, self.continuation.ids(list(of), last, control=templated), strict=True)
+        return [by_kind[templated, last][text] for templated, last, text in keys]
 
     def encode_one(self, texts: Texts, prompt_and_response_ids: list[list[int]]) -> Encoded | RecordError:
         prompt_ids, *response_ids = prompt_and_response_ids
@@ -339,15 +385,6 @@ class Encoder:
             raise RecordError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
         closing = self.ends.chat if templated else self.ends.text
         return [*content, ids[place] if place < len(ids) else cast(int, closing)]
-
-
-def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:
-    """The ids of texts, without what the tokenizer adds. control: whether a special token's text is that token."""
-    # A tokenizer file may switch padding and truncation on.
-    options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
-    if not texts:
-        return []
-    return tokenizer(texts, add_special_tokens=False, split_special_tokens=not control, **options).input_ids
 
 
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -100,6 +100,11 @@ def response_field(record: Fields, field: str) -> Part:
     return Part(field, reply)
 
 
+def in_prompt_form(prompt: str | list[Message], text: str) -> str | list[Message]:
+    """A response as `response_field` reads it beside this prompt."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 DEMONSTRATIONS = ("label", "completion", "response")
 
 

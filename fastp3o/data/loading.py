@@ -47,15 +47,19 @@ class DataReport:
     """Counts of one pass over a source.
 
     examples: usable records, which are the entries of the data set. truncated_prompts, truncated_responses: texts cut
-    at a limit; both responses of a pair may count. special_texts: texts that hold the text of a special token, such as
-    a written end of sequence. skipped: records that cannot be used. reasons: how many were skipped for each reason.
-    unread: fields with values that nothing reads, in their order.
+    at a limit; both responses of a pair may count. changed_replies: messages that the chat template trims, or writes
+    otherwise than they are. repeated_prompts: records of text whose responses all begin with the whole prompt.
+    special_texts: texts that hold the text of a special token, such as a written end of sequence. skipped: records that
+    cannot be used. reasons: how many were skipped for each reason. unread: fields with values that nothing reads, in
+    their order, those of messages last.
     templated: whether the chat template wrote any of the texts.
     """
 
     examples: int = 0
     truncated_prompts: int = 0
     truncated_responses: int = 0
+    changed_replies: int = 0
+    repeated_prompts: int = 0
     special_texts: int = 0
     skipped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -66,9 +70,13 @@ class DataReport:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
         if self.special_texts:
             cut += f", {self.special_texts} texts with the name of a special token, which is text"
+        if self.changed_replies:
+            cut += f", {self.changed_replies} replies that the chat template trims or changes"
         why = "; ".join(f"{count} × {reason}" for reason, count in self.reasons.most_common())
         unread = f"; nothing reads {field_names(self.unread)}" if self.unread else ""
-        return f"{self.examples} examples, {cut}, {self.skipped} records skipped{f' ({why})' if why else ''}{unread}"
+        skipped = f"{self.skipped} records skipped" + (f" ({why})" if why else "")
+        twice = f"; responses of {self.repeated_prompts} records repeat the prompt" if self.repeated_prompts else ""
+        return f"{self.examples} examples, {cut}, {skipped}{twice}{unread}"
 
 
 Loaded = tuple[Dataset, DataReport]
@@ -165,6 +173,8 @@ class Loader:
         self.encoder = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs, self.ends)
         self.report = DataReport()
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
+        self.examples: Counter[str] = Counter()  # by their file
+        self.repeated: Counter[str] = Counter()
 
     def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
@@ -180,12 +190,23 @@ class Loader:
                 for batch in self.example_batches(read_records(source, self.split)):
                     digest.update("".join(map(repr, batch)).encode(errors="surrogatepass"))
                     writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            self.report.unread |= dict.fromkeys(f"{name} of messages" for name in self.encoder.template.unread)
+            self.require_prompts_once()
             if not self.report.examples:
                 raise DataError(f"{source}: expected at least one usable record, got none ({self.report})")
             file.flush()
             # The mapping outlives the file.
             examples = pa.ipc.open_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read_all()
         return Dataset(examples, fingerprint=digest.hexdigest()), self.report
+
+    def require_prompts_once(self) -> None:
+        """Raises DataError if all responses of a file repeat their prompts. A few may begin like that for a reason."""
+        for file, count in self.repeated.items():
+            if count == self.examples[file] > 1:
+                raise DataError(
+                    f"{file}: expected responses without the prompt before them, got one that begins with the whole "
+                    f"prompt in each of {count} records: the prompt would be learnt twice. Cut it off the responses"
+                )
 
     def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
         readable = self.readable(records)
@@ -253,6 +274,12 @@ class Loader:
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
+        self.report.changed_replies += texts.changed
+        self.examples[record.file] += 1
+        prompt = "" if texts.templated else texts.prompt.rstrip()
+        if prompt and texts.responses and all(text.startswith(prompt) for text in texts.responses):
+            self.report.repeated_prompts += 1
+            self.repeated[record.file] += 1
         responses = [result.response_ids] if self.takes_all else result.response_ids
         columns = dict(zip(self.response_columns, responses, strict=True))
         return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **columns, **kept}

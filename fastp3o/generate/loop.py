@@ -12,9 +12,12 @@ from tqdm import tqdm
 
 from fastp3o.config import LARGEST_INT
 from fastp3o.context import Context
+from fastp3o.data.encoding import Encoder
 from fastp3o.data.loading import load_prompts
+from fastp3o.data.tokens import Continuation
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.generate.read_back import reads_back
 from fastp3o.generate.report import Generated, summary, write_kept
 from fastp3o.generate.revision import revising
 from fastp3o.generate.samples import SamplesFile, make_samples
@@ -145,7 +148,10 @@ def sample_rest(
     done: int,
 ) -> float:
     """Samples responses to all prompts after the first `done`. Returns tokens per second, over all processes."""
-    accelerator = context.accelerator
+    accelerator, tokenizer = context.accelerator, context.tokenizer
+    limits = (config.max_prompt_tokens, None, config.max_characters, config.template_settings)
+    read = reads_back(Encoder(tokenizer, *limits))
+    one = partial(make_samples, continuation=Continuation(tokenizer), reads_back=read)
     size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
     disable = None if accelerator.is_main_process else True
     with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:
@@ -163,7 +169,6 @@ def sample_rest(
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             if reward is not None:
                 require_finite_rewards(accelerator, reward, groups, rewards)
-            one = partial(make_samples, tokenizer=context.tokenizer)
             batch = gather_object(list(map(one, groups, rewards.tolist(), examples["given"])) if share else [])
             on_main_process(accelerator, partial(samples.append, batch))
             tokens += sum(sum(one.lengths) for one in batch)

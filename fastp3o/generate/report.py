@@ -18,8 +18,9 @@ from fastp3o.run.names import VERDICTS
 class Generated:
     """The summary of a run.
 
-    prompts, responses, mean_reward, empty, unfinished: over all samples, also those before a run was resumed. records:
-    number kept. prompts_kept: prompts that have one. mean_kept: their mean reward, for pairs the mean margin. ties,
+    prompts, responses, mean_reward, empty, unfinished, not_read_back: over all samples, also those before a run was
+    resumed. not_read_back: responses, or last turns, with a text that as data would be other tokens. records: number
+    kept. prompts_kept: prompts that have one. mean_kept: their mean reward, for pairs the mean margin. ties,
     unanswered: pairs that a judge has left undecided, or without a verdict. tokens_per_second: sampled since the start,
     without the time of rewards; 0 if nothing was left to sample. Means are None without rewards.
     """
@@ -29,6 +30,7 @@ class Generated:
     mean_reward: float | None = None
     empty: int = 0
     unfinished: int = 0
+    not_read_back: int = 0
     records: int = 0
     prompts_kept: int = 0
     mean_kept: float | None = None
@@ -60,14 +62,16 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
             rewards += sample.rewards
             ends = [turns[-1]["text"] for turns in sample.turns] or sample.responses
             made.empty += sum(not text.strip() for text in ends)
+            ends_back = zip(ends, sample.read_back, strict=True)
+            made.not_read_back += sum(bool(text.strip()) and not back for text, back in ends_back)
             made.unfinished += len(sample.finished) - sum(sample.finished)
         if not made.records and config.keep != NOTHING:
             decided = f"rewards go from {min(rewards):.4g} to {max(rewards):.4g}, " if rewards else ""
             decided += f"{made.ties} pairs are tied and {made.unanswered} without a verdict, " if judged else ""
             raise UserError(
                 f"nothing of {made.responses} responses is kept by --keep {config.keep}: {decided}{made.unfinished} "
-                f"responses have no end-of-sequence and {made.empty} no text. All are in {samples.path}: --resume with "
-                "other settings keeps others"
+                f"responses have no end-of-sequence, {made.empty} no text, and {made.not_read_back} would be other "
+                f"tokens as data. All are in {samples.path}: --resume with other settings keeps others"
             )
     made.mean_reward, made.mean_kept = (fmean(values) if values else None for values in (rewards, kept))
     return made
@@ -80,9 +84,14 @@ def summary(generated: Generated, config: GenerateConfig, path: Path) -> str:
     unfinished = "cut at a limit" + ("" if config.keep_unfinished else " and left out")
     kept = "" if g.mean_kept is None else f", mean {'margin' if config.keep in PAIRS else 'reward'} {g.mean_kept:.4g}"
     judged = f"; {g.ties} tied and {g.unanswered} without a verdict, left out" if config.keep == JUDGED else ""
+    others = (
+        f", {g.not_read_back} that as data would be other tokens than were sampled"
+        if g.not_read_back and config.keep != NOTHING
+        else ""
+    )
     return (
         f"{g.responses} responses to {g.prompts} prompts{reward}{speed}; {g.unfinished} {unfinished}, {g.empty} "
-        f"without text and left out\n"
+        f"without text{others} and left out\n"
         f"{path} ({config.keep}): {g.records} {'pairs' if config.keep in PAIRS else 'responses'} of "
         f"{g.prompts_kept} prompts{kept}{judged}"
     )

@@ -3,15 +3,14 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from fastp3o.data.layouts import Message
+from fastp3o.data.tokens import Continuation
 from fastp3o.files import sync
-from fastp3o.rollouts.groups import Group, lengths
+from fastp3o.generate.read_back import ReadsBack
+from fastp3o.rollouts.groups import Group, Prompt, Response, lengths
 from fastp3o.run import log
 
 
@@ -21,7 +20,9 @@ class Samples:
 
     number: the prompt's, from 0. prompt: as the data have it, text or messages. template_fields: the record's `tools`
     and `chat_template_kwargs`. responses: texts. lengths: in the policy's tokens. finished: whether the response
-    ended with an end-of-sequence. rewards: none without a reward. turns: of trajectories, with their texts.
+    ended with an end-of-sequence. rewards: none without a reward. read_back: whether the response, of a trajectory
+    its last turn, is read as the tokens that were sampled if it is data. turns: of trajectories, with their texts, and
+    each with its own `read_back`.
     """
 
     number: int
@@ -31,24 +32,42 @@ class Samples:
     lengths: list[int]
     finished: list[bool]
     rewards: list[float]
+    read_back: list[bool]
     turns: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
-def make_samples(group: Group, rewards: list[float], given: str, tokenizer: PreTrainedTokenizerBase) -> Samples:
+def make_samples(
+    group: Group, rewards: list[float], given: str, *, continuation: Continuation, reads_back: ReadsBack
+) -> Samples:
     """given: the prompt and its template's fields as the data have them, in JSON."""
-    template_fields = json.loads(given)
-    responses, text = group.responses, partial(tokenizer.decode, skip_special_tokens=True)
-    turns = [[t._asdict() | {"text": text(r.ids[t.start : t.end])} for t in r.turns] for r in responses if r.turns]
+    record, responses, turns = json.loads(given), group.responses, []
+    for response in responses:
+        if response.turns:
+            alone = turns_alone(group.prompt, response, continuation)
+            about = zip(response.turns, alone, reads_back(record, alone), strict=True)
+            turns.append([turn._asdict() | {"text": one.text, "read_back": back} for turn, one, back in about])
+    read_back = [its[-1]["read_back"] for its in turns] or reads_back(record, responses)
     return Samples(
         group.prompt.number,
-        template_fields.pop("prompt"),
-        template_fields,
+        record.pop("prompt"),
+        record,
         [response.text for response in responses],
         lengths([group])[0].int().tolist(),
         [response.finished for response in responses],
         rewards,
+        read_back,
         turns,
     )
+
+
+def turns_alone(prompt: Prompt, trajectory: Response, continuation: Continuation) -> list[Response]:
+    """Each turn of the policy as a response. Only the last one may be cut."""
+    alone = []
+    for turn in trajectory.turns:
+        ids, before = trajectory.ids[turn.start : turn.end], [*prompt.ids, *trajectory.ids[: turn.start]]
+        finished = trajectory.finished or turn is not trajectory.turns[-1]
+        alone.append(Response(ids, continuation.text(ids, before[-1]), finished))
+    return alone
 
 
 class SamplesFile:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from fastp3o.data.layouts import Message
+from fastp3o.data.layouts import Message, in_prompt_form
 from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict
@@ -29,12 +29,17 @@ class Candidates(NamedTuple):
 
 
 def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
-    """Leaves out empty responses, which no layout can hold, and, unless `unfinished`, those without end-of-sequence: as
-    data they would have one, and teach to stop there. Without a reward all have 0.
+    """Leaves out empty responses, which no layout can hold, those that as data would be other tokens than were sampled,
+    and, unless `unfinished`, those without end-of-sequence: as data they would have one, and teach to stop there.
+    Without a reward all have 0.
     """
     rewards = samples.rewards or [0.0] * len(samples.responses)
-    responses = zip(samples.responses, samples.finished, rewards, strict=True)
-    kept = [(text, reward) for text, finished, reward in responses if text.strip() and (finished or unfinished)]
+    responses = zip(samples.responses, samples.finished, samples.read_back, rewards, strict=True)
+    kept = [
+        (text, reward)
+        for text, finished, read_back, reward in responses
+        if text.strip() and read_back and (finished or unfinished)
+    ]
     return Candidates([text for text, _ in kept], [reward for _, reward in kept])
 
 
@@ -132,15 +137,11 @@ def revised_records(samples: Samples, *, pairs: bool, unfinished: bool) -> list[
         (turns[-1]["text"], turns[0]["text"])
         for turns, finished in zip(samples.turns, samples.finished, strict=True)
         if len(turns) % 2 and turns[-1]["text"].strip() and turns[1:] and (finished or unfinished)
+        if turns[-1]["read_back"] and (turns[0]["read_back"] or not pairs)
     ]
     if pairs:
         return [preference(samples.prompt, last, first) for last, first in ends if last.strip() != first.strip()]
     return [{"prompt": samples.prompt, "completion": in_prompt_form(samples.prompt, last)} for last, _ in ends]
-
-
-def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:
-    """The response in the prompt's form: a text, or a list of messages."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 class Judged(NamedTuple):

@@ -115,16 +115,26 @@ class MovingReference(Reference):
 
 class InContext(Reference):
     """A reference that alone sees a context before each prompt, but behind its beginning-of-sequence token, `bos`.
-    packing: of its own rows, which are longer than those that it is asked for.
+    packing: of its own rows, which are longer than those that it is asked for. moved: makes of the ids of a prompt
+    those that it has behind the context.
     """
 
-    def __init__(self, reference: Reference, context: Ids, bos: int | None, packing: Packing):
-        self.reference, self.context, self.bos, self.packing = reference, context, bos, packing
+    def __init__(
+        self,
+        reference: Reference,
+        context: Ids,
+        bos: int | None,
+        packing: Packing,
+        moved: Callable[[Ids], Ids] = lambda ids: ids,
+    ):
+        self.reference, self.context, self.bos, self.packing, self.moved = reference, context, bos, packing, moved
 
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
         numbers, groups = zip(*(pair for row in rows for pair in zip(row.groups, row.given, strict=True)), strict=True)
         before = [int(group.prompt[0] == self.bos) for group in groups]
-        prompts = [[*x.prompt[:n], *self.context, *x.prompt[n:]] for x, n in zip(groups, before, strict=True)]
+        prompts = [
+            [*x.prompt[:n], *self.context, *self.moved(x.prompt[n:])] for x, n in zip(groups, before, strict=True)
+        ]
         responses, labelled = [group.responses for group in groups], [group.labelled for group in groups]
         packed = pack(prompts, responses, self.packing, groups=numbers, labelled=labelled)
         longer = [row.to(rows[0].labels.device) for row in packed]

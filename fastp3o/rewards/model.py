@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.encoding import ids_added_first, name_pattern, response_ends, special_tokens, split_bos, tokenise
+from fastp3o.data.encoding import ids_added_first, name_pattern, response_ends, split_bos
+from fastp3o.data.tokens import BEGINNING, Continuation, special_tokens
 from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
@@ -72,7 +73,7 @@ class Translation:
 
     def __init__(self, policy: PreTrainedTokenizerBase, scorer: PreTrainedTokenizerBase):
         self.policy, self.scorer = policy, scorer
-        self.first_ids = ids_added_first(scorer)
+        self.first_ids, self.continuation = ids_added_first(scorer), Continuation(scorer)
         self.controls = control_tokens(policy)
         names = set(self.controls.values())
         self.names = name_pattern(names)
@@ -83,11 +84,13 @@ class Translation:
 
     def __call__(self, groups: list[Group]) -> tuple[list[Ids], list[list[Ids]]]:
         """The ids of prompts and responses; a response keeps its end if it had one."""
-        return [self.prompt_ids(group.prompt) for group in groups], list(map(self.response_ids, groups))
+        prompt_ids = [self.prompt_ids(group.prompt) for group in groups]
+        return prompt_ids, [self.response_ids(*one) for one in zip(groups, prompt_ids, strict=True)]
 
-    def response_ids(self, group: Group) -> list[Ids]:
+    def response_ids(self, group: Group, prompt_ids: Ids) -> list[Ids]:
         # Names of special tokens in a response are text, as the policy wrote it.
-        response_ids = tokenise(self.scorer, [response.text for response in group.responses], control=False)
+        texts = [response.text for response in group.responses]
+        response_ids = self.continuation.ids(texts, prompt_ids[-1] if prompt_ids else BEGINNING, control=False)
         for ids, response in zip(response_ids, group.responses, strict=True):
             if response.finished or not ids:
                 ids.append(self.closing(group.prompt))
@@ -111,11 +114,10 @@ class Translation:
         templated = self.names.search(prompt.text) and len(self.names.findall(decoded)) == tokens
         # Every second part is the name of a token that only the other model has.
         parts = self.foreign.split(prompt.text) if templated else ["", prompt.text]
-        ids = [
-            number
-            for place, part in enumerate(parts)
-            for number in (tokenise(self.scorer, [part], control=place % 2 == 0)[0] if part else ())
-        ]
+        ids: Ids = []
+        for place, part in enumerate(parts):
+            last = ids[-1] if ids else BEGINNING
+            ids += self.continuation.ids([part], last, control=place % 2 == 0)[0] if part else []
         first, rest = split_bos(ids, self.scorer.bos_token_id)
         return (first or self.first_ids) + rest
 

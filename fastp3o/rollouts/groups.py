@@ -5,7 +5,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastp3o.config import SamplerConfig
 from fastp3o.data.encoding import response_ends
 from fastp3o.data.loading import column_values
+from fastp3o.data.tokens import INSIDE, Continuation
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 
@@ -44,7 +45,7 @@ class Response(NamedTuple):
     """
 
     ids: list[int]  # with the end-of-sequence if it was sampled
-    text: str  # without special tokens
+    text: str  # what prompt and ids decode to behind the prompt, without special tokens: see `Continuation.text`
     finished: bool  # whether it ended with an end-of-sequence; of a trajectory: whether the environment says so
     logprobs: Sequence[float] | None = None  # log π of its own tokens in nats by the sampler; None if it computes none
     turns: tuple[Turn, ...] = ()  # of a trajectory
@@ -167,30 +168,30 @@ class Ends:
     """
 
     def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
-        self.tokenizer, self.stops = tokenizer, stops
+        self.continuation, self.stops = Continuation(tokenizer), stops
         self.ids = set(response_ends(tokenizer, policy.generation_config).ids)
         if stops:
-            texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))], skip_special_tokens=True)
-            self.ids |= {number for number, text in enumerate(texts) if self.stop_in(text)}
+            numbers = range(len(tokenizer))
+            self.ids |= {number for number in numbers if self.stop_in(self.continuation.text([number], INSIDE))}
 
     def stop_in(self, text: str) -> bool:
         return any(stop in text for stop in self.stops)
 
-    def text(self, ids: Ids) -> str:
-        return cast(str, self.tokenizer.decode(ids, skip_special_tokens=True))
-
-    def cut(self, ids: Ids) -> Ids:
+    def cut(self, ids: Ids, last: int) -> Ids:
         """The ids up to the token that completes the first stop string."""
-        lengths = range(1, len(ids))
-        return ids[: 1 + bisect_left(lengths, True, key=lambda length: self.stop_in(self.text(ids[:length])))]
+        lengths, text = range(1, len(ids)), self.continuation.text
+        return ids[: 1 + bisect_left(lengths, True, key=lambda length: self.stop_in(text(ids[:length], last)))]
 
-    def responses(self, ids: list[Ids], logprobs: list[list[float]] | None = None) -> Iterator[Response]:
-        """Responses to one prompt, cut after their first stop string. logprobs: one for each token, in nats."""
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    def responses(
+        self, prompts: Sequence[Prompt], ids: list[Ids], logprobs: list[list[float]] | None = None
+    ) -> Iterator[Response]:
+        """A response to each prompt, cut after its first stop string. logprobs: one for each token, in nats."""
         # Arrays take an eighth of a list's memory, and numbers of fp32 lose nothing.
         compact = [None] * len(ids) if logprobs is None else [array("f", values) for values in logprobs]
-        for response_ids, text, values in zip(ids, texts, compact, strict=True):
+        for prompt, response_ids, values in zip(prompts, ids, compact, strict=True):
+            last = prompt.ids[-1]
+            text = self.continuation.text(response_ids, last)
             if stopped := self.stop_in(text):
-                response_ids = self.cut(response_ids)
-                text, values = self.text(response_ids), values and values[: len(response_ids)]
+                response_ids = self.cut(response_ids, last)
+                text, values = self.continuation.text(response_ids, last), values and values[: len(response_ids)]
             yield Response(response_ids, text, stopped or response_ids[-1] in self.ids, values)

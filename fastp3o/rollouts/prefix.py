@@ -2,7 +2,8 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.encoding import ids_added_first, tokenise
+from fastp3o.data.encoding import ids_added_first
+from fastp3o.data.tokens import Continuation, tokenise
 from fastp3o.files import read_text
 from fastp3o.rollouts.groups import Group, Prompt, Sampler
 
@@ -12,12 +13,14 @@ class Prefix:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None):
         self.ids = tokenise(tokenizer, [read_text(path, "prefix") if path else ""], control=False)[0]
+        self.continuation = Continuation(tokenizer)
         self.firsts = [ids_added_first(tokenizer), [tokenizer.bos_token_id]]
 
     def before(self, prompt: Prompt) -> Prompt:
         """The prompt with the ids, behind what tokenizer or chat template put first. Its text stays."""
         first = next((one for one in self.firsts if one and prompt.ids[: len(one)] == one), [])
-        return prompt._replace(ids=first + self.ids + prompt.ids[len(first) :])
+        rest = prompt.ids[len(first) :]
+        return prompt._replace(ids=first + self.ids + (self.continuation.moved(rest) if self.ids else rest))
 
     def before_each(self, sampler: Sampler) -> Sampler:
         """A sampler that responds to prompts behind the prefix. Its groups have the prompts without."""

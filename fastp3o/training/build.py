@@ -12,7 +12,7 @@ from transformers.utils.logging import get_logger
 
 from fastp3o.config import EnvironmentConfig, PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
-from fastp3o.data.encoding import tokenise
+from fastp3o.data.tokens import Continuation, tokenise
 from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, write_ends
 from fastp3o.models.loading import load_policy, load_reward_model, require_same_vocabulary
@@ -331,7 +331,8 @@ def in_context(context: Context, config: OnlineConfig, reference: Reference) -> 
         return reference
     (ids,) = tokenise(context.tokenizer, [config.teacher_context], control=True)
     reference.model.check_reach(config.longest_sequence, context=len(ids))
-    return InContext(reference, ids, context.tokenizer.bos_token_id, config.packing)
+    moved = Continuation(context.tokenizer).moved
+    return InContext(reference, ids, context.tokenizer.bos_token_id, config.packing, moved)
 
 
 def load_fixed_reference(context: Context, config: "OnlineConfig | PreferenceConfig", policy: PackedModel) -> Reference:

@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.context import Context
+from fastp3o.data.tokens import Continuation
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.base import OnlineConfig
@@ -175,11 +176,12 @@ class RolloutBuffer:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Goes on from what `saved` has returned, on any number of processes."""
+        continuation = Continuation(self.context.tokenizer)
         for number, content in saved.items():
             groups = []
             for prompt in self.prompts(int(number)):
                 ids, logprobs, finished, turns = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
-                texts = self.context.tokenizer.batch_decode(ids, skip_special_tokens=True)
+                texts = [continuation.text(one, prompt.ids[-1]) for one in ids]
                 computed = [array("f", values) if all(logprobs) else None for values in logprobs]
                 all_turns = [tuple(Turn(*turn) for turn in one) for one in turns]
                 groups.append(Group(prompt, list(map(Response, ids, texts, finished, computed, all_turns))))

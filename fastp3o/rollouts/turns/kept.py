@@ -117,7 +117,7 @@ class KeptTurns(EngineSampler):
     """
 
     def __init__(self, first: EngineSampler, further: Sampler, longest: int):
-        tokenizer, settings, size = first.ends.tokenizer, first.settings, first.batch_size
+        tokenizer, settings, size = first.ends.continuation.tokenizer, first.settings, first.batch_size
         limits: dict[str, Any] = {"max_response_tokens": longest, "batch_size": size, "memory": first.memory}
         super().__init__(first.policy, tokenizer, settings=settings, **limits)
         self.first, self.further = first, further
@@ -132,7 +132,10 @@ class KeptTurns(EngineSampler):
             self.first.shapes = self.shapes
             return self.first.sample(prompts, keys)
         ids, logprobs = self.engine_with(room, self.ends.ids, memory).run([prompt.ids for prompt in prompts], keys)
-        groups = [Group(prompt, list(self.ends.responses(ids[p], logprobs[p]))) for p, prompt in enumerate(prompts)]
+        groups = [
+            Group(prompt, list(self.ends.responses([prompt] * K, ids[p], logprobs[p])))
+            for p, prompt in enumerate(prompts)
+        ]
         contexts = [prompt._replace(number=prompt.number * K + k) for prompt in prompts for k in range(K)]
         self.note(range(P * K), contexts, [response for group in groups for response in group.responses])
         return groups
@@ -144,7 +147,7 @@ class KeptTurns(EngineSampler):
         given = {n: (begin, context.ids[begin:]) for n, begin, context in places}
         keys = response_keys(seed, torch.tensor([context.number for context in contexts]), 1)[:, 0]
         with evaluation_mode(self.policy):
-            responses = list(self.ends.responses(*cast(KeptEngine, self.engine).go_on(given, keys)))
+            responses = list(self.ends.responses(contexts, *cast(KeptEngine, self.engine).go_on(given, keys)))
         self.note(given, contexts, responses)
         return [Group(context, [response]) for context, response in zip(contexts, responses, strict=True)]
 

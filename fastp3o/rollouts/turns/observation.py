@@ -4,17 +4,19 @@ from collections.abc import Callable, Set
 
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.encoding import ChatTemplate, tokenise
+from fastp3o.data.encoding import ChatTemplate
+from fastp3o.data.tokens import INSIDE, Continuation
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
 
-# The ids of an observation, given its text and the last token of the turn before it.
+# The ids of an observation, given its text and the last token of the turn or prompt before it.
 Observe = Callable[[str, int], Ids]
 
 
 def plain_observations(tokenizer: PreTrainedTokenizerBase) -> Observe:
     """The text alone. Names of special tokens in it are text."""
-    return lambda text, last: tokenise(tokenizer, [text], control=False)[0]
+    continuation = Continuation(tokenizer)
+    return lambda text, last: continuation.ids([text], last, control=False)[0]
 
 
 def chat_observations(tokenizer: PreTrainedTokenizerBase, role: str, end_ids: Set[int]) -> Observe:
@@ -25,7 +27,7 @@ def chat_observations(tokenizer: PreTrainedTokenizerBase, role: str, end_ids: Se
     a template that writes earlier messages otherwise once others follow them: what was sampled would not be what the
     template writes.
     """
-    template, name = ChatTemplate(tokenizer), tokenizer.name_or_path
+    template, continuation, name = ChatTemplate(tokenizer), Continuation(tokenizer), tokenizer.name_or_path
     marks = [f"\ue000{number}\ue001" for number in range(4)]
     reply = f"<think>\n{marks[1]}\n</think>\n\n{marks[2]}"
     messages = [
@@ -40,14 +42,15 @@ def chat_observations(tokenizer: PreTrainedTokenizerBase, role: str, end_ids: Se
             f"thinking, or writes marks anew): trajectories, which only grow, cannot be written with it"
         )
     between, after = written[len(before + reply) :].split(marks[3])
-    ids = tokenise(tokenizer, [between], control=True)[0]
+    ids = continuation.ids([between], INSIDE, control=True)[0]
     first_end = next((place for place, token in enumerate(ids) if token in end_ids), None)
     if first_end is None:
         raise UserError(f"the chat template of {name} ends a reply with no token at which the policy stops")
-    closing, opening, ending = ids[: first_end + 1], ids[first_end + 1 :], tokenise(tokenizer, [after], control=True)[0]
+    closing, opening = ids[: first_end + 1], ids[first_end + 1 :]
 
     def observe(text: str, last: int) -> Ids:
-        content = tokenise(tokenizer, [text], control=False)[0] if text else []
+        content = continuation.ids([text], ids[-1], control=False)[0] if text else []
+        ending = continuation.ids([after], INSIDE if text else ids[-1], control=True)[0]
         return [*([] if last == closing[-1] else closing), *opening, *content, *ending]
 
     return observe

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.data.tokens import Continuation
 from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import derived_seed
 from fastp3o.packing.packed_row import Ids
@@ -36,6 +37,10 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     done: bool = False  # the environment says so
     over: bool = False  # done, out of turns or of tokens, or its environment failed
+
+    def context(self) -> Prompt:
+        """What the next turn continues."""
+        return self.prompt._replace(ids=self.prompt.ids + self.ids)
 
     def add_turn(self, response: Response, room: int) -> None:
         """room: tokens that the trajectory may still have. The beginning of a turn is a sample of the policy, too."""
@@ -66,7 +71,7 @@ class TrajectorySampler:
         longest: int,
         end: Callable[[], None] = lambda: None,
     ):
-        self.first, self.further, self.tokenizer = first, further, tokenizer
+        self.first, self.further, self.continuation = first, further, Continuation(tokenizer)
         self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
         self.end = end
 
@@ -76,7 +81,8 @@ class TrajectorySampler:
         records = [{"prompt": prompt.text, **prompt.columns} for prompt in prompts for _ in range(K)]
         environments, texts = self.environments.begin(records)
         try:
-            begun = [self.observe(text, -1) if text else [] for text in texts]
+            befores = [prompt.ids[-1] for prompt in prompts for _ in range(K)]
+            begun = [self.observe(text, last) if text else [] for text, last in zip(texts, befores, strict=True)]
             for p in range(len(prompts)):
                 if len({*texts[p * K : (p + 1) * K]}) > 1:
                     raise FunctionError(
@@ -94,7 +100,7 @@ class TrajectorySampler:
         finally:
             self.end()
             self.environments.close(environments)
-        whole = self.tokenizer.batch_decode([one.ids for one in trajectories], skip_special_tokens=True)
+        whole = [self.continuation.text(one.ids, one.prompt.ids[-1]) for one in trajectories]
         finished = [
             Response(one.ids, text, one.done, one.logprobs, tuple(one.turns))
             for one, text in zip(trajectories, whole, strict=True)
@@ -103,14 +109,14 @@ class TrajectorySampler:
 
     def finish(self, live: list[Trajectory], K: int, seed: int) -> None:
         """Samples all turns, K trajectories of one prompt after the other."""
-        contexts = [one.prompt._replace(ids=one.prompt.ids + one.ids) for one in live[::K]]
+        contexts = [one.context() for one in live[::K]]
         responses = [r for group in self.first(contexts, K, seed) for r in group.responses]
         for turn in range(1, self.max_turns + 1):
             self.take(live, responses)
             live = [trajectory for trajectory in live if not trajectory.over]
             if not live:
                 break
-            contexts = [Prompt("", one.prompt.ids + one.ids, one.number) for one in live]
+            contexts = [Prompt("", one.context().ids, one.number) for one in live]
             groups = self.further(contexts, 1, derived_seed(seed, TURNS, turn))
             responses = [group.responses[0] for group in groups]
 

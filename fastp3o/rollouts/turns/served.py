@@ -50,7 +50,11 @@ class ServedTrajectories(TrajectorySampler):
             for come in lists:
                 self.take(
                     [one for (alike, _), _ in come for one in alike],
-                    [response for _, completions in come for response in self.turns.responses(completions)],
+                    [
+                        response
+                        for (alike, _), completions in come
+                        for response in self.turns.responses(alike[0].context(), completions)
+                    ],
                 )
                 further = (([one], server) for (alike, server), _ in come for one in alike if not one.over)
                 answers.add(self.question(seed, *turn) for turn in further)
@@ -61,4 +65,4 @@ class ServedTrajectories(TrajectorySampler):
         seed, number = (derived_seed(seed, TURNS, turn), one.number) if turn else (seed, one.prompt.number)
         room = min(self.turns.settings["max_tokens"], self.longest - len(one.ids))
         own = {"n": len(alike), "max_tokens": room}
-        return Question((alike, server), one.prompt.ids + one.ids, derived_seed(seed, number), server, own)
+        return Question((alike, server), one.context().ids, derived_seed(seed, number), server, own)

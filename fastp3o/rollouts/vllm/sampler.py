@@ -47,13 +47,13 @@ class VLLMSampler:
 
         def finish() -> list[Group]:
             completions = on_every_process(self.publish.accelerator, lambda: dict(answers))
-            return [Group(prompt, self.responses(completions[place])) for place, prompt in enumerate(prompts)]
+            return [Group(prompt, self.responses(prompt, completions[place])) for place, prompt in enumerate(prompts)]
 
         return finish
 
-    def responses(self, completions: list[Completion]) -> list[Response]:
+    def responses(self, prompt: Prompt, completions: list[Completion]) -> list[Response]:
         ids, logprobs = map(list, zip(*completions, strict=True))
-        return list(self.ends.responses(ids, logprobs))
+        return list(self.ends.responses([prompt] * len(ids), ids, logprobs))
 
     def stop(self) -> None:
         """Gives up what was begun and not finished."""

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.data.encoding import ChatTemplate, tokenise
+from fastp3o.data.encoding import ChatTemplate
 from fastp3o.data.errors import DataError, RecordError
 from fastp3o.data.layouts import Part, messages_response, prompt_field
 from fastp3o.data.loading import load_demonstrations, load_prompts
+from fastp3o.data.tokens import tokenise
 from fastp3o.errors import UserError
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
 from tests.fastp3o.data.test_loading import jsonl

@@ -25,7 +25,7 @@ from tests.fastp3o.rollouts.environments import LETTERS
 from tests.fastp3o.test_examples import TEMPLATE
 
 PAGE = Path(loop.__file__).parents[1] / "data" / "README.md"
-REVISED = {"reward": None, "keep": "revised", "principles": "principles.txt", "stop_strings": LETTERS}
+REVISED = {"reward": None, "keep": "revised", "principles": "principles.txt", "stop_strings": LETTERS[::3]}
 REVISED |= {"max_response_tokens": 8, "keep_unfinished": False, "limit": 4}
 
 
@@ -71,8 +71,10 @@ def test_each_round_asks_by_a_principle_of_its_own(principles):
 
 
 def test_a_cut_critique_is_no_revision():
-    turns = [[{"text": text} for text in texts] for texts in ("a", "ab", "abc", "abcd", "ab ", "aba")]
-    one = Samples(0, "Say:", {}, ["x"] * 6, [1] * 6, [False] * 6, [], turns)
+    turns = [
+        [{"text": text, "read_back": True} for text in texts] for texts in ("a", "ab", "abc", "abcd", "ab ", "aba")
+    ]
+    one = Samples(0, "Say:", {}, ["x"] * 6, [1] * 6, [False] * 6, [], [True] * 6, turns)
     for keep, unfinished, expected in (
         ("revised", True, ["c", "a"]),
         ("revised_pairs", True, ["c"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastp3o.data.encoding import tokenise
+from fastp3o.data.tokens import tokenise
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
 from fastp3o.evaluation.win_rates import by_reward, prompts_for, respond, responses_of_all

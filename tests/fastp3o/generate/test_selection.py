@@ -26,7 +26,7 @@ prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
 
 def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> Samples:
     texts = [f" text {i}" for i in range(len(rewards))] if texts is None else texts
-    columns = {"lengths": [3] * len(texts), "finished": [True] * len(texts)}
+    columns = {"lengths": [3] * len(texts), "finished": [True] * len(texts), "read_back": [True] * len(texts)}
     columns |= {"responses": texts, "rewards": rewards, "template_fields": {}}
     return Samples(**({"number": 0, "prompt": "Say:"} | columns | changes))
 

@@ -4,6 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.named_function import FunctionError
@@ -26,14 +29,14 @@ PROMPTS = [
 OBSERVED = (0, 1, 5, 20, 100)  # tokens
 
 
-class Numbers:
-    eos_token_id, chat_template = 2, None
+class Numbers(PreTrainedTokenizerFast):
+    """Texts are the numbers of tokens."""
+
+    def __init__(self):
+        super().__init__(tokenizer_object=Tokenizer(WordLevel({"<end>": 2}, unk_token="<end>")), eos_token="<end>")
 
     def decode(self, ids, **_) -> str:
         return " ".join(map(str, ids))
-
-    def batch_decode(self, ids, **_) -> list[str]:
-        return list(map(self.decode, ids))
 
 
 class Ragged:

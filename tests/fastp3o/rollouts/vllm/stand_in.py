@@ -3,10 +3,10 @@
 import json
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, untempered
@@ -17,6 +17,19 @@ from tests.fastp3o.local_server import LocalHandler, LocalServer
 
 # transformers loads one model at a time.
 LOADING = threading.Lock()
+
+
+class EndingOtherwise:
+    """A tokenizer with another end of sequence, which may be none of its tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_id: int):
+        self.tokenizer, self.eos_token_id = tokenizer, eos_token_id
+
+    def __call__(self, *arguments, **options):
+        return self.tokenizer(*arguments, **options)
+
+    def __getattr__(self, name: str):
+        return getattr(self.tokenizer, name)
 
 
 class StandIn(LocalServer):
@@ -55,9 +68,7 @@ class StandIn(LocalServer):
         self.completions += 1
         ends = self.policy.model.generation_config.eos_token_id = body["stop_token_ids"]
         # No token ends a response if none is named.
-        tokenizer = SimpleNamespace(
-            eos_token_id=(ends or [-1])[0], chat_template=None, batch_decode=self.tokenizer.batch_decode
-        )
+        tokenizer = EndingOtherwise(self.tokenizer, (ends or [-1])[0])
         self.policy.temperature = body["temperature"]
         settings = SamplingSettings(body["top_k"], body["top_p"], body["min_p"])
         limits = {"max_response_tokens": body["max_tokens"], "batch_size": 1}
