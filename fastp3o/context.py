@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.data.clock import Clock
 from fastp3o.precision import Precision
 from fastp3o.processes import Share
 
@@ -25,13 +26,16 @@ class Caller(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The processes, their arithmetic and the policy's tokenizer. mesh: None for one process; caller: for a command."""
+    """The processes, their arithmetic and the policy's tokenizer. mesh: None for one process; caller: for a command.
+    clock: that chat templates read; None for the process's.
+    """
 
     accelerator: Accelerator
     precision: Precision
     tokenizer: PreTrainedTokenizerBase
     mesh: DeviceMesh | None
     caller: Caller | None = None
+    clock: Clock | None = None
 
     @property
     def share(self) -> Share:

@@ -9,12 +9,15 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from fastp3o.config import LONGEST_TEXT
+from fastp3o.data.clock import READS_CLOCK, Clock, process_clock
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.data.layouts import Fields, Message, Part
 from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, special_tokens, tokenise
@@ -25,12 +28,14 @@ TIME_LIMIT = 10.0  # seconds for one text
 # Fields of a record that its chat template reads, beside the messages.
 TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 # Variables that are no setting of a record's.
-RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize")
+RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize", READS_CLOCK)
 NO_FIELDS: Fields = {}
 # Fields of a message that are part of what its author says. A template may leave them out of earlier turns, but a reply
 # without them would teach something else.
 SAID = ("reasoning_content", "reasoning", "thinking", "function_call")
 CHECKED = ("role", "content", "tool_calls")  # what is dropped of these is an error in any message
+# Differs in every directive of a clock.
+ANOTHER_TIME = timedelta(days=401, hours=13, minutes=11, seconds=7)
 
 
 def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
@@ -38,17 +43,37 @@ def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
+class BetweenTurns(NamedTuple):
+    """What a chat template writes between two replies. before: the messages up to the first one, which are marks.
+    written_before: them, as the template writes them. between: from there to the content of a message of this role;
+    after: from there to the next reply, with what the template begins it with.
+    """
+
+    role: str
+    variables: Fields
+    before: list[Message]
+    written_before: str
+    between: str
+    after: str
+
+
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise. Methods
-    raise RecordError if the template refuses messages or leaves one out, and for the text of a special token in a
-    message, which could end its turn and begin another; DataError if the template does not end. `variables` are what
-    the function of that name returns. unread: names of messages' fields that it has written nowhere, in their order.
+    settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise. clock:
+    that it reads; by default the process's. Methods raise RecordError if the template refuses messages or leaves one
+    out, and for the text of a special token in a message, which could end its turn and begin another; DataError if the
+    template does not end. `variables` are what the function of that name returns. unread: names of messages' fields
+    that it has written nowhere, in their order.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None):
-        self.tokenizer, self.settings = tokenizer, settings or {}
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Mapping[str, Any] | None = None,
+        clock: Clock | None = None,
+    ):
+        self.tokenizer, self.settings, self.clock = tokenizer, settings or {}, clock or process_clock()
         self.unread: dict[str, None] = {}
         self.read: set[str] = set()
         self.special = name_pattern(special_tokens(tokenizer).values())
@@ -82,7 +107,6 @@ class ChatTemplate:
         """
         tools = json_value(record, "tools", list, "a list of tools")
         own = json_value(record, "chat_template_kwargs", dict, "an object")
-        own = {name: value for name, value in own.items() if value is not None}
         if not tools and not own:
             return {**self.settings}
         self.require_read(own, tools)
@@ -93,11 +117,35 @@ class ChatTemplate:
 
     def require_read(self, own: Fields, tools: list) -> None:
         """Raises RecordError unless the template names all settings, a record's own, and tools if there are some."""
-        template = self.tokenizer.get_chat_template(tools=tools or None)
         places = {name: f"chat_template_kwargs.{name}" for name in [*self.settings, *own]}
         for name, place in (places | ({"tools": "tools"} if tools else {})).items():
-            if not re.search(rf"\b{re.escape(name)}\b", template) or name in RESERVED:
+            if not self.reads(name, tools):
                 raise RecordError(place, "what the chat template reads", Found("a name that is not in it"))
+
+    def reads(self, name: str, tools: list) -> bool:
+        """Whether the template names a variable that may be set. tools: of the record; some have a template for it."""
+        template = self.tokenizer.get_chat_template(tools=tools or None)
+        return name not in RESERVED and re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+    def fields_read(self, record: Fields) -> dict[str, Any]:
+        """A record's fields for the template, without what it does not read. Raises RecordError as `variables`."""
+        tools = json_value(record, "tools", list, "a list of tools")
+        own = json_value(record, "chat_template_kwargs", dict, "an object")
+        own = {name: value for name, value in own.items() if self.reads(name, tools)}
+        return {"chat_template_kwargs": own} | ({"tools": tools} if self.reads("tools", tools) else {})
+
+    @cached_property
+    def reads_clock(self) -> bool:
+        """Whether the time changes what the template writes."""
+        if READS_CLOCK not in str(self.tokenizer.chat_template):
+            return False
+        other = ChatTemplate(self.tokenizer, self.settings, Clock(self.clock.moment + ANOTHER_TIME))
+        asked = [{"role": "user", "content": "Hi"}]
+        try:
+            texts = [one.apply(asked, "", self.settings, add_generation_prompt=True) for one in (self, other)]
+        except RecordError:  # it wants other messages
+            return True
+        return texts[0] != texts[1]
 
     def prompt(self, prompt: Part, variables: Fields = NO_FIELDS) -> str:
         """The text of the messages and of the beginning of the reply."""
@@ -116,6 +164,50 @@ class ChatTemplate:
             raise RecordError(reply.field, expected, Found("one that changes them"))
         self.check(conversation, len(asked), reply.field, text, variables, add_generation_prompt=False)
         return text[len(before) :]
+
+    def between_turns(self, role: str, variables: Fields) -> BetweenTurns:
+        """What the template writes between two replies, with a message of this role. It is asked about marks.
+
+        Raises RecordError for a template that refuses the role, or writes earlier replies, as they were begun and went
+        on, otherwise once others follow them.
+        """
+        marks = [f"\ue000{number}\ue001" for number in range(7)]
+
+        def conversation(*turns: str) -> list[Message]:
+            roles = ("user", *("assistant", role) * (len(turns) // 2 + 1))
+            return [{"role": one, "content": text} for one, text in zip(roles, (marks[0], *turns), strict=False)]
+
+        def written(*turns: str) -> str:
+            return self.apply(conversation(*turns), role, variables, add_generation_prompt=True)
+
+        before = written()
+        head = written(marks[1], marks[2]).partition(marks[1])[0]
+        # A reply may begin with what the template writes for it to go on from, such as an empty thought.
+        begun = before[len(head) :] if before.startswith(head) else ""
+        thought = "<think>\n{}\n</think>\n\n"
+        if "<think>" in begun:
+            thought = "" if "</think>" in begun else "{}\n</think>\n\n"
+        first, second = thought.format(marks[1]) + marks[2], thought.format(marks[3]) + marks[4]
+        observed, last = marks[5:]
+        turn = written(begun + first, observed)
+        between, _, after = turn[len(before + first) :].partition(observed)
+        up_to_second = before + first + between + observed + after
+        turns = written(begun + first, observed, begun + second, last)
+        if turn != up_to_second or turns != up_to_second + second + between + last + after:
+            expected = f"a chat template that leaves a reply as it is once a message of role {role} follows it"
+            raise RecordError(None, expected, Found("one that changes it"))
+        return BetweenTurns(role, variables, conversation(begun + first), before + first, between, after)
+
+    def content_between(self, turns: BetweenTurns, text: str) -> str:
+        """The text as the template writes it in a message between turns: some cut white space off, or quote it."""
+        messages = [*turns.before, {"role": turns.role, "content": text}]
+        try:
+            whole = self.apply(messages, turns.role, turns.variables, add_generation_prompt=True)
+        except RecordError:
+            return text
+        start = turns.written_before + turns.between
+        as_expected = whole.startswith(start) and whole[len(start) :].endswith(turns.after)
+        return whole[len(start) : len(whole) - len(turns.after)] if as_expected else text
 
     def check(
         self, messages: list[Message], first: int, field: str, text: str, variables: Fields, add_generation_prompt: bool
@@ -175,10 +267,15 @@ class ChatTemplate:
                 raise RecordError(field, expected, Found("one that it drops"))
 
     def apply(self, conversation: list[Message], field: str, variables: Fields, *, add_generation_prompt: bool) -> str:
+        options = dict(variables)
         try:
+            if self.tokenizer.chat_template is not None:
+                template = self.tokenizer.get_chat_template(tools=variables.get("tools"))
+                if (with_clock := self.clock.before(template)) != template:
+                    options["chat_template"] = with_clock
             with time_limit(TIME_LIMIT):
                 text = self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **options
                 )
             return cast(str, text)
         except TookTooLongError as error:  # the next records would take as long, so none is skipped
@@ -280,9 +377,10 @@ class Encoder:
         max_characters: int = LONGEST_TEXT,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         ends: ResponseEnds | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.tokenizer, self.continuation = tokenizer, Continuation(tokenizer)
-        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs, clock)
         self.special_ids = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.max_characters = max_characters

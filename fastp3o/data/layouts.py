@@ -50,8 +50,8 @@ def text(record: Fields, field: str, name: str | None = None) -> str:
 
 
 def message(value: object, name: str) -> Message:
-    """One message without its null fields, which typed files add to every message. Parts of its content are joined. It
-    may have no content if it calls tools, or is what a tool answered.
+    """One message without its null fields, which are none to chat templates. Parts of its content are joined. It may
+    have no content if it calls tools, or is what a tool answered.
     """
     if not isinstance(value, Mapping):
         raise RecordError(name, "a message with role and content", value)

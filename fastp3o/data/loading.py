@@ -17,6 +17,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fastp3o.config import LONGEST_TEXT
+from fastp3o.data.clock import Clock
 from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, ResponseEnds, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, field_names
 from fastp3o.data.layouts import (
@@ -52,7 +53,7 @@ class DataReport:
     special_texts: texts that hold the text of a special token, such as a written end of sequence. skipped: records that
     cannot be used. reasons: how many were skipped for each reason. unread: fields with values that nothing reads, in
     their order, those of messages last.
-    templated: whether the chat template wrote any of the texts.
+    templated: whether the chat template wrote any of the texts. clock: what it read for the time; "" if it reads none.
     """
 
     examples: int = 0
@@ -65,6 +66,7 @@ class DataReport:
     reasons: Counter[str] = field(default_factory=Counter)
     unread: dict[str, None] = field(default_factory=dict)
     templated: bool = False
+    clock: str = ""
 
     def __str__(self) -> str:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
@@ -76,7 +78,9 @@ class DataReport:
         unread = f"; nothing reads {field_names(self.unread)}" if self.unread else ""
         skipped = f"{self.skipped} records skipped" + (f" ({why})" if why else "")
         twice = f"; responses of {self.repeated_prompts} records repeat the prompt" if self.repeated_prompts else ""
-        return f"{self.examples} examples, {cut}, {skipped}{twice}{unread}"
+        day = "which stays so; at another time the same seed has other texts"
+        clock = f"; the chat template reads the time, {self.clock}, {day}" if self.clock else ""
+        return f"{self.examples} examples, {cut}, {skipped}{twice}{unread}{clock}"
 
 
 Loaded = tuple[Dataset, DataReport]
@@ -148,6 +152,8 @@ class Loader:
     limit: stop reading after this many usable records.
     chat_template_kwargs: variables of the chat template (`enable_thinking`), where a record's own do not say otherwise.
     ends: what ends responses of the model; by default what the tokenizer alone says.
+    clock: that the template reads, by default the process's.
+    observation_role: of messages that will follow replies, which the template must write with a record's variables.
     all_turns: an example of each assistant's turn in `messages` that follows a user's or a tool's.
     """
 
@@ -166,11 +172,13 @@ class Loader:
     as_given: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
     ends: ResponseEnds | None = None
+    clock: Clock | None = None
+    observation_role: str | None = None
     all_turns: bool = False
 
     def __post_init__(self) -> None:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
-        self.encoder = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs, self.ends)
+        self.encoder = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs, self.ends, self.clock)
         self.report = DataReport()
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
         self.examples: Counter[str] = Counter()  # by their file
@@ -259,9 +267,14 @@ class Loader:
         responses = layout.responses(record.content) if self.response_columns else ()
         responses = responses if self.takes_all else responses[: len(self.response_columns)]
         texts = self.encoder.render(prompt, responses, record.content)
+        template = self.encoder.template
+        if self.observation_role and not texts.given.keys().isdisjoint(TEMPLATE_FIELDS):
+            template.between_turns(self.observation_role, template.variables(record.content))
         read = {*layout.fields, *self.columns, *self.labels, *(TEMPLATE_FIELDS if texts.templated else ())}
         has_value = (name for name, value in record.content.items() if value is not None)
         self.report.templated |= texts.templated
+        if texts.templated and template.reads_clock:
+            self.report.clock = str(template.clock)
         self.report.unread |= dict.fromkeys(name for name in has_value if name not in read)
         return texts
 

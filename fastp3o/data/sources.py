@@ -1,6 +1,9 @@
 """Reads records from a hub name or a path, each with its file and number.
 
 Numbers start at 1. They count the lines of JSON Lines, and the entries of a JSON array, a parquet file or a hub split.
+
+A table has one type for a column, so a field that one record has is null in all others, at every level: such nulls,
+which nobody wrote, are taken out. In JSON a null is the author's.
 """
 
 import glob
@@ -9,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -51,7 +54,7 @@ def read_records(source: str, split: str) -> Iterator[Record]:
     if isinstance(source, Named):  # a Dataset, or any other records that can be read twice
         if split != WHOLE:
             raise DataError(f"{source}: there is no split '{split}' of records in memory: take those of the split")
-        yield from (Record(str(source), number, content) for number, content in enumerate(source.content, 1))
+        yield from (Record(str(source), *record) for record in enumerate(dataset_records(source.content), 1))
         return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
@@ -71,7 +74,7 @@ def read_records(source: str, split: str) -> Iterator[Record]:
                 dataset = datasets.load_dataset(place, config or None, split=split)
             except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
                 raise DataError(f"{name}: the split '{split}' cannot be loaded from the hub: {error}") from error
-            yield from (Record(name, *record) for record in enumerate(dataset, 1))
+            yield from (Record(name, *record) for record in enumerate(dataset_records(dataset), 1))
             continue
         for file in files:
             try:
@@ -139,7 +142,8 @@ def file_records(file: Path) -> Iterator[tuple[int, object]]:
             if len(set(names)) < len(names):
                 raise DataError(f"{file}: several columns have one name in {', '.join(names)}")
             batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
-            yield from enumerate(chain.from_iterable(batches), 1)
+            rows = (as_written(row, table.schema_arrow, json_is_text=True) for row in chain.from_iterable(batches))
+            yield from enumerate(rows, 1)
         return
     with open_binary(file) as content:
         begins_array = content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
@@ -155,6 +159,34 @@ def file_records(file: Path) -> Iterator[tuple[int, object]]:
             text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if text.strip():
                 yield number, decode_json(text)
+
+
+def dataset_records(content: Iterable) -> Iterator[object]:
+    """Records in memory: those of a Dataset are a table's; a stream's, too, whose types may be unknown."""
+    if not isinstance(content, datasets.Dataset | datasets.IterableDataset):
+        yield from content
+        return
+    schema = None if content.features is None else content.features.arrow_schema
+    yield from (as_written(record, schema) for record in content)
+
+
+def as_written(row: dict[str, Any], schema: pa.Schema | None, *, json_is_text: bool = False) -> dict[str, Any]:
+    """A table's row without the nulls below its columns. Values of Arrow's type for JSON keep theirs. json_is_text:
+    whether those are not decoded yet.
+    """
+    kinds = {} if schema is None else dict(zip(schema.names, schema.types, strict=True))
+
+    def written(value: Any, kind: pa.DataType | None) -> Any:
+        if getattr(kind, "extension_name", "") == "arrow.json":
+            return json.loads(value) if json_is_text and value is not None else value
+        if isinstance(value, dict):
+            inner = {} if kind is None or not pa.types.is_struct(kind) else {part.name: part.type for part in kind}
+            return {name: written(part, inner.get(name)) for name, part in value.items() if part is not None}
+        if isinstance(value, list):
+            return [written(part, getattr(kind, "value_type", None)) for part in value]
+        return value
+
+    return {name: written(value, kinds.get(name)) for name, value in row.items()}
 
 
 def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm import tqdm
@@ -33,7 +32,7 @@ from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.prefix import Prefix
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
-from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
+from fastp3o.run.manifest import CorruptStateError, Manifest, first_start, read_manifest, require_same_run
 from fastp3o.run.names import KEPT, SAMPLES
 from fastp3o.run.report import Phases
 from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
@@ -64,13 +63,17 @@ def generate(config: GenerateConfig) -> Generated:
     choose_attention(config.attention, accelerator.device)
     check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
-    context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
+    folders = [Path(config.output_dir)] if config.resume else []
+    clock = on_main_process(accelerator, lambda: first_start(folders))
+    context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device), clock=clock)
     asked = asked_of_records(config.scorers, config) | {"as_given": True}
-    prompts, report = load_prompts(config.prompts, tokenizer, **asked, **config.reading)
+    if config.principles:  # the requests of messages are a user's
+        asked["observation_role"] = "user"
+    prompts, report = load_prompts(config.prompts, tokenizer, clock=clock, **asked, **config.reading)
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
     load_judge(config, None)  # what is wrong with it is said before anything is sampled
-    manifest, done = on_main_process(accelerator, lambda: find_progress(accelerator, config, prompts, samples))
+    manifest, done = on_main_process(accelerator, lambda: find_progress(context, config, prompts, samples))
     models = load_models(context, config, prompts) if done < len(prompts) else None
 
     folder = claim(accelerator, config)
@@ -91,7 +94,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     """A sampler of the policy, and the reward. Each process has a part of the models. prompts: an endpoint is asked
     about the first one, before anything begins.
     """
-    _, precision, tokenizer, mesh, _ = context
+    _, precision, tokenizer, mesh, *_ = context
     prefix, reward = Prefix(tokenizer, config.prefix), None
     if config.reward:
         reward = load_named_reward(context, config, config.reward, prompts)
@@ -108,13 +111,15 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
 
 
 def find_progress(
-    accelerator: Accelerator, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
+    context: Context, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
 ) -> tuple[Manifest, int]:
     """Returns the manifest of this run's samples, and the number of prompts that have theirs. Changes nothing. Raises
     ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
+    accelerator, clock = context.accelerator, context.clock
     fingerprints = run_fingerprints(config, {"prompts": prompts})
-    manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {})
+    begun = "" if clock is None else clock.moment.isoformat()
+    manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {}, begun)
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))
     if config.resume:
         lines = []

@@ -2,26 +2,35 @@
 
 import json
 import re
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import get_logger
 
-from fastp3o.data.encoding import ids_added_first, name_pattern, response_ends, split_bos
+from fastp3o.config import LARGEST_INT
+from fastp3o.data.encoding import ChatTemplate, Encoder, ids_added_first, name_pattern, response_ends, split_bos
+from fastp3o.data.errors import Found, RecordError, is_blank
+from fastp3o.data.layouts import Fields, Message, Part
 from fastp3o.data.tokens import BEGINNING, Continuation, special_tokens
 from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
-from fastp3o.rollouts.groups import Group, Prompt, token_ids
+from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
+
+logger = get_logger(__name__)
+# For private use: neither templates nor tokenizers know it.
+NAME = "\ue002"
 
 
 class ModelReward:
     """Scores of a reward model. device: of the computation. mesh: of processes over which the model is spread; None for
-    one. offload: keeps the model on the CPU between uses.
+    one. offload: keeps the model on the CPU between uses. reading: how a Translation reads prompts that are messages.
     """
 
     def __init__(
@@ -34,11 +43,15 @@ class ModelReward:
         packing: Packing,
         mesh: DeviceMesh | None = None,
         offload: bool = False,
+        reading: Mapping[str, Any] | None = None,
     ):
         self.model = FrozenModel(model, device, mesh, offload=offload)
         self.device, self.packing = device, packing
         self.shares_vocabulary = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self.translate = Translation(policy_tokenizer, tokenizer)
+        # The tokens of messages are then those that the policy's template makes.
+        templates = tokenizer.chat_template, policy_tokenizer.chat_template
+        self.has_other_template = self.shares_vocabulary and None not in templates and templates[0] != templates[1]
+        self.translate = Translation(policy_tokenizer, tokenizer, **(reading or {}))
 
     def __call__(self, groups: list[Group]) -> Tensor:
         groups, own = with_tensor_group(self.model.model, groups)
@@ -69,10 +82,30 @@ class ModelReward:
 
 
 class Translation:
-    """Texts of a policy in the tokens of another model, as the loader makes them of that model's training data."""
+    """Texts of a policy in the tokens of another model, as the loader makes them of that model's training data: its own
+    chat template, if it has one, writes prompts that are messages, and responses as the assistant's. Messages that this
+    template refuses go to the model as the text that the policy's has made of them, which is said once.
 
-    def __init__(self, policy: PreTrainedTokenizerBase, scorer: PreTrainedTokenizerBase):
+    max_prompt_tokens, chat_template_kwargs, clock: an Encoder's, for messages; variables that the template does not
+    read are left out.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedTokenizerBase,
+        scorer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int = LARGEST_INT,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
         self.policy, self.scorer = policy, scorer
+        self.encoder: Encoder | None = None
+        if scorer.chat_template is not None:
+            reads = ChatTemplate(scorer).reads
+            settings = {name: value for name, value in (chat_template_kwargs or {}).items() if reads(name, [])}
+            self.encoder = Encoder(scorer, max_prompt_tokens, None, chat_template_kwargs=settings, **options)
+        self.said = False
         self.first_ids, self.continuation = ids_added_first(scorer), Continuation(scorer)
         self.controls = control_tokens(policy)
         names = set(self.controls.values())
@@ -84,8 +117,72 @@ class Translation:
 
     def __call__(self, groups: list[Group]) -> tuple[list[Ids], list[list[Ids]]]:
         """The ids of prompts and responses; a response keeps its end if it had one."""
-        prompt_ids = [self.prompt_ids(group.prompt) for group in groups]
-        return prompt_ids, [self.response_ids(*one) for one in zip(groups, prompt_ids, strict=True)]
+        pairs = [self.messages(group) or self.as_text(group) for group in groups]
+        return [prompt for prompt, _ in pairs], [responses for _, responses in pairs]
+
+    def as_text(self, group: Group) -> tuple[Ids, list[Ids]]:
+        prompt_ids = self.prompt_ids(group.prompt)
+        return prompt_ids, self.response_ids(group, prompt_ids)
+
+    def messages(self, group: Group) -> tuple[Ids, list[Ids]] | None:
+        """The ids where the prompt is messages and the model's own template takes them, None elsewhere."""
+        record = json.loads(group.prompt.given) if group.prompt.given else {}
+        if self.encoder is None or not isinstance(record.get("prompt"), list):
+            return None
+        try:
+            fields = self.encoder.template.fields_read(record)
+            rendered = self.encoder.render(Part("prompt", record["prompt"]), (), fields)
+            (encoded,) = self.encoder.encode([rendered])
+            if isinstance(encoded, RecordError):
+                raise encoded
+            variables = self.encoder.template.variables(fields)
+            written = (
+                self.reply(self.encoder, record["prompt"], rendered.prompt, encoded.prompt_ids, response, variables)
+                for response in group.responses
+            )
+            return encoded.prompt_ids, list(written)
+        except RecordError as refusal:
+            if not self.said:
+                logger.warning(
+                    f"the chat template of the reward model {self.scorer.name_or_path} does not take all messages "
+                    f"({refusal.reason}, got {refusal.got}): it scores the others as the policy's template writes them"
+                )
+            self.said = True
+            return None
+
+    def reply(
+        self,
+        encoder: Encoder,
+        asked: list[Message],
+        before: str,
+        before_ids: Ids,
+        response: Response,
+        variables: Fields,
+    ) -> Ids:
+        """The ids of a response as the assistant's message. before: the template's text of what is asked, with its ids.
+        Names of special tokens in it are text, as the policy wrote them: the template writes a mark in their place.
+        """
+        names = encoder.template.special.findall(response.text)
+        message = {"role": "assistant", "content": encoder.template.special.sub(NAME, response.text)}
+        text = encoder.template.apply([*asked, message], "response", variables, add_generation_prompt=False)
+        first, *others = text.removeprefix(before).split(NAME)
+        if not text.startswith(before) or len(others) != len(names):
+            expected = "a chat template that writes the messages before a reply the same with and without the reply"
+            raise RecordError("response", expected, Found("one that changes them"))
+        parts = [(first, True)]
+        for name, part in zip(names, others, strict=True):
+            parts += [(name, False), (part, True)]
+        ids: Ids = []
+        for part, control in parts:
+            last = (ids or before_ids)[-1]
+            ids += self.continuation.ids([part], last, control=control)[0] if part else []
+        try:
+            ended = encoder.closed(ids, "response", templated=True)
+        except RecordError:
+            if not is_blank(response.text):
+                raise
+            return [cast(int, encoder.ends.chat)]
+        return ended if response.finished else ended[:-1]
 
     def response_ids(self, group: Group, prompt_ids: Ids) -> list[Ids]:
         # Names of special tokens in a response are text, as the policy wrote it.

@@ -76,20 +76,28 @@ def load_reward(
 
 
 def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
-    """Options of `load_prompts`: columns that rewards and environment ask for, with their asker; if one takes chats."""
-    functions = {
+    """Options of `load_prompts`: columns that rewards and environment ask for, with their asker; whether records are
+    kept as they are, for those that take chats; and the role of observations that are messages.
+    """
+    singles = [single for several in names for single in cascaded(several)]
+    objects = {
         name: name.content if isinstance(name, Named) else FunctionReward(name)
-        for name in (single for several in names for single in cascaded(several))
+        for name in singles
         if isinstance(name, Named) or is_function(name)
     }
-    functions = {name: reward for name, reward in functions.items() if isinstance(reward, FunctionReward)}
+    functions = {name: reward for name, reward in objects.items() if isinstance(reward, FunctionReward)}
+    models = [name for name in singles if isinstance(objects.get(name), LoadedModel)]
+    models += [name for name in singles if name not in objects and not is_endpoint(name) and name != ENVIRONMENT]
+    role = None
     columns = {column: f"the reward function {name}" for name, reward in functions.items() for column in reward.columns}
     if isinstance(config, EnvironmentConfig) and config.environment:
         environments = load_environments(config)
+        role = None if config.observation_role == "text" else config.observation_role
         columns |= dict.fromkeys(environments.columns, f"the environment {environments.name}")
     return {
         "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
-        "as_given": any(reward.in_trls_form for reward in functions.values()),
+        "as_given": bool(models or role) or any(reward.in_trls_form for reward in functions.values()),
+        "observation_role": role,
     }
 
 

@@ -88,6 +88,18 @@ def put_in_place(unfinished: Path, manifest: Manifest) -> None:
     move_into_place(unfinished, place)
 
 
+def newest_first(states: Path) -> list[Path]:
+    """The states in a folder, damaged ones and those that have no name of their own yet among them."""
+    folders = states.iterdir() if states.is_dir() else ()
+    named = [path for path in folders if NAME.fullmatch(placed_name(path)) and path.is_dir()]
+    return sorted(named, key=lambda path: int(placed_name(path)[len("step-") :]), reverse=True)
+
+
+def placed_name(state: Path) -> str:
+    """The name that a state has once it is in its place."""
+    return (place_of(state) or state).name
+
+
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run: its state without the tensors. evaluated: whether the evaluation that is due after `step`
@@ -132,8 +144,9 @@ class States:
     killed, is found all the same.
     """
 
-    def __init__(self, folder: Path, optimizer: Optimizer, carried: RunState):
-        self.accelerator, self.folder, self.optimizer = optimizer.accelerator, folder, optimizer
+    def __init__(self, folder: Path, optimizer: Optimizer, carried: RunState, begun: str = ""):
+        """begun: a Manifest's."""
+        self.accelerator, self.folder, self.optimizer, self.begun = optimizer.accelerator, folder, optimizer, begun
         self.other_tensors, self.pending = carried.tensors, carried.pending
         self.parts = {"optimizer": optimizer, **carried.parts}
         self.newest: Path | None = None  # the newest state that is known to be whole
@@ -198,7 +211,7 @@ class States:
             numbers |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
         texts = {name: json.dumps(content) for name, content in numbers.items()}
         processes = self.accelerator.num_processes
-        manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, {})
+        manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, {}, self.begun)
         self.unfinished = unfinished = on_main_process(self.accelerator, lambda: make_unfinished(place))
         try:
             with naming(place), ThreadPoolExecutor(1) as thread:
@@ -257,11 +270,8 @@ class States:
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
         """States, newest first, with their manifests or the problem; also whole ones that are not in their place."""
         states: list[tuple[Path, Manifest | None, str | None]] = []
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            place = place_of(path)
-            if not NAME.fullmatch((place or path).name) or not path.is_dir():
-                continue
-            if place is not None:
+        for path in newest_first(self.folder):
+            if (place := place_of(path)) is not None:
                 manifest = read_unplaced(path)
                 if manifest is not None and not place.exists():
                     states.append((path, manifest, None))
@@ -272,9 +282,7 @@ class States:
                 states.append((path, manifest, None))
             except CorruptStateError as error:
                 states.append((path, None, str(error)))
-        return sorted(
-            states, key=lambda state: int((place_of(state[0]) or state[0]).name[len("step-") :]), reverse=True
-        )
+        return states
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""

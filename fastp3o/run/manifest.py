@@ -6,11 +6,14 @@ that is made in the same way, so that a state is known to be whole although no p
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fastp3o.config import RunConfig
+from fastp3o.data.clock import Clock
 from fastp3o.errors import UserError
 from fastp3o.files import naming, write_file
 from fastp3o.run.fingerprints import FUNCTION
@@ -31,7 +34,8 @@ class ResumeError(UserError):
 class Manifest:
     """A state's description. step: the last one whose work is in the state. evaluated: whether that step's evaluation
     was made. processes: how many wrote it. config: the run's configuration. fingerprints: hashes of what the
-    configuration names, see `fingerprints.py`. checksums: SHA-256 of each of its files.
+    configuration names, see `fingerprints.py`. checksums: SHA-256 of each of its files. begun: the time of the run's
+    first start, which chat templates read, in ISO 8601; "" in those that older versions wrote.
     """
 
     step: int
@@ -40,6 +44,7 @@ class Manifest:
     config: dict[str, Any]
     fingerprints: dict[str, str]
     checksums: dict[str, str]
+    begun: str = ""
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
         content = {"version": VERSION, **asdict(self)}
@@ -83,6 +88,15 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
     if content_checksum(content) != expected:
         raise CorruptStateError(f"{name} is damaged: its checksum is another")
     return manifest
+
+
+def first_start(folders: Iterable[Path]) -> Clock:
+    """The clock of the run that wrote manifests in these folders, which all have it; that of now without one."""
+    for folder in folders:
+        manifest = read_unplaced(folder)  # who needs the state says what is wrong with it
+        if manifest is not None and manifest.begun:
+            return Clock(datetime.fromisoformat(manifest.begun))
+    return Clock()
 
 
 def require_files(folder: Path, manifest: Manifest) -> None:

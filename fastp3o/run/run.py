@@ -90,7 +90,8 @@ class Run:
         self.folder = claim(self.accelerator, config)
         try:
             self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config, data))
-            self.states = States(self.folder / STATES, optimizer, state or RunState())
+            begun = "" if context.clock is None else context.clock.moment.isoformat()
+            self.states = States(self.folder / STATES, optimizer, state or RunState(), begun)
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)

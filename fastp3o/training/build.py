@@ -55,6 +55,8 @@ if TYPE_CHECKING:  # a run imports its own stage only
 logger = get_logger(__name__)
 # Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
 WHILE_TRAINING = 16
+# Options of reading prompts that a reward model of another vocabulary has in common with the policy.
+READ_ANEW = ("max_prompt_tokens", "max_characters", "chat_template_kwargs")
 
 
 def load_trained(
@@ -180,7 +182,7 @@ def sampled_model(
         return SampledModel(policy, None, Publisher(context, config, policy, **publishing))
     if quantized_layers(policy):
         return SampledModel(policy, None)
-    accelerator, precision, _, mesh, _ = context
+    accelerator, precision, _, mesh, *_ = context
     on_gpu = context.device.type == "cuda"
     # A CPU gains nothing, and samples from the weights themselves.
     dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
@@ -222,7 +224,8 @@ def policy_sampler(
         tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
     ends = Ends(policy.model.model, tokenizer, settings.stops).ids
     role = config.observation_role
-    observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends)
+    variables = config.template_settings, context.clock
+    observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends, *variables)
     environments = load_environments(config)
     options = {"max_turns": config.max_turns, "longest": longest}
     if policy.publisher is not None:
@@ -272,7 +275,7 @@ def load_named_reward(
     """Loads the reward of this name. An endpoint, and a function unless a run goes on, is tried on the first example
     before anything is written. passes: whether it may leave responses to the next one of a cascade.
     """
-    parts = cascaded(name)
+    parts, reading = cascaded(name), config.reading
     if len(parts) > 1:
         load = partial(load_named_reward, context, config)
         rewards = [load(part, examples, passes=part is not parts[-1]) for part in parts]
@@ -288,6 +291,7 @@ def load_named_reward(
         offload=config.offload,
         trust_remote_code=config.trust_remote_code,
         remote=config,
+        reading={name: reading[name] for name in READ_ANEW} | {"clock": context.clock},
     )
     if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
         reward.passes = passes
@@ -297,6 +301,11 @@ def load_named_reward(
         isinstance(reward, FunctionReward) and not getattr(config, "resume", False)
     ):
         on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
+    if isinstance(reward, ModelReward) and reward.has_other_template:
+        context.accelerator.print(
+            f"the reward model {name} has the policy's vocabulary and another chat template: it scores messages as the "
+            "policy's template writes them"
+        )
     # In another vocabulary, lengths are unknown until there are texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         # One that was stopped by a text gets an end.

@@ -71,7 +71,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     )
     objective.add_to(policy)
     rewards = load_rewards(context, config, prompts, held_out.examples)
-    accelerator, precision, _, mesh, _ = context
+    accelerator, precision, _, mesh, *_ = context
     steps = config.updates * config.steps_per_update
     optimizer: Optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     reference, sampled_reference = load_reference(context, config, policy)

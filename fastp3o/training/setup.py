@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,8 +28,11 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision, wider_precision
 from fastp3o.processes import on_main_process
+from fastp3o.run.checkpoint import newest_first
 from fastp3o.run.folder import check_output_dir
 from fastp3o.run.hub import require_repository
+from fastp3o.run.manifest import first_start
+from fastp3o.run.names import STATES
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
 
@@ -65,7 +69,9 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
         accelerator.print(f"warning: fp32 would be faster: this processor has no instructions for {precision.name}")
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     mesh = process_mesh(accelerator.device, config.shard_size, config.tensor_parallel)
-    return Context(accelerator, precision, tokenizer, mesh, caller)
+    states = Path(config.output_dir) / STATES
+    clock = on_main_process(accelerator, lambda: first_start(newest_first(states) if config.resume else ()))
+    return Context(accelerator, precision, tokenizer, mesh, caller, clock)
 
 
 def trackers_of(config: StageConfig) -> list[str]:
@@ -174,7 +180,8 @@ def load_examples(
     context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
     """Loads a data set, the same on all processes. Raises ValueError if it has fewer examples than processes."""
-    examples, report = loader(source, context.tokenizer, split=split, limit=limit, **config.reading)
+    options = {"split": split, "limit": limit, "clock": context.clock, **config.reading}
+    examples, report = loader(source, context.tokenizer, **options)
     context.accelerator.print(f"{source}: {report}")
     if report.truncated_prompts > report.examples / 2:
         context.accelerator.print("warning: most prompts lost their beginning: --max_prompt_tokens keeps more")

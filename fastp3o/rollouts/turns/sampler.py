@@ -81,8 +81,10 @@ class TrajectorySampler:
         records = [{"prompt": prompt.text, **prompt.columns} for prompt in prompts for _ in range(K)]
         environments, texts = self.environments.begin(records)
         try:
-            befores = [prompt.ids[-1] for prompt in prompts for _ in range(K)]
-            begun = [self.observe(text, last) if text else [] for text, last in zip(texts, befores, strict=True)]
+            begun = [
+                self.observe(text, prompts[n // K].ids[-1], prompts[n // K].given) if text else []
+                for n, text in enumerate(texts)
+            ]
             for p in range(len(prompts)):
                 if len({*texts[p * K : (p + 1) * K]}) > 1:
                     raise FunctionError(
@@ -129,7 +131,8 @@ class TrajectorySampler:
         for (trajectory, _), step in zip(answered, steps, strict=True):
             trajectory.turns[-1] = trajectory.turns[-1]._replace(rewards=step.rewards, failure=step.failure)
             trajectory.done = step.done and not step.failure
-            observed = [] if step.done else self.observe(step.observation, trajectory.ids[-1])
+            given = trajectory.prompt.given
+            observed = [] if step.done else self.observe(step.observation, trajectory.ids[-1], given)
             # An observation that nothing answers is left out: a trajectory ends with a token of the policy.
             is_last = len(trajectory.turns) == self.max_turns
             trajectory.over = step.done or is_last or len(trajectory.ids) + len(observed) >= self.longest
