@@ -6,11 +6,13 @@ import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
 from inspect import cleandoc, get_annotations
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
 from os.path import exists, expanduser
+from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import (
     Any,
@@ -506,7 +508,10 @@ class EnvironmentConfig(PolicyConfig):
         None, "Seconds that environments may take to answer a round of turns.", above=0, needs="environment"
     )
     environment_errors: Literal["stop", "end"] = option(
-        "stop", "An environment that raises stops the run, or ends its trajectory alone.", needs="environment"
+        "stop",
+        "A step of an environment that raises, is late or gives a wrong answer stops the run, or ends its trajectory "
+        "alone. A reset that fails stops the run.",
+        needs="environment",
     )
 
 
@@ -541,8 +546,15 @@ class RunConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "output_dir", expanduser(self.output_dir))
+        if self.output_dir:
+            _ = self.folder
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
+
+    @cached_property
+    def folder(self) -> Path:
+        """`output_dir`, wherever users' code may lead the working directory later."""
+        return Path(self.output_dir).absolute()
 
     @classmethod
     def changeable(cls) -> set[str]:

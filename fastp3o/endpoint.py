@@ -7,8 +7,10 @@ import random
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from email.utils import parsedate_to_datetime
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from itertools import chain, count
@@ -131,8 +133,7 @@ class Endpoint:
         status, answer = response.status_code, response.content
         what = f"answered with status {status}: {self.excerpt(answer)}"
         if status in (408, 429) or status >= 500:
-            asked = response.headers.get("Retry-After", "").strip()  # a date is waited for as nothing is
-            raise AttemptError(what, float(asked) if asked.isdecimal() else 0.0)
+            raise AttemptError(what, seconds_asked(response.headers))
         if status != 200:
             raise EndpointError(f"{self.url} {what}")
         try:
@@ -218,6 +219,24 @@ class Answers(Generic[Question, Answer]):
         """Sends no more requests, and does not wait for those under way."""
         self.stopped.set()
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def seconds_asked(headers: Mapping[str, str]) -> float:
+    """What Retry-After asks to wait: seconds, or a date, which is of the server's clock if it tells its own. 0 for
+    anything else.
+    """
+    asked = headers.get("Retry-After", "").strip()
+    if asked.isdecimal():
+        return float(asked)
+    try:
+        until = parsedate_to_datetime(asked).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+    try:
+        now = parsedate_to_datetime(headers.get("Date", "")).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        now = time.time()
+    return max(0.0, until - now)
 
 
 def check_url(url: str) -> str:

@@ -2,6 +2,8 @@
 
 import re
 
+LONGEST = 10_000  # characters of others' messages that are shown
+
 
 class UserError(ValueError):
     """Input that cannot be used, or a run that cannot go on: the message says what to change.
@@ -25,9 +27,18 @@ def visible(text: str) -> str:
 def text_of(error: BaseException) -> str:
     """What an exception of others says, as a terminal can show it."""
     try:
-        return visible(str(error))
+        said = str(error)
+        return visible(said[:LONGEST]) + "…" * (len(said) > LONGEST)
     except BaseException:  # it may raise SystemExit, too
         return "its own text cannot be made"
+
+
+def shown(value: object) -> str:
+    """What others have returned, in at most 80 characters; its kind if it cannot be written."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def as_arguments(message: str) -> str:

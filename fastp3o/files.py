@@ -25,6 +25,13 @@ def temporary_sibling(path: Path, kind: str = UNFINISHED) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
+def from_here(path: Path) -> Path:
+    """The path as messages have it: from the working directory, if it lies in there."""
+    with suppress(ValueError, OSError):
+        return path.relative_to(Path.cwd())
+    return path
+
+
 def read_text(path: str, flag: str) -> str:
     """The text of a file that a flag names. Raises UserError if it cannot be read, or has none."""
     try:

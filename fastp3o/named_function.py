@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,6 +24,9 @@ from fastp3o.errors import UserError, text_of, visible
 
 GRACE = 2.0  # seconds
 LONG = 60.0  # seconds, after which a line says that a call takes long
+LOOK = 0.5  # seconds between looks at whether an event loop goes on
+OF_TASKS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
+end_process = os._exit  # while users' code runs, `os._exit` is `end_by_error`
 
 
 class FunctionError(UserError):
@@ -45,6 +49,7 @@ class Background(threading.Thread):
     def __init__(self, call: Callable[[], Any]):
         super().__init__(daemon=True)
         self.call, self.result = call, Future[Any]()
+        defaults.hold()  # here, where no user's code runs yet
         self.start()
 
     def run(self) -> None:
@@ -53,6 +58,8 @@ class Background(threading.Thread):
                 self.result.set_result(self.call())
             except BaseException as error:
                 self.result.set_exception(error)
+            finally:
+                defaults.release()
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -87,19 +94,22 @@ def import_function(name: str, role: str) -> Callable:
     return function
 
 
-def call_for_list(function: Callable, name: str, *arguments: list[str], timeout: float | None = None) -> list:
+def call_for_list(
+    function: Callable, name: str, *arguments: list, timeout: float | None = None, option: str = "--reward_timeout"
+) -> list:
     """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
     may be a list, a tuple, an array or a tensor; an `async def` is awaited. timeout: in seconds; None for no limit.
+    option: that says it, in messages.
 
     The function may change the lists that it gets, the working directory and torch's defaults. Raises FunctionError,
     with the function's name, if it returns another type or another number of entries, if it raises (with the place) or
-    takes too long, and if it ends the program, which would look like the end of a run; and FunctionInterruptedError
-    after a KeyboardInterrupt.
+    takes too long, and if it ends the program, which would look like the end of a run, or the event loop; and
+    FunctionInterruptedError after a KeyboardInterrupt.
     """
     expected = len(arguments[-1])
-    late = f"{name} has not returned after {timeout:g} s (--reward_timeout)" if timeout else ""
+    late = f"{name} has not returned after {timeout:g} s ({option})" if timeout else ""
     try:
-        with restored(), warned_if_late(name, timeout, late):
+        with restored(), warned_if_late(name, timeout, late, option):
             with limited(timeout):
                 result = function(*arguments)
             if inspect.iscoroutine(result):
@@ -115,9 +125,7 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
         ended = f"ended the program (sys.exit, status {error.code!r}) instead of returning"
         raise FunctionError(f"{name} {ended}") from error
     except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)  # `extract_tb` obeys sys.tracebacklimit
-        what = f"{visible(type(error).__name__)}: {text_of(error)}"
-        raise FunctionError(f"{name} failed in {frame.f_code.co_filename}, line {line}: {what}") from error
+        raise FunctionError(f"{name} failed in {told(error)}") from error
     wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:
         with limited(timeout):  # what it has returned is the user's code, too
@@ -130,6 +138,12 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     if len(result) != expected:
         raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return result
+
+
+def told(error: BaseException) -> str:
+    """Where users' code has raised an error, and what it says."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)  # `extract_tb` obeys sys.tracebacklimit
+    return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
 
 @contextmanager
@@ -169,11 +183,11 @@ def limited(seconds: float | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None]:
+def warned_if_late(name: str, timeout: float | None, late: str, option: str) -> Iterator[None]:
     """Says on standard error that a call takes long, and that it is late: not everything can be interrupted."""
     lines = {timeout + GRACE: late} if timeout else {}
     if timeout and timeout > LONG:
-        lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} (--reward_timeout)"
+        lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} ({option})"
     timers = [threading.Timer(seconds, print, [line], {"file": sys.stderr}) for seconds, line in lines.items()]
     if timeout and isinstance(thread := threading.current_thread(), Background):
         timers.append(threading.Timer(timeout + GRACE, thread.result.set_exception, [FunctionError(late)]))
@@ -187,56 +201,210 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
             timer.cancel()
 
 
+def raised_by_itself(error: BaseException) -> bool:
+    """Whether users' code has raised this for itself, as its result. Otherwise somebody wants it to end: a time limit,
+    Ctrl-C, or the cancellation of the task in which it runs.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        # Signals come to the main thread alone; a run has a handler that raises nothing.
+        is_main = threading.current_thread() is threading.main_thread()
+        return not (is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    if isinstance(error, asyncio.CancelledError):
+        with suppress(RuntimeError):  # no event loop runs here
+            task = asyncio.current_task()
+            return task is None or not task.cancelling()
+    return not isinstance(error, TookTooLongError)
+
+
+class LoopThread(threading.Thread):
+    """An event loop that goes on, whatever its tasks and callbacks raise, or if they stop it. ends: what callbacks have
+    raised to end the program.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.loop, self.ends = asyncio.new_event_loop(), list[BaseException]()
+        self.loop.set_default_executor(Workers())
+        self.start()
+
+    def run(self) -> None:
+        while not self.loop.is_closed():
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                # A task keeps what it has raised for those that wait for it; of a callback nobody would learn.
+                if not any(frame.f_code.co_flags & OF_TASKS for frame, _ in traceback.walk_tb(error.__traceback__)):
+                    self.ends.append(error)
+            except BaseException as error:  # the loop itself is broken
+                self.ends.append(error)
+                return
+
+
+class Workers(ThreadPoolExecutor):
+    """The threads of an event loop, as its own are. Python 3.11 waits for ever for one that raises StopIteration."""
+
+    def submit(self, function: Callable, /, *arguments: Any, **named: Any) -> Future:
+        def call() -> Any:
+            try:
+                return function(*arguments, **named)
+            except StopIteration as error:
+                raise RuntimeError("StopIteration") from error
+
+        return super().submit(call)
+
+
 @cache
-def event_loop(process: int) -> asyncio.AbstractEventLoop:
+def event_loop(process: int) -> LoopThread:
     """One for all coroutines of a process: a client that a module keeps belongs to the loop in which it was first used.
     It runs in a thread of its own, since a notebook's runs in the caller's.
     """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+    return LoopThread()
 
 
 def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
-    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it may go on then."""
+    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it may go on then.
+    Raises what a callback has raised meanwhile to end the program, and RuntimeError once the event loop has ended.
+    """
 
     async def settled() -> tuple[Any, BaseException | None]:
         try:
             return await coroutine, None
-        except BaseException as error:  # KeyboardInterrupt and SystemExit would end the loop
+        except BaseException as error:
             return None, error
 
-    loop = event_loop(os.getpid())
-    future = asyncio.run_coroutine_threadsafe(settled(), loop)
+    thread = event_loop(os.getpid())
+    if not thread.is_alive():
+        event_loop.cache_clear()
+        thread = event_loop(os.getpid())
+    ends, latest = len(thread.ends), time.monotonic() + (timeout or inf)
+    future = asyncio.run_coroutine_threadsafe(settled(), thread.loop)
     try:
-        result, error = future.result(timeout)
-    except TimeoutError as late:
-        future.cancel()
-        try:
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(GRACE)
-        except TimeoutError:
-            event_loop.cache_clear()  # it blocks the loop, which is left behind with it
-        raise TookTooLongError(timeout) from late
+        while not wait([future], timeout=max(0.0, min(LOOK, latest - time.monotonic()))).done:
+            if len(thread.ends) > ends:
+                raise thread.ends[ends]
+            if not thread.is_alive():
+                raise RuntimeError("its code has closed the event loop")
+            if time.monotonic() >= latest:
+                raise TookTooLongError(timeout)
+        result, error = future.result()
+    except BaseException:
+        if not goes_on(thread, future):
+            event_loop.cache_clear()
+        raise
     if error is not None:
         raise error
     return result
 
 
+def goes_on(thread: LoopThread, given_up: Future) -> bool:
+    """Cancels a call, and says whether its event loop goes on: code may block it, which is left behind with it then."""
+    if not thread.is_alive():
+        return False
+    given_up.cancel()
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread.loop).result(GRACE)
+    except TimeoutError:
+        return False
+    return True
+
+
+class Defaults:
+    """What users' code changes for the whole process: the working directory and torch's default dtype. A thread that
+    puts one back, while another's code has changed it for a while, takes it from that. So the main thread alone puts
+    them back, to what they were when no thread ran users' code; the directory only when no other thread does.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.here = threading.Lock(), threading.local()
+        self.holders = self.running = 0
+        self.before = self.left = self.now()
+
+    @staticmethod
+    def now() -> tuple[str | None, torch.dtype]:
+        folder = None
+        with suppress(OSError):  # the folder was removed: nothing is relative to it any more
+            folder = os.getcwd()
+        return folder, torch.get_default_dtype()
+
+    def hold(self) -> None:
+        """Until `release`, what there is counts as the run's, unless users' code has left it behind."""
+        with self.lock:
+            if not self.holders and (now := self.now()) != self.left:
+                self.before = now
+            self.holders += 1
+
+    def release(self) -> None:
+        with self.lock:
+            self.holders -= 1
+            self.left = self.now()
+
+    @contextmanager
+    def changeable(self) -> Iterator[None]:
+        """Users' code runs in this thread."""
+        with self.lock:
+            self.put_back(anyway=False)
+            self.running += 1
+            os._exit, dtype = end_by_error, torch.get_default_dtype()
+        outer, self.here.runs = self.runs_here, True
+        try:
+            yield
+        finally:
+            self.here.runs = outer
+            with self.lock:
+                self.running -= 1
+                self.put_back(anyway=torch.get_default_dtype() != dtype)
+                if not self.running:
+                    os._exit = end_process
+
+    @property
+    def runs_here(self) -> bool:
+        return getattr(self.here, "runs", False)
+
+    def put_back(self, *, anyway: bool) -> None:
+        """anyway: the dtype also while other threads run users' code."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        folder, dtype = self.before
+        if anyway or not self.running:
+            torch.set_default_dtype(dtype)
+        if folder is not None and not self.running:
+            with suppress(OSError):
+                os.chdir(folder)
+
+
+defaults = Defaults()
+
+
+def end_by_error(status: int) -> NoReturn:
+    """What users' code gets as `os._exit`, which ends a run without a word, and with status 0 as if it were finished:
+    raises SystemExit. In other threads the process ends.
+    """
+    if defaults.runs_here or isinstance(threading.current_thread(), LoopThread):
+        raise SystemExit(status)
+    end_process(status)
+
+
+def begin_fork() -> None:
+    """A process that users' code has forked ends as it wants to, and has locks that nobody holds."""
+    os._exit, defaults.lock = end_process, threading.Lock()
+
+
+os.register_at_fork(after_in_child=begin_fork)
+
+
 @contextmanager
 def restored() -> Iterator[None]:
-    """Puts back what users' code changes for the whole process: the working directory, to which a run's paths are
-    relative, whether torch computes gradients, and its default dtype and device.
+    """Puts back what users' code changes: `defaults`, and of this thread whether torch computes gradients, and its
+    default device.
     """
-    with suppress(OSError):  # the folder was removed: nothing is relative to it any more
-        folder = os.getcwd()
-    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    defaults.hold()
+    grad, device = torch.is_grad_enabled(), torch.get_default_device()
     try:
-        yield
+        with defaults.changeable():
+            yield
     finally:
-        with suppress(OSError, UnboundLocalError):
-            os.chdir(folder)
+        defaults.release()
         torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             # A default that somebody has set costs each call into torch a little; the CPU is the one without.
             torch.set_default_device(None if device.type == "cpu" else device)

@@ -69,4 +69,6 @@ def read_rewards(answer: bytes, count: int, passes: bool = False) -> list[float]
             rewards[index] = nan
         elif isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
             raise AnswerError(f"whose reward {index} is not a finite number of fp32")
+        else:
+            rewards[index] = float(reward)  # torch takes no integers of more than 64 bits
     return rewards

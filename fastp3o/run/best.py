@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastp3o.errors import UserError
+from fastp3o.files import from_here
 from fastp3o.run.log import read
 from fastp3o.run.names import BEST_MODEL, EVALUATIONS
 
@@ -32,6 +33,7 @@ class Best:
             float(best[metric])
             self.best, self.since = best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
         except (ValueError, KeyError, TypeError) as error:
+            path = from_here(path)
             raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look anew") from error
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.errors import UserError
 from fastp3o.files import (
+    from_here,
     make_unfinished,
     move_into_place,
     naming,
@@ -261,9 +262,10 @@ class States:
             if place_of(path) is not None:  # it was never called a state
                 continue
             self.corrupt.append(path)
-            problems.append(f"{path} is corrupt: {problem}")
+            problems.append(f"{from_here(path)} is corrupt: {problem}")
         if problems:
-            problem, remedy = "; ".join(problems), f"Remove {self.folder} to begin anew, or restore a copy of it"
+            remedy = f"Remove {from_here(self.folder)} to begin anew, or restore a copy of it"
+            problem = "; ".join(problems)
             raise CorruptStateError(f"--resume: no state is whole. {problem}. {remedy}")
         return None, []
 
@@ -305,7 +307,7 @@ class States:
         reader = HuggingFaceStorageReader(str(newest))
         names = on_every_process(self.accelerator, lambda: set(reader.read_metadata().state_dict_metadata))
         if others.keys() - names:
-            lacks = f"{newest} lacks {min(others.keys() - names)}, which this run has"
+            lacks = f"{from_here(newest)} lacks {min(others.keys() - names)}, which this run has"
             raise UserError(f"--resume: {lacks}: was its --precision another? Give that one, or a new --output_dir")
         on_main_process(self.accelerator, self.rename_corrupt)
         if (place := place_of(newest)) is not None:

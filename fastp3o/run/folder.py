@@ -13,7 +13,16 @@ from accelerate.utils import gather_object
 
 from fastp3o.config import Named, RunConfig
 from fastp3o.errors import UserError
-from fastp3o.files import LEFTOVER, UNFINISHED, clear_leftovers, make_folder, remove, temporary_sibling, write_file
+from fastp3o.files import (
+    LEFTOVER,
+    UNFINISHED,
+    clear_leftovers,
+    from_here,
+    make_folder,
+    remove,
+    temporary_sibling,
+    write_file,
+)
 from fastp3o.processes import on_main_process
 from fastp3o.run import names
 from fastp3o.run.fingerprints import MODELS, names_in
@@ -82,7 +91,7 @@ def claim(accelerator: Accelerator, config: RunConfig) -> Path:
     """Makes the folder and locks it, until the process ends or `release` is called. Raises what `check_output_dir`
     does, and FileExistsError if another process trains in it.
     """
-    folder = Path(config.output_dir)
+    folder = config.folder
 
     def make_and_lock() -> None:
         require_usable(config)
@@ -111,8 +120,9 @@ def lock(folder: Path) -> None:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             holder = os.read(descriptor, 1000).decode(errors="replace").strip()
             os.close(descriptor)
-            raise FileExistsError(f"another process trains in {folder} ({holder}): wait for it") from error
-        print(f"{folder}: its file system has no locks ({error.strerror}): train there in one process at a time")
+            raise FileExistsError(f"another process trains in {from_here(folder)} ({holder}): wait for it") from error
+        lacks = f"its file system has no locks ({error.strerror})"
+        print(f"{from_here(folder)}: {lacks}: train there in one process at a time")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     locks[folder.absolute()] = descriptor
@@ -128,7 +138,8 @@ def require_claimed(folder: Path) -> None:
     except FileNotFoundError:
         same = False
     if not same:
-        raise FileNotFoundError(f"{folder} is no longer the folder in which this run began: bring it back and --resume")
+        gone = f"{from_here(folder)} is no longer the folder in which this run began"
+        raise FileNotFoundError(f"{gone}: bring it back and --resume")
 
 
 def release(folder: Path) -> None:

@@ -13,6 +13,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from fastp3o.config import TrainingRunConfig
 from fastp3o.errors import UserError
+from fastp3o.files import from_here
 from fastp3o.run.names import ADAPTER, FINISHED_MODEL
 
 
@@ -49,10 +50,11 @@ def upload(config: TrainingRunConfig) -> str | None:
     """
     if config.push_to_hub is None:
         return None
-    model, adapter = (Path(config.output_dir) / name for name in (FINISHED_MODEL, ADAPTER))
+    model, adapter = (config.folder / name for name in (FINISHED_MODEL, ADAPTER))
     root = model if model.exists() else adapter
-    again = f"`hf upload {config.push_to_hub} {root}`, or the run's command with --resume, tries again"
-    with plain_errors(f"the run is finished, and its model is in {root}, but not on the hub; {again}"):
+    shown = from_here(root)
+    again = f"`hf upload {config.push_to_hub} {shown}`, or the run's command with --resume, tries again"
+    with plain_errors(f"the run is finished, and its model is in {shown}, but not on the hub; {again}"):
         name = repository(config)
         files = {path.name: path for path in root.iterdir()}
         if root == model and adapter.exists():

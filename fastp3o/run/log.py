@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fastp3o.files import naming, sync, whole_file
+from fastp3o.files import from_here, naming, sync, whole_file
 from fastp3o.run.names import LOGS
 
 SHOWN = 120  # characters of a prompt
@@ -64,7 +64,8 @@ def cut_after(path: Path, last: int, key: str = "step") -> list[str]:
     if not all(kept):
         with whole_file(path) as file:
             file.writelines(compress(lines(path), kept))
-    return [f"{path} line {place} is damaged and left out" for place, number in enumerate(numbers, 1) if number is None]
+    damaged = (place for place, number in enumerate(numbers, 1) if number is None)
+    return [f"{from_here(path)} line {place} is damaged and left out" for place in damaged]
 
 
 def sync_logs(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import auto, tqdm
 
 from fastp3o.errors import visible
+from fastp3o.files import from_here
 from fastp3o.run import log
 from fastp3o.run.folder import require_claimed
 from fastp3o.run.log import LoggedGroup, prompt_end
@@ -148,9 +149,10 @@ class Reporter:
         try:
             drawn = draw_progress(self.folder / METRICS, self.folder / EVALUATIONS, path)
         except Exception as error:
-            self.print(f"{path} is not drawn: {error}")
+            self.print(f"{from_here(path)} is not drawn: {error}")
         else:
-            self.print(f"progress: {path}" if drawn else f"{path} is not drawn: no step was made")
+            place = from_here(path)
+            self.print(f"progress: {place}" if drawn else f"{place} is not drawn: no step was made")
 
 
 def with_deviations(metrics: dict[str, float]) -> str:

@@ -18,7 +18,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.files import clear_leftovers
+from fastp3o.files import clear_leftovers, from_here
 from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import wider_precision
@@ -133,11 +133,12 @@ class Run:
             self.accelerator.print(f"--resume: there is no state in {self.states.folder} yet, the run begins")
             return None
         lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
+        assert self.states.newest is not None
         if manifest.step > self.steps.last:
-            state = f"{self.states.newest} is after {self.steps.name} {manifest.step}"
+            state = f"{from_here(self.states.newest)} is after {self.steps.name} {manifest.step}"
             raise ResumeError(f"--resume: {state}, and this run would end at {self.steps.last}: ask for as many")
         progress = self.states.load(manifest)
-        for line in [*lines, f"resuming after {self.steps.name} {manifest.step}, from {self.states.newest}"]:
+        for line in [*lines, f"resuming after {self.steps.name} {manifest.step}, from {from_here(self.states.newest)}"]:
             self.accelerator.print(line)
         return progress
 
@@ -200,12 +201,12 @@ class Run:
     def finish(self, address: str | None) -> None:
         """Ends the report, and says where the finished model is. address: on the hub."""
         if self.best is not None:
-            self.reporter.print(f"best {self.best}: {self.folder / BEST_MODEL}")
+            self.reporter.print(f"best {self.best}: {from_here(self.folder / BEST_MODEL)}")
         self.reporter.close()
         if address is not None:
             self.accelerator.print(f"the model is at {address}")
         model, adapter = self.folder / FINISHED_MODEL, self.folder / ADAPTER
-        self.accelerator.print(f"model: {model if model.exists() else adapter}")
+        self.accelerator.print(f"model: {from_here(model if model.exists() else adapter)}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -248,7 +249,7 @@ class Run:
                 self.save_state()
             self.save_model(stopped / FINISHED_MODEL)
             self.reporter.close()
-            raise type(error)(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
+            raise type(error)(f"{where}; the model before that is in {from_here(stopped)}. {self.remedy()}") from error
 
     def overflow(self, error: Exception) -> str:
         """What fp16 does not hold of the rows that were trained on, if that explains the error; else nothing."""
@@ -400,7 +401,7 @@ class Run:
     def remedy(self) -> str:
         if self.states.newest is None:
             return "No state was saved before it: --resume begins anew"
-        return f"The last good state is {self.states.newest}: --resume goes on from it"
+        return f"The last good state is {from_here(self.states.newest)}: --resume goes on from it"
 
     def note_progress(self, step: int, *, evaluated: bool) -> None:
         self.progress, self.optimizer_steps = self.states.progress(step, evaluated=evaluated), self.optimizer.steps

@@ -53,7 +53,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     available = [tracker.value for tracker in get_available_trackers()]
     if missing := [name for name in trackers if name not in available]:  # accelerate would leave it out
         raise UserError(f"--report_to: {', '.join(missing)} is none of the trackers {', '.join([*available, 'none'])}")
-    accelerator = make_accelerator(config.seed, precision, log_with=trackers or None, project_dir=config.output_dir)
+    accelerator = make_accelerator(config.seed, precision, log_with=trackers or None, project_dir=str(config.folder))
     choose_attention(config.attention, accelerator.device)
     if config.deterministic and accelerator.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from fastp3o.errors import UserError
-from fastp3o.rollouts.turns.tools import CALL, UNREADABLE
+from fastp3o.rollouts.turns.tools import UNREADABLE, calls_in
 
 
 def gymnasium_environment(make: Callable[[], Any]) -> type:
@@ -71,7 +71,7 @@ def verifiers_environment(env: Any) -> type:
             return await self.answers.get()
 
         async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
-            calls = [tool_call(number, call) for number, call in enumerate(CALL.findall(text))]
+            calls = [tool_call(number, call) for number, call in enumerate(calls_in(text))]
             message = ResponseMessage(content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False)
             self.answers.put_nowait(Response(id="", created=0, model="policy", message=message))
             before, self.prompt = self.prompt, await self.asked.get()

@@ -12,20 +12,29 @@ There is one object for each trajectory. Methods may be `async def`: those of on
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from math import isfinite
+from math import nan
 from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
+
 from fastp3o.config import EnvironmentConfig, Named
-from fastp3o.errors import UserError, text_of
-from fastp3o.named_function import FunctionError, call_for_list, import_function
+from fastp3o.errors import UserError, shown
+from fastp3o.named_function import (
+    FunctionError,
+    FunctionInterruptedError,
+    call_for_list,
+    import_function,
+    raised_by_itself,
+    told,
+)
 
 SCORE = "score"  # the name of a reward that is a plain number
+LARGEST = torch.finfo(torch.float32).max
 
 
 class Step(NamedTuple):
@@ -37,17 +46,23 @@ class Step(NamedTuple):
     failure: str = ""
 
 
+class Failure(NamedTuple):
+    """Why an environment has not answered."""
+
+    why: str
+
+
 class Environments:
     """Makes and calls the environments of trajectories.
 
     name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take. survives: whether an
-    environment that raises ends its trajectory alone, and not the run. weights: of rewards, by name. columns: of the
-    prompts' records that `reset` asks for.
+    environment whose `step` raises, is late or gives a wrong answer ends its trajectory alone, and not the run.
+    weights: of rewards, by name. columns: of the prompts' records that `reset` asks for.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], *, timeout: float | None = None, survives: bool = False):
         self.name, self.make, self.timeout, self.survives = name, make, timeout, survives
-        self.weights = dict(getattr(make, "rewards", None) or {SCORE: 1.0})
+        self.weights = reward_weights(name, getattr(make, "rewards", None) or {SCORE: 1.0})
         if not callable(getattr(make, "reset", None)) or not callable(getattr(make, "step", None)):
             raise UserError(f"the environment {name} must be a class with the methods reset and step")
         parameters = list(inspect.signature(make.reset).parameters.values())[1:]  # type: ignore[attr-defined]
@@ -56,49 +71,100 @@ class Environments:
         self.columns = [p.name for p in by_name if p.default is p.empty and p.name != "prompt"]
 
     def begin(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str]]:
-        """Environments for these records, with their first observations, "" for none. Raises FunctionError."""
-        made = self.call(lambda records: [self.make() for _ in records], list(records))
-        # A copy for each: an environment may change what it gets.
-        calls = [
-            partial(environment.reset, **{name: deepcopy(record[name]) for name in self.taken & record.keys()})
-            for environment, record in zip(made, records, strict=True)
-        ]
-        texts = self.call(partial(called_together, survives=False), calls)
-        for text in texts:
-            if not isinstance(text, str | None):
-                raise FunctionError(f"{self.name}.reset must return text or None, got a {type(text).__name__}")
-        return made, [text or "" for text in texts]
+        """Environments for these records, with their first observations, "" for none. Raises FunctionError if one fails
+        to begin, once those that were made are closed: there is nothing to compare with the others of its prompt.
+        """
+        made, texts = dict[int, Any](), dict[int, Any]()
+        try:
+            self.call(dict.fromkeys(range(len(records)), self.make), made, survives=False)
+            resets = {n: self.reset(made[n], record) for n, record in enumerate(records)}
+            self.call(resets, texts, survives=False)
+            for text in texts.values():
+                if not isinstance(text, str | None):
+                    raise FunctionError(f"{self.name}.reset must return text or None, got a {type(text).__name__}")
+        except BaseException:
+            self.close(list(made.values()))
+            raise
+        return [made[n] for n in range(len(records))], [texts[n] or "" for n in range(len(records))]
+
+    def reset(self, environment: Any, record: Mapping[str, Any]) -> Callable[[], Any]:
+        """The call of its method. It gets copies: an environment may change what it gets."""
+        return partial(environment.reset, **{name: deepcopy(record[name]) for name in self.taken & record.keys()})
 
     def step(self, environments: Sequence[Any], turns: Sequence[str]) -> list[Step]:
-        """Raises FunctionError for an answer that is none, and for one that raises or takes too long."""
-        calls = [partial(environment.step, turn) for environment, turn in zip(environments, turns, strict=True)]
-        return list(map(self.checked, self.call(partial(called_together, survives=self.survives), calls)))
+        """Raises FunctionError for an answer that is none, and for one that raises or takes too long, unless
+        environments survive that: then it is a failed Step, as are those that a late one has kept from being asked.
+        """
+        answers: dict[int, Any] = {}
+        pairs = enumerate(zip(environments, turns, strict=True))
+        calls = {n: partial(environment.step, turn) for n, (environment, turn) in pairs}
+        try:
+            self.call(calls, answers, survives=self.survives)
+        except (FunctionError, FunctionInterruptedError) as error:
+            if not (self.survives and raised_by_itself(error)):
+                raise
+            answers = dict.fromkeys(calls, Failure(str(error))) | answers
+        return [self.checked(answers[n]) for n in calls]
 
     def close(self, environments: Sequence[Any]) -> None:
         calls = [environment.close for environment in environments if hasattr(environment, "close")]
         with suppress(FunctionError):  # the trajectories are over
-            self.call(partial(called_together, survives=True), calls)
+            self.call(dict(enumerate(calls)), {}, survives=True)
 
-    def call(self, function: Callable[[list], Any], arguments: list) -> list:
-        return call_for_list(function, self.name, arguments, timeout=self.timeout)
+    def call(self, calls: Mapping[int, Callable[[], Any]], answers: dict[int, Any], *, survives: bool) -> None:
+        """Makes calls, and puts what they return into `answers`. survives: a Failure where one raises."""
+        together = partial(called_together, calls, answers, survives=survives)
+        option = "--environment_timeout"
+        call_for_list(together, self.name, list(calls), timeout=self.timeout, option=option)
 
     def checked(self, answer: object) -> Step:
-        if isinstance(answer, Step):
-            return answer
+        step = answer if isinstance(answer, Failure) else self.read(answer)
+        return Step("", {}, True, step.why) if isinstance(step, Failure) else step
+
+    def read(self, answer: object) -> Step | Failure:
         if not isinstance(answer, tuple) or len(answer) != 3:
-            raise FunctionError(f"{self.name}.step must return (observation, reward, done), got {answer!r:.80}")
+            return self.wrong(f"step must return (observation, reward, done), got {shown(answer)}")
         observation, reward, done = answer
         if not isinstance(done, bool) and type(done).__name__ != "bool":  # numpy's
-            raise FunctionError(f"{self.name}.step: done must be True or False, got {done!r:.80}")
+            return self.wrong(f"step: done must be True or False, got {shown(done)}")
         if not (isinstance(observation, str) or (done and observation is None)):
-            raise FunctionError(f"{self.name}.step: the observation must be text, got {observation!r:.80}")
-        rewards = reward if isinstance(reward, Mapping) else {SCORE: reward}
-        for name, value in rewards.items():
+            return self.wrong(f"step: the observation must be text, got {shown(observation)}")
+        rewards = {}
+        for name, value in reward.items() if isinstance(reward, Mapping) else [(SCORE, reward)]:
             if name not in self.weights:
-                raise FunctionError(f"{self.name}.step gives the reward {name!r}, and declares {sorted(self.weights)}")
-            if not isinstance(value, Real) or not isfinite(value):
-                raise FunctionError(f"{self.name}.step: the reward {name} must be a finite number, got {value!r:.80}")
-        return Step(observation or "", {name: float(value) for name, value in rewards.items()}, bool(done))
+                return self.wrong(f"step gives the reward {shown(name)}, and declares {sorted(self.weights)}")
+            if (number := finite(value)) is None:
+                return self.wrong(f"step: the reward {name} must be a finite number of fp32, got {shown(value)}")
+            rewards[name] = number
+        return Step(observation or "", rewards, bool(done))
+
+    def wrong(self, what: str) -> Failure:
+        """For a wrong answer, to which a policy's text may have led."""
+        if not self.survives:
+            raise FunctionError(f"{self.name}.{what}")
+        return Failure(f"{self.name}.{what}")
+
+
+def finite(value: object) -> float | None:
+    """A number as fp32 can hold it; None for anything else."""
+    try:
+        number = float(value) if isinstance(value, Real) else nan
+    except Exception:  # OverflowError of an integer, or what a type of the user's raises
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+def reward_weights(name: str, rewards: object) -> dict[str, float]:
+    """Raises UserError for what are no weights by name."""
+    weights: dict[str, float] = {}
+    for one, weight in rewards.items() if isinstance(rewards, Mapping) else ():
+        number = finite(weight)
+        if not isinstance(one, str) or number is None:
+            raise UserError(f"the environment {name}: the weight of the reward {shown(one)} is no finite number")
+        weights[one] = number
+    if not weights:
+        raise UserError(f"the environment {name}: rewards must be a dict of names and weights, got {shown(rewards)}")
+    return weights
 
 
 def load_environments(config: EnvironmentConfig) -> Environments:
@@ -108,31 +174,38 @@ def load_environments(config: EnvironmentConfig) -> Environments:
     return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
 
 
-def called_together(calls: Sequence[Callable[[], Any]], *, survives: bool) -> Any:
-    """The results of calls, or one coroutine of them all. survives: an error becomes the Step of a failure."""
+def called_together(
+    calls: Mapping[int, Callable[[], Any]], answers: dict[int, Any], numbers: list[int], *, survives: bool
+) -> Any:
+    """Makes the calls, and puts into `answers` what they return. Returns their numbers, or a coroutine that does."""
 
-    def failed(error: Exception) -> Step:
-        if not survives:
+    def failed(number: int, error: BaseException) -> None:
+        if not (survives and raised_by_itself(error)):
             raise error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return Step("", {}, True, f"{last.filename}, line {last.lineno}: {type(error).__name__}: {text_of(error)}")
+        answers[number] = Failure(told(error))
 
-    results = []
-    for call in calls:
+    waiting = {}
+    for number, call in calls.items():
         try:
-            results.append(call())
-        except Exception as error:  # a user's code may raise anything
-            results.append(failed(error))
-    if not any(map(inspect.isawaitable, results)):
-        return results
+            answer = call()
+        except BaseException as error:  # a user's code may raise anything
+            failed(number, error)
+            continue
+        if inspect.isawaitable(answer):
+            waiting[number] = answer
+        else:
+            answers[number] = answer
+    if not waiting:
+        return numbers
 
-    async def settled(result: Any) -> Any:
+    async def settle(number: int) -> None:
         try:
-            return await result if inspect.isawaitable(result) else result
-        except Exception as error:
-            return failed(error)
+            answers[number] = await waiting[number]
+        except BaseException as error:
+            failed(number, error)
 
-    async def all_of_them() -> list:
-        return await asyncio.gather(*map(settled, results))
+    async def all_of_them() -> list[int]:
+        await asyncio.gather(*map(settle, waiting))
+        return numbers
 
     return all_of_them()

@@ -15,18 +15,37 @@ from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
 
 KEPT = 1024  # records' variables whose turns are kept
+CHARACTERS_PER_TOKEN, SHORT = 16, 10_000
+WIDE = 2**16
 
 
 class Observe(Protocol):
-    """The ids of an observation. text: it. last: the last token of the turn or prompt before it. given: a Prompt's."""
+    def __call__(self, text: str, last: int, room: int = WIDE, given: str = "") -> Ids:
+        """The ids of an observation. last: the last token of the turn or prompt before it. room: tokens; no more than
+        `longest_text(room)` is read of the text. given: a Prompt's. Halves of surrogate pairs become U+FFFD.
+        """
 
-    def __call__(self, text: str, last: int, given: str = "") -> Ids: ...
+
+def longest_text(room: int) -> int:
+    """Characters of an observation that are read where so many tokens have room: 16 for each, and at least 10,000."""
+    return max(SHORT, CHARACTERS_PER_TOKEN * room)
+
+
+def readable(text: str, room: int) -> str:
+    """What is read of a text. No tokenizer takes surrogates, which a cut escape of JSON or a file that is no UTF-8
+    leaves in it.
+    """
+    return text[: longest_text(room)].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def plain_observations(tokenizer: PreTrainedTokenizerBase) -> Observe:
     """The text alone. Names of special tokens in it are text."""
     continuation = Continuation(tokenizer)
-    return lambda text, last, given="": continuation.ids([text], last, control=False)[0]
+
+    def observe(text: str, last: int, room: int = WIDE, given: str = "") -> Ids:
+        return continuation.ids([readable(text, room)], last, control=False)[0]
+
+    return observe
 
 
 def chat_observations(
@@ -63,11 +82,11 @@ def chat_observations(
             raise UserError(f"the chat template of {name} ends a reply with no token at which the policy stops")
         return turns, ids[: first_end + 1], ids[first_end + 1 :]
 
-    def observe(text: str, last: int, given: str = "") -> Ids:
+    def observe(text: str, last: int, room: int = WIDE, given: str = "") -> Ids:
         record = json.loads(given) if given else {}
         fields = {field: record[field] for field in TEMPLATE_FIELDS if field in record}
         turns, closing, opening = parts(json.dumps(fields))
-        written = template.content_between(turns, text) if text else ""
+        written = template.content_between(turns, readable(text, room)) if text else ""
         before = [*closing, *opening][-1]
         content = continuation.ids([written], before, control=False)[0] if written else []
         ending = continuation.ids([turns.after], INSIDE if written else before, control=True)[0]

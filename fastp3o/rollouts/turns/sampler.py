@@ -4,6 +4,7 @@ They go in rounds: each trajectory that is not over samples a turn, then all env
 ever put one after the other, so that what trains is what was sampled, token by token.
 """
 
+import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from fastp3o.packing.pack import derived_seed
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn
 from fastp3o.rollouts.turns.environment import Environments
-from fastp3o.rollouts.turns.observation import Observe
+from fastp3o.rollouts.turns.observation import Observe, longest_text
 
 # Sets the seeds of further turns apart from those of minibatches and evaluations.
 TURNS = 2**32 - 5
@@ -74,6 +75,7 @@ class TrajectorySampler:
         self.first, self.further, self.continuation = first, further, Continuation(tokenizer)
         self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
         self.end = end
+        self.fails = False  # whether all environments that were asked have failed in the last call
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         """Raises FunctionError if an environment fails, or begins trajectories of one prompt in different ways."""
@@ -81,33 +83,53 @@ class TrajectorySampler:
         records = [{"prompt": prompt.text, **prompt.columns} for prompt in prompts for _ in range(K)]
         environments, texts = self.environments.begin(records)
         try:
-            begun = [
-                self.observe(text, prompts[n // K].ids[-1], prompts[n // K].given) if text else []
-                for n, text in enumerate(texts)
-            ]
-            for p in range(len(prompts)):
-                if len({*texts[p * K : (p + 1) * K]}) > 1:
-                    raise FunctionError(
-                        f"{self.environments.name}.reset must begin all trajectories of a prompt alike, since they are "
-                        f"compared; it has returned {texts[p * K]!r:.60} and others for one record"
-                    )
-                if len(begun[p * K]) >= self.longest:
-                    limit = f"tokens, and --max_response_tokens is {self.longest}"
-                    raise FunctionError(f"{self.environments.name}.reset has returned {len(begun[p * K])} {limit}")
+            first = [self.first_observation(one, texts[p * K : (p + 1) * K]) for p, one in enumerate(prompts)]
             trajectories = [
-                Trajectory(prompts[n // K], prompts[n // K].number * K + n % K, environments[n], begun[n])
+                Trajectory(prompts[n // K], prompts[n // K].number * K + n % K, environments[n], first[n // K])
                 for n in range(len(prompts) * K)
             ]
             self.finish(trajectories, K, seed)
         finally:
             self.end()
             self.environments.close(environments)
+        self.tell_failures(trajectories)
         whole = [self.continuation.text(one.ids, one.prompt.ids[-1]) for one in trajectories]
         finished = [
             Response(one.ids, text, one.done, one.logprobs, tuple(one.turns))
             for one, text in zip(trajectories, whole, strict=True)
         ]
         return [Group(prompt, finished[p * K : (p + 1) * K]) for p, prompt in enumerate(prompts)]
+
+    def first_observation(self, prompt: Prompt, texts: list[str]) -> Ids:
+        """Of a prompt's trajectories. Raises FunctionError if they differ, or if there is no room for a turn."""
+        text, *others = dict.fromkeys(texts)
+        name = f"{self.environments.name}.reset"
+        if others:
+            raise FunctionError(
+                f"{name} must begin all trajectories of a prompt alike, since they are compared; it has returned "
+                f"{text!r:.60} and others for one record"
+            )
+        observed = self.observed(text, prompt.ids[-1], self.longest, prompt.given) if text else []
+        if observed is None:
+            limit = f"more than there is room for, and --max_response_tokens is {self.longest}"
+            raise FunctionError(f"{name} has returned {len(text)} characters, {limit}")
+        return observed
+
+    def observed(self, text: str, last: int, room: int, given: str) -> Ids | None:
+        """The ids of an observation; None if they leave no room for a token of the policy."""
+        if len(text) > longest_text(room):  # one of so many characters has more tokens
+            return None
+        ids = self.observe(text, last, room, given)
+        return ids if len(ids) < room else None
+
+    def tell_failures(self, trajectories: list[Trajectory]) -> None:
+        """Says once if no environment has answered, until one does again: such a run learns nothing."""
+        failures = [one.turns[-1].failure for one in trajectories if one.turns[-1].failure]
+        answered = any(one.done or len(one.turns) > 1 or one.turns[-1].rewards for one in trajectories)
+        before, self.fails = self.fails, bool(failures) and not answered
+        if self.fails and not before:
+            asked = f"all of {len(failures)} trajectories that have asked it (--environment_errors end)"
+            print(f"warning: {self.environments.name} has failed in {asked}: {failures[0]}", file=sys.stderr)
 
     def finish(self, live: list[Trajectory], K: int, seed: int) -> None:
         """Samples all turns, K trajectories of one prompt after the other."""
@@ -131,10 +153,11 @@ class TrajectorySampler:
         for (trajectory, _), step in zip(answered, steps, strict=True):
             trajectory.turns[-1] = trajectory.turns[-1]._replace(rewards=step.rewards, failure=step.failure)
             trajectory.done = step.done and not step.failure
-            given = trajectory.prompt.given
-            observed = [] if step.done else self.observe(step.observation, trajectory.ids[-1], given)
             # An observation that nothing answers is left out: a trajectory ends with a token of the policy.
-            is_last = len(trajectory.turns) == self.max_turns
-            trajectory.over = step.done or is_last or len(trajectory.ids) + len(observed) >= self.longest
-            if not trajectory.over:
+            goes_on = not step.done and len(trajectory.turns) < self.max_turns
+            room = self.longest - len(trajectory.ids)
+            text, given = step.observation, trajectory.prompt.given
+            observed = self.observed(text, trajectory.ids[-1], room, given) if goes_on else None
+            trajectory.over = observed is None
+            if observed is not None:
                 trajectory.ids = trajectory.ids + observed

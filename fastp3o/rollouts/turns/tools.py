@@ -1,15 +1,18 @@
 """An environment of Python functions as tools."""
 
+import asyncio
 import inspect
 import json
-import re
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from transformers.utils import get_json_schema
 
+from fastp3o.errors import text_of, visible
+from fastp3o.named_function import raised_by_itself
+
 # As Hermes, Qwen and others write calls.
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+BEGIN, END = "<tool_call>", "</tool_call>"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # calls that are no JSON object
 
 
@@ -18,7 +21,8 @@ def tool_environment(tools: Sequence[Callable]) -> type:
     for the field `tools` of records, which the chat template gets.
 
     A call that cannot be read, names no tool or has wrong arguments is answered with what was wrong, as is a tool that
-    raises: the policy learns from it. The rewards `calls` and `failed_calls` count them, with weight 0.
+    raises anything, also to end the program: the policy learns from it. The rewards `calls` and `failed_calls` count
+    them, with weight 0.
     """
     by_name = {tool.__name__: tool for tool in tools}
 
@@ -30,24 +34,51 @@ def tool_environment(tools: Sequence[Callable]) -> type:
             """Tools have no state of their own."""
 
         async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
-            calls = CALL.findall(text)
-            answers = [await answer(by_name, call) for call in calls]
+            answers = [await answer(by_name, call) for call in calls_in(text)]
             failed = sum(one.startswith("error: ") for one in answers)
-            return "\n".join(answers) or None, {"calls": len(calls), "failed_calls": failed}, not calls
+            return "\n".join(answers) or None, {"calls": len(answers), "failed_calls": failed}, not answers
 
     return Tools
 
 
+def calls_in(text: str) -> Iterator[str]:
+    """What stands between the marks of calls, without white space around it, in time that grows with the text."""
+    place = text.find(BEGIN)
+    while place >= 0 and (end := text.find(END, place)) >= 0:
+        yield text[place + len(BEGIN) : end].strip()
+        place = text.find(BEGIN, end)
+
+
 async def answer(tools: dict[str, Callable], call: str) -> str:
     try:
-        content = json.loads(call)
-        name, arguments = content["name"], content.get("arguments", {})
+        name, arguments = read_call(call)
     except UNREADABLE as error:
         return f'error: a call is a JSON object {{"name": ..., "arguments": {{...}}}}: {error}'
     if name not in tools:
-        return f"error: there is no tool {name!r}; tools are {', '.join(tools)}"
+        return f"error: there is no tool {name!r:.80}; tools are {', '.join(tools)}"
     try:
         result = tools[name](**arguments)
-        return str(await result if inspect.isawaitable(result) else result)
-    except Exception as error:  # of arguments that a policy wrote, or from a tool
-        return f"error: {type(error).__name__}: {error}"
+        return str(await result_of(result) if inspect.isawaitable(result) else result)
+    except BaseException as error:  # of arguments, or of a tool, which may run what a policy wrote
+        if not raised_by_itself(error):
+            raise
+        return f"error: {visible(type(error).__name__)}: {text_of(error)}"
+
+
+async def result_of(awaitable: Awaitable) -> object:
+    """Awaits in a task of its own: a GeneratorExit would be thrown at all that await each other."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task})
+    finally:
+        task.cancel()
+    return task.result()
+
+
+def read_call(call: str) -> tuple[str, dict[str, Any]]:
+    """The tool's name and its arguments. Raises one of UNREADABLE."""
+    content = json.loads(call)
+    name, arguments = content["name"], content.get("arguments", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise TypeError("the name is text, and the arguments are an object")
+    return name, arguments

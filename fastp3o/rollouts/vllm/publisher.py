@@ -1,11 +1,13 @@
 """The policy's weights on vLLM servers, and the proof that it is they that sample."""
 
+import fcntl
 import os
 import re
+import secrets
 import shutil
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from fastp3o.config import PolicyConfig, SamplerConfig
@@ -32,8 +35,10 @@ from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Questio
 
 IN_MEMORY = Path("/dev/shm")
 LOCAL = {"localhost", "127.0.0.1", "::1"}
-# The name has the process that writes it; one that was killed leaves it behind.
-NAME = re.compile(r"fastp3o-weights-(?P<host>.+)-(?P<process>\d+)")
+# The name has the process that writes it, and what no other folder has: processes of other containers, or that were
+# killed, may have the same host and number. Earlier versions had no token.
+NAME = re.compile(r"fastp3o-weights-(?P<host>.+)-(?P<process>\d+)(\.[0-9a-f]{12})?")
+LOCK = "lock"  # a file that the writing process keeps locked
 PROBE_TOKENS = 8
 CERTAIN = 1e-6  # nats, of a token that is the only one
 
@@ -86,7 +91,7 @@ class Publisher:
             return
         shared = shared_folder(config)
         on_main_process(self.accelerator, lambda: remove_abandoned_weights(shared))
-        self.folder = shared / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}"
+        self.shared = shared
 
     def __call__(self) -> None:
         """Raises EndpointError on all processes if a server does not take the weights, or samples from others."""
@@ -117,18 +122,16 @@ class Publisher:
 
     def bring(self) -> None:
         """Has the servers read the weights from a folder, which is there only as long as they do."""
-        place = self.folder / "policy"
+        through = self.shared
         try:
-            on_main_process(self.accelerator, self.folder.mkdir)
-            with whole_folder(self.accelerator, place) as unfinished:
-                write_model(self.accelerator, self.policy, self.tokenizer, unfinished, self.precision.weights)
-            load = partial(self.servers.load, str(place))
-            self.change_weights(lambda: on_main_process(self.accelerator, load))
+            with locked_folder(self.accelerator, self.shared) as folder:
+                through = place = folder / "policy"
+                with whole_folder(self.accelerator, place) as unfinished:
+                    write_model(self.accelerator, self.policy, self.tokenizer, unfinished, self.precision.weights)
+                load = partial(self.servers.load, str(place))
+                self.change_weights(lambda: on_main_process(self.accelerator, load))
         except OSError as error:  # such as a folder that is gone, or memory that is full
-            raise EndpointError(f"the weights cannot be brought to the servers through {place}: {error}") from error
-        finally:
-            if self.accelerator.is_main_process:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            raise EndpointError(f"the weights cannot be brought to the servers through {through}: {error}") from error
 
     def change_weights(self, load: Callable[[], None]) -> None:
         """Calls `load` on all processes, by which the servers get weights, while requests under way are paused."""
@@ -234,9 +237,56 @@ def shared_folder(config: SamplerConfig) -> Path:
     return IN_MEMORY
 
 
+@contextmanager
+def locked_folder(accelerator: Accelerator, shared: Path) -> Iterator[Path]:
+    """A new folder for all processes, which is removed in the end; the main one keeps a file in it locked. In memory
+    nobody else may read it, as other users of a machine could; elsewhere the umask and the shared folder say who may.
+    """
+    lock = -1
+
+    def make() -> Path:
+        nonlocal lock
+        name = f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}.{secrets.token_hex(6)}"
+        unlocked = shared / f".{name}"  # which nobody takes for abandoned
+        unlocked.mkdir(0o700 if shared == IN_MEMORY else 0o777)
+        try:
+            lock = os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            with suppress(OSError):  # a file system without locks: nobody removes it then
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return unlocked.rename(shared / name)
+        except BaseException:
+            shutil.rmtree(unlocked, ignore_errors=True)
+            raise
+
+    folder = on_main_process(accelerator, make)
+    try:
+        yield folder
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
 def remove_abandoned_weights(folder: Path) -> None:
     """Removes the weights of this machine's processes that were killed."""
     for path in folder.iterdir():
         name = NAME.fullmatch(path.name)
-        if name and name["host"] == socket.gethostname() and not psutil.pid_exists(int(name["process"])):
+        if name and name["host"] == socket.gethostname() and is_abandoned(path, int(name["process"])):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def is_abandoned(weights: Path, process: int) -> bool:
+    """Whether nobody keeps the folder's lock; without one, as in earlier versions, whether its process has ended."""
+    try:
+        lock = os.open(weights / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return not psutil.pid_exists(process)
+    except OSError:  # another user's
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True

@@ -114,7 +114,7 @@ def test_fields_that_a_template_does_not_read_are_named_once():
 )
 def test_replies_that_a_template_changes_are_counted(family: Family, content: str):
     tokenizer = family.tokenizer()
-    data, report = read(load_demonstrations, [{"messages": [ASKED, reply(content)]}], tokenizer)
+    _, report = read(load_demonstrations, [{"messages": [ASKED, reply(content)]}], tokenizer)
     written = tokenizer.apply_chat_template([ASKED, reply(content)], tokenize=False)
     assert report.changed_replies == (content not in written)
     assert ("1 replies that the chat template trims or changes" in str(report)) == (content not in written)

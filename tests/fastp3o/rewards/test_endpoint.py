@@ -5,10 +5,13 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from math import inf
 
 import pytest
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, background
+from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, background, seconds_asked
 from tests.fastp3o.counted import instructions
 from tests.fastp3o.local_server import Reply, always, time_limit
 
@@ -77,6 +80,15 @@ def test_retry_after_is_respected_up_to_the_longest_wait(server):
     server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
     with pytest.raises(EndpointError, match=r"429: quota \(attempts: 1, and asks to wait 3600 s\)"):
         ask(server.url)
+
+
+def test_a_date_is_waited_for_by_the_servers_clock():
+    date = "Fri, 31 Dec 1999 23:59:59 GMT"
+    assert seconds_asked({"Retry-After": date, "Date": "Fri, 31 Dec 1999 23:58:00 GMT"}) == 119
+    assert seconds_asked({"Retry-After": date}) == seconds_asked({"Retry-After": "Fri, 99 Dec"}) == 0
+    later = format_datetime(datetime.now(UTC) + timedelta(minutes=1), usegmt=True)
+    assert 50 < seconds_asked({"Retry-After": later, "Date": "soon"}) <= 60
+    assert seconds_asked({"Retry-After": "9" * 5000}) == inf
 
 
 def test_an_answer_does_not_look_at_all_that_are_awaited():

@@ -57,6 +57,13 @@ def test_responses_are_scored_beside_their_prompts_and_columns(server, monkeypat
         reward_at(server.url)(GROUPS)
 
 
+def test_integers_of_more_than_64_bits_are_rewards():
+    assert read_rewards(rewards([10**30, -(2**64), 1]), 3) == [1e30, -(2.0**64), 1.0]
+    for body in (rewards([10**400]), b'{"rewards": [' + b"9" * 5000 + b"]}"):
+        with pytest.raises(ValueError, match=r"fp32|JSON"):
+            read_rewards(body, 1)
+
+
 def test_batches_are_scored_at_once(server):
     server.reply = lambda body: lengths(body)._replace(delay=0.2)
     start = time.monotonic()

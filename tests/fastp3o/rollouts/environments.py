@@ -4,6 +4,7 @@ A flag names one as `tests.fastp3o.rollouts.environments:Echo`.
 """
 
 import asyncio
+import os
 import time
 
 from fastp3o.objectives.config.p3o import P3OConfig
@@ -62,6 +63,17 @@ class Long(Echo):
     def step(self, text):
         self.turns += 1
         return "[", {"turns": 1, "even": 0.1 * len(text)}, self.turns == 3
+
+
+class Elsewhere(Greets):
+    """Works in a folder of its own for a while, and comes back."""
+
+    async def step(self, text):
+        back = os.getcwd()
+        os.chdir("/")
+        time.sleep(0.01)
+        os.chdir(back)
+        return await super().step(text)
 
 
 class HangsLater(Echo):

@@ -1,12 +1,17 @@
 """Runs whose responses come from a server, or two, against the engine's."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
+import stat
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from fastp3o.endpoint import AnswerError, EndpointError
 from fastp3o.errors import UserError
@@ -16,7 +21,8 @@ from fastp3o.objectives.config.preferences import DPOConfig
 from fastp3o.packing.pack import derived_seed
 from fastp3o.rollouts import engine_sampler
 from fastp3o.rollouts.turns import kept
-from fastp3o.rollouts.vllm.publisher import IN_MEMORY, remove_abandoned_weights
+from fastp3o.rollouts.vllm import publisher
+from fastp3o.rollouts.vllm.publisher import IN_MEMORY, locked_folder, remove_abandoned_weights
 from fastp3o.rollouts.vllm.servers import OtherWeightsError, read_completions
 from fastp3o.training import preferences as preference
 from fastp3o.training.loop import train
@@ -55,7 +61,7 @@ def assert_close(first: str, second: str, tolerance: float = 1e-4) -> None:
 
 
 def no_weights_left() -> bool:
-    return not list(IN_MEMORY.glob(f"fastp3o-weights-*-{os.getpid()}"))
+    return not list(IN_MEMORY.glob(f"*fastp3o-weights-*-{os.getpid()}*"))
 
 
 def test_a_run_whose_prompts_two_servers_share_is_the_engines(workplace, tiny_model, monkeypatch):
@@ -197,6 +203,54 @@ def test_a_killed_runs_weights_are_removed(tmp_path):
         (tmp_path / name / "policy").mkdir(parents=True)
     remove_abandoned_weights(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
+
+
+def test_weights_of_a_process_that_lives_stay_whatever_its_host_and_number_and_those_of_a_killed_one_go(
+    tmp_path, monkeypatch
+):
+    """A process of another container has the same host and number, and its number is nobody's here."""
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+    with locked_folder(accelerator, tmp_path) as first, locked_folder(accelerator, tmp_path) as second:
+        assert first != second
+        (first / "policy").mkdir()
+        remove_abandoned_weights(tmp_path)
+        assert {*tmp_path.iterdir()} == {first, second}
+        killed = tmp_path / f"{first.name[:-12]}{'0' * 12}"
+        shutil.copytree(first, killed)  # as a killed process leaves it: nobody keeps its lock
+        remove_abandoned_weights(tmp_path)
+        assert {*tmp_path.iterdir()} == {first, second}
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        remove_abandoned_weights(tmp_path)
+        assert {*tmp_path.iterdir()} == {first, second}
+    assert not list(tmp_path.iterdir())
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_other_users_may_not_read_weights_in_memory(tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    for in_memory, mode in ((tmp_path, 0o700), (IN_MEMORY, 0o777 & ~umask())):
+        monkeypatch.setattr(publisher, "IN_MEMORY", in_memory)
+        with locked_folder(accelerator, tmp_path) as folder:
+            assert stat.S_IMODE(folder.stat().st_mode) == mode
+
+
+def umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def test_a_killed_process_with_our_number_stops_no_start(workplace, tiny_model):
+    Path("shared").mkdir()
+    left = Path(f"shared/fastp3o-weights-{os.uname().nodename}-{os.getpid()}/policy")
+    left.mkdir(parents=True)
+    with StandIn(tiny_model) as server:
+        train(served(tiny_model, "run", server, vllm_folder="shared", updates=1))
+    assert [*Path("shared").iterdir()] == [left.parent]  # its process may live
 
 
 RUNS = Path(__file__).parents[2] / "training" / "runs_of_a_process.py"

@@ -132,6 +132,17 @@ def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(workplace, tiny_
     assert_equal(weights("run"), weights("resumed"))
 
 
+def test_an_environment_that_works_elsewhere_meanwhile_changes_no_run(workplace, tiny_model):
+    ahead = {"rounds_ahead": 1, "save_minutes": 1e-9, "eval_prompts": "prompts.jsonl", "report_to": "tensorboard"}
+    runs = {"Greets": "run", "Elsewhere": "other"}
+    with StandIn(tiny_model) as server:
+        for name, folder in runs.items():
+            train(game(tiny_model, folder, server, environment=f"{GAMES}:{name}", **ahead))
+    assert Path.cwd() == workplace
+    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("other").iterdir()}
+    assert_equal(weights("run"), weights("other"))
+
+
 def test_an_environment_that_hangs_ahead_ends_the_run_with_its_state(workplace, tiny_model):
     ahead = {"rounds_ahead": 1, "environment_timeout": 0.5, "environment": f"{GAMES}:HangsLater"}
     HangsLater.begun = 0
