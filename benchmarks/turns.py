@@ -83,7 +83,10 @@ def samplers(shape: Shape) -> dict[str, TrajectorySampler]:
             kept = KeptTurns(first, further, longest)
             first, further, options["end"] = kept, kept.go_on, kept.end
         environments = Environments("endless", Endless)
-        observe = lambda text, last: [V // 2 + (7 * place + last) % 1000 for place in range(shape.observation)]  # noqa: E731
+
+        def observe(text: str, last: int, given: str, room: int) -> list[int]:
+            return [V // 2 + (7 * place + last) % 1000 for place in range(shape.observation)]
+
         made[name] = TrajectorySampler(first, further, Numbers(), environments, observe, **options)
     return made
 

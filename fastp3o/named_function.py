@@ -49,7 +49,7 @@ class Background(threading.Thread):
     def __init__(self, call: Callable[[], Any]):
         super().__init__(daemon=True)
         self.call, self.result = call, Future[Any]()
-        defaults.hold()  # here, where no user's code runs yet
+        defaults.hold(self)  # here, where no user's code runs yet
         self.start()
 
     def run(self) -> None:
@@ -59,7 +59,12 @@ class Background(threading.Thread):
             except BaseException as error:
                 self.result.set_exception(error)
             finally:
-                defaults.release()
+                defaults.release(self)
+
+    def leave_behind(self, error: FunctionError) -> None:
+        """Makes an error the result of a call that nobody waits for any more."""
+        self.result.set_exception(error)
+        defaults.leave_behind(self)
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -190,7 +195,7 @@ def warned_if_late(name: str, timeout: float | None, late: str, option: str) -> 
         lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} ({option})"
     timers = [threading.Timer(seconds, print, [line], {"file": sys.stderr}) for seconds, line in lines.items()]
     if timeout and isinstance(thread := threading.current_thread(), Background):
-        timers.append(threading.Timer(timeout + GRACE, thread.result.set_exception, [FunctionError(late)]))
+        timers.append(threading.Timer(timeout + GRACE, thread.leave_behind, [FunctionError(late)]))
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -311,12 +316,15 @@ def goes_on(thread: LoopThread, given_up: Future) -> bool:
 class Defaults:
     """What users' code changes for the whole process: the working directory and torch's default dtype. A thread that
     puts one back, while another's code has changed it for a while, takes it from that. So the main thread alone puts
-    them back, to what they were when no thread ran users' code; the directory only when no other thread does.
+    them back, to what they were when no thread ran users' code; the directory only when no other thread does. A thread
+    that is left behind counts no more.
+
+    holders, running: threads, each as often as it has begun.
     """
 
     def __init__(self) -> None:
         self.lock, self.here = threading.Lock(), threading.local()
-        self.holders = self.running = 0
+        self.holders, self.running = list[threading.Thread](), list[threading.Thread]()
         self.before = self.left = self.now()
 
     @staticmethod
@@ -326,24 +334,33 @@ class Defaults:
             folder = os.getcwd()
         return folder, torch.get_default_dtype()
 
-    def hold(self) -> None:
+    def hold(self, thread: threading.Thread) -> None:
         """Until `release`, what there is counts as the run's, unless users' code has left it behind."""
         with self.lock:
             if not self.holders and (now := self.now()) != self.left:
                 self.before = now
-            self.holders += 1
+            self.holders.append(thread)
 
-    def release(self) -> None:
+    def release(self, thread: threading.Thread) -> None:
         with self.lock:
-            self.holders -= 1
-            self.left = self.now()
+            if thread in self.holders:
+                self.holders.remove(thread)
+                self.left = self.now()
+
+    def leave_behind(self, thread: threading.Thread) -> None:
+        with self.lock:
+            self.holders = [one for one in self.holders if one is not thread]
+            self.running = [one for one in self.running if one is not thread]
+            if not self.running:
+                os._exit = end_process
 
     @contextmanager
     def changeable(self) -> Iterator[None]:
         """Users' code runs in this thread."""
+        thread = threading.current_thread()
         with self.lock:
             self.put_back(anyway=False)
-            self.running += 1
+            self.running.append(thread)
             os._exit, dtype = end_by_error, torch.get_default_dtype()
         outer, self.here.runs = self.runs_here, True
         try:
@@ -351,7 +368,8 @@ class Defaults:
         finally:
             self.here.runs = outer
             with self.lock:
-                self.running -= 1
+                if thread in self.running:
+                    self.running.remove(thread)
                 self.put_back(anyway=torch.get_default_dtype() != dtype)
                 if not self.running:
                     os._exit = end_process
@@ -397,13 +415,14 @@ def restored() -> Iterator[None]:
     """Puts back what users' code changes: `defaults`, and of this thread whether torch computes gradients, and its
     default device.
     """
-    defaults.hold()
+    thread = threading.current_thread()
+    defaults.hold(thread)
     grad, device = torch.is_grad_enabled(), torch.get_default_device()
     try:
         with defaults.changeable():
             yield
     finally:
-        defaults.release()
+        defaults.release(thread)
         torch.set_grad_enabled(grad)
         if torch.get_default_device() != device:
             # A default that somebody has set costs each call into torch a little; the CPU is the one without.

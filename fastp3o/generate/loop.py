@@ -21,6 +21,7 @@ from fastp3o.generate.report import Generated, summary, write_kept
 from fastp3o.generate.revision import revising
 from fastp3o.generate.samples import SamplesFile, make_samples
 from fastp3o.models.attention import choose_attention
+from fastp3o.models.ends import checkpoint_ends
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
@@ -155,7 +156,8 @@ def sample_rest(
     """Samples responses to all prompts after the first `done`. Returns tokens per second, over all processes."""
     accelerator, tokenizer = context.accelerator, context.tokenizer
     limits = (config.max_prompt_tokens, None, config.max_characters, config.template_settings)
-    read = reads_back(Encoder(tokenizer, *limits))
+    ends = checkpoint_ends(config.model, tokenizer, trust_remote_code=config.trust_remote_code)
+    read = reads_back(Encoder(tokenizer, *limits, ends, context.clock))
     one = partial(make_samples, continuation=Continuation(tokenizer), reads_back=read)
     size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
     disable = None if accelerator.is_main_process else True

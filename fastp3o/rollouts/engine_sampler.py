@@ -70,7 +70,7 @@ class EngineSampler:
             engine = self.engine_with(room, self.ends.ids, memory)
             sampled = engine.run([prompt.ids for prompt in batch], keys[first : first + room.prompts])
             for prompt, ids, logprobs in zip(batch, *sampled, strict=True):
-                groups.append(Group(prompt, list(self.ends.responses([prompt] * len(ids), ids, logprobs))))
+                groups.append(Group(prompt, list(self.ends.responses(ids, logprobs, prompts=[prompt] * len(ids)))))
         self.release_memory()
         return groups
 

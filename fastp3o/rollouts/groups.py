@@ -183,13 +183,19 @@ class Ends:
         return ids[: 1 + bisect_left(lengths, True, key=lambda length: self.stop_in(text(ids[:length], last)))]
 
     def responses(
-        self, prompts: Sequence[Prompt], ids: list[Ids], logprobs: list[list[float]] | None = None
+        self,
+        ids: list[Ids],
+        logprobs: list[list[float]] | None = None,
+        *,
+        prompts: Sequence[Prompt] | None = None,
     ) -> Iterator[Response]:
-        """A response to each prompt, cut after its first stop string. logprobs: one for each token, in nats."""
+        """Responses, cut after their first stop string. logprobs: one for each token, in nats. prompts: of each
+        response; None where they end with text.
+        """
         # Arrays take an eighth of a list's memory, and numbers of fp32 lose nothing.
         compact = [None] * len(ids) if logprobs is None else [array("f", values) for values in logprobs]
-        for prompt, response_ids, values in zip(prompts, ids, compact, strict=True):
-            last = prompt.ids[-1]
+        lasts = [INSIDE] * len(ids) if prompts is None else [prompt.ids[-1] for prompt in prompts]
+        for last, response_ids, values in zip(lasts, ids, compact, strict=True):
             text = self.continuation.text(response_ids, last)
             if stopped := self.stop_in(text):
                 response_ids = self.cut(response_ids, last)

@@ -51,7 +51,9 @@ class TransformersSampler:
                 )
                 for p, prompt in enumerate(batch):
                     responses = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
-                    groups.append(Group(prompt, list(self.ends.responses([prompt] * len(responses), responses))))
+                    groups.append(
+                        Group(prompt, list(self.ends.responses(responses, prompts=[prompt] * len(responses))))
+                    )
         return groups
 
 

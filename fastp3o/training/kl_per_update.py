@@ -79,8 +79,9 @@ class Search:
         return min(max(way * farther, 1 / limit), limit if finds else RISE)
 
     def state_dict(self) -> dict[str, Any]:
-        noise = float(self.ratio_noise)
-        return {"given": self.given, "lessons": self.lessons, "hidden": self.hidden, "ratio_noise": noise}
+        self.ratio_noise = float(self.ratio_noise)  # the device is waited for once
+        names = ("given", "lessons", "hidden", "ratio_noise")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A resumed run that gives another rate begins to search there."""

@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fastp3o import train
 from fastp3o.config import Named
-from fastp3o.data.encoding import ResponseEnds, response_ends, tokenise
+from fastp3o.data.encoding import ResponseEnds, response_ends
 from fastp3o.data.loading import load_demonstrations, load_preferences, load_prompts, load_rankings
+from fastp3o.data.tokens import Continuation, text_of_ids
 from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, padding_token, write_ends
 from fastp3o.models.loading import load_reward_model, load_tokenizer
@@ -115,7 +116,7 @@ def test_data_end_where_a_sampler_stops(family: Family, tmp_path: Path):
         for ids in (example["chosen_ids"], example["rejected_ids"]):
             assert_ends_once(ids, sampler)
             assert ids[-1] == closing
-        assert sampler.text(example["chosen_ids"]).rstrip().endswith(TEXTS[0])
+        assert text_of_ids(tokenizer, example["chosen_ids"]).rstrip().endswith(TEXTS[0])
 
 
 @every_chat_family
@@ -143,7 +144,7 @@ def test_a_turn_that_stopped_at_another_end_is_closed_as_the_template_closes_it(
     for end in sampler.ids - {ends.chat}:
         closing = observe("Another?", end)[: -len(after)]
         assert closing[-1] == ends.chat
-        assert sampler.text(closing).strip() == ""
+        assert text_of_ids(tokenizer, closing).strip() == ""
 
 
 def test_text_behind_an_end_is_refused():
@@ -175,11 +176,15 @@ def test_one_text_has_one_score_in_training_and_online_by_whichever_end_it_was_s
         (example,), _ = load_rankings(source, tokenizer, ends=checkpoint_ends(folder, tokenizer), **LENGTHS)
         expected = in_training(model, example)
         ids = example["ranked_ids"][0][:-1]
-        same_tokens = tokenise(other, [ends.text(ids)], control=False) == [ids]  # a space may go, or a channel's name
-        stopped = Ends(SimpleNamespace(generation_config=GenerationConfig()), tokenizer, stops=[ends.text(ids)])
+        continuation, last = Continuation(other), example["prompt_ids"][-1]
+        text = continuation.text(ids, last)
+        same_tokens = continuation.ids([text], last, control=False) == [ids]  # a space may go, or a channel's name
+        stopped = Ends(SimpleNamespace(generation_config=GenerationConfig()), tokenizer, stops=[text])
         for as_given in (False, True):
             (prompt,) = make_prompts(load_prompts(source, tokenizer, max_prompt_tokens=400, as_given=as_given)[0][:])
-            responses = [*ends.responses([[*ids, end] for end in sorted(ends.ids)]), *stopped.responses([ids])]
+            sampled = [[*ids, end] for end in sorted(ends.ids)]
+            responses = [*ends.responses(sampled, prompts=[prompt] * len(sampled))]
+            responses += stopped.responses([ids], prompts=[prompt])
             assert all(response.finished for response in responses)
             for reward in rewards[: 2 if same_tokens else 1]:
                 (found,) = reward([Group(prompt, responses)])

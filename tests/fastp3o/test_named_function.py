@@ -168,7 +168,8 @@ def test_a_functions_own_end_of_the_process_is_an_error_and_a_forked_process_end
 
 
 WAITS = """
-import asyncio
+import asyncio, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 from fastp3o.named_function import call_for_list
 async def function(responses):
     print("waits", flush=True)
@@ -262,9 +263,28 @@ def test_no_thread_takes_the_working_directory_or_the_dtype_from_another(tmp_pat
     assert state() == before
 
 
-def test_a_limit_in_the_main_thread_is_no_error_of_the_codes_own():
+def test_a_thread_that_is_left_behind_takes_the_directory_from_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastp3o.named_function.GRACE", 0.1)
+    monkeypatch.chdir(tmp_path)
+    may_end = threading.Event()
+    late = Background(lambda: call_for_list(lambda responses: may_end.wait(20), "m:late", ["r"], timeout=0.1))
+    with pytest.raises(FunctionError, match=r"m:late has not returned after 0\.1 s"):
+        late.result.result(10)
+    # The program goes on elsewhere, where users' code is put back to.
+    (tmp_path / "later").mkdir()
+    os.chdir("later")
+    call_for_list(lambda responses: os.chdir("/") or [1.0], "m:careless", ["r"])
+    assert Path.cwd() == tmp_path / "later"
+    may_end.set()
+    late.join(10)
+    assert Path.cwd() == tmp_path / "later"
+
+
+def test_a_limit_in_the_main_thread_is_no_error_of_the_codes_own(monkeypatch):
     from fastp3o.named_function import raised_by_itself
 
+    # A shell starts what runs in its background with an ignored SIGINT.
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
     own = [SystemExit(), GeneratorExit(), asyncio.CancelledError(), Panic(), OSError()]
     assert all(map(raised_by_itself, own))
     assert not raised_by_itself(TookTooLongError(1.0))

@@ -133,7 +133,7 @@ class KeptTurns(EngineSampler):
             return self.first.sample(prompts, keys)
         ids, logprobs = self.engine_with(room, self.ends.ids, memory).run([prompt.ids for prompt in prompts], keys)
         groups = [
-            Group(prompt, list(self.ends.responses([prompt] * K, ids[p], logprobs[p])))
+            Group(prompt, list(self.ends.responses(ids[p], logprobs[p], prompts=[prompt] * K)))
             for p, prompt in enumerate(prompts)
         ]
         contexts = [prompt._replace(number=prompt.number * K + k) for prompt in prompts for k in range(K)]
@@ -147,7 +147,7 @@ class KeptTurns(EngineSampler):
         given = {n: (begin, context.ids[begin:]) for n, begin, context in places}
         keys = response_keys(seed, torch.tensor([context.number for context in contexts]), 1)[:, 0]
         with evaluation_mode(self.policy):
-            responses = list(self.ends.responses(contexts, *cast(KeptEngine, self.engine).go_on(given, keys)))
+            responses = list(self.ends.responses(*cast(KeptEngine, self.engine).go_on(given, keys), prompts=contexts))
         self.note(given, contexts, responses)
         return [Group(context, [response]) for context, response in zip(contexts, responses, strict=True)]
 

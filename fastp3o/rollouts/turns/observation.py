@@ -20,9 +20,9 @@ WIDE = 2**16
 
 
 class Observe(Protocol):
-    def __call__(self, text: str, last: int, room: int = WIDE, given: str = "") -> Ids:
-        """The ids of an observation. last: the last token of the turn or prompt before it. room: tokens; no more than
-        `longest_text(room)` is read of the text. given: a Prompt's. Halves of surrogate pairs become U+FFFD.
+    def __call__(self, text: str, last: int, given: str = "", *, room: int = WIDE) -> Ids:
+        """The ids of an observation. last: the last token of the turn or prompt before it. given: a Prompt's. room:
+        tokens; no more than `longest_text(room)` is read of the text. Halves of surrogate pairs become U+FFFD.
         """
 
 
@@ -42,7 +42,7 @@ def plain_observations(tokenizer: PreTrainedTokenizerBase) -> Observe:
     """The text alone. Names of special tokens in it are text."""
     continuation = Continuation(tokenizer)
 
-    def observe(text: str, last: int, room: int = WIDE, given: str = "") -> Ids:
+    def observe(text: str, last: int, given: str = "", *, room: int = WIDE) -> Ids:
         return continuation.ids([readable(text, room)], last, control=False)[0]
 
     return observe
@@ -82,7 +82,7 @@ def chat_observations(
             raise UserError(f"the chat template of {name} ends a reply with no token at which the policy stops")
         return turns, ids[: first_end + 1], ids[first_end + 1 :]
 
-    def observe(text: str, last: int, room: int = WIDE, given: str = "") -> Ids:
+    def observe(text: str, last: int, given: str = "", *, room: int = WIDE) -> Ids:
         record = json.loads(given) if given else {}
         fields = {field: record[field] for field in TEMPLATE_FIELDS if field in record}
         turns, closing, opening = parts(json.dumps(fields))

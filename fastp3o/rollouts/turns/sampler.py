@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -72,10 +73,14 @@ class TrajectorySampler:
         longest: int,
         end: Callable[[], None] = lambda: None,
     ):
-        self.first, self.further, self.continuation = first, further, Continuation(tokenizer)
+        self.first, self.further, self.tokenizer = first, further, tokenizer
         self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
         self.end = end
         self.fails = False  # whether all environments that were asked have failed in the last call
+
+    @cached_property
+    def continuation(self) -> Continuation:
+        return Continuation(self.tokenizer)
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         """Raises FunctionError if an environment fails, or begins trajectories of one prompt in different ways."""
@@ -119,7 +124,7 @@ class TrajectorySampler:
         """The ids of an observation; None if they leave no room for a token of the policy."""
         if len(text) > longest_text(room):  # one of so many characters has more tokens
             return None
-        ids = self.observe(text, last, room, given)
+        ids = self.observe(text, last, given, room=room)
         return ids if len(ids) < room else None
 
     def tell_failures(self, trajectories: list[Trajectory]) -> None:

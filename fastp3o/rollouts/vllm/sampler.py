@@ -53,7 +53,7 @@ class VLLMSampler:
 
     def responses(self, prompt: Prompt, completions: list[Completion]) -> list[Response]:
         ids, logprobs = map(list, zip(*completions, strict=True))
-        return list(self.ends.responses([prompt] * len(ids), ids, logprobs))
+        return list(self.ends.responses(ids, logprobs, prompts=[prompt] * len(ids)))
 
     def stop(self) -> None:
         """Gives up what was begun and not finished."""

@@ -25,7 +25,7 @@ from tests.fastp3o.runs import copy_at_save_before
 
 EVENING, MORNING = datetime(2026, 2, 28, 23, 59, 7), datetime(2026, 3, 1, 0, 10)
 ASKED = [{"role": "user", "content": "Hi"}]
-GPT_OSS = next(family for family in WITH_TEMPLATE if family.name == "gptoss")
+GPT_OSS, LLAMA3 = (next(one for one in WITH_TEMPLATE if one.name == name) for name in ("gptoss", "llama3_1"))
 
 
 @pytest.fixture
@@ -124,10 +124,10 @@ def test_a_run_goes_on_after_midnight_with_the_clock_of_its_first_start(workplac
 
 
 def test_generation_goes_on_after_midnight(workplace, set_clock):
-    model, _ = save_family(GPT_OSS, Path("model"))
+    model, _ = save_family(LLAMA3, Path("model"))
     jsonl(Path(), [{"prompt": [{"role": "user", "content": f"say {number}"}]} for number in range(4)], "asked.jsonl")
     settings = {"model": model, "prompts": "asked.jsonl", "output_dir": "run", "keep": "all", "keep_unfinished": True}
-    settings |= {"reward": "rewards_for_tests:vowels", "rollout_batch_size": 2, "max_response_tokens": 4}
+    settings |= {"reward": "rewards_for_tests:vowels", "rollout_batch_size": 2, "max_response_tokens": 1}
     config = GenerateConfig(**settings, max_prompt_tokens=200)
     set_clock(EVENING)
     generate(config)

@@ -101,7 +101,7 @@ def test_fields_that_a_template_does_not_read_are_named_once():
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     about = {"id": 7, "weight": 1, "title": "x", "created": "2026", "tags": [], "note": None}
-    messages = [ASKED | {"name": "Ann"} | about, reply(name="Bot", **about)]
+    messages = [ASKED | {"name": "Ann"} | about, reply(**about)]
     _, report = read(load_demonstrations, [{"messages": messages, "source": "web"}] * 3, byte_tokenizer("$A", template))
     named = ["source", "id of messages", "weight of messages", "title of messages", "created of messages"]
     assert list(report.unread) == named

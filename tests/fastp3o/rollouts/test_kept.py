@@ -48,7 +48,7 @@ class Ragged:
         return "x" * OBSERVED[sum(map(int, text.split())) % len(OBSERVED)], 1.0, len(text) % 7 == 0
 
 
-def observe(text: str, last: int) -> list[int]:
+def observe(text: str, last: int, given: str, room: int) -> list[int]:
     return [12 + (7 * place + last) % (VOCABULARY - 12) for place in range(len(text))]
 
 

@@ -240,20 +240,20 @@ def test_an_observation_that_cannot_have_room_is_not_tokenised(observes, tokeniz
 
     asked = []
 
-    def observe(text, last, room):
+    def observe(text, last, given, room):
         asked.append((len(text), room))
-        return observes[0](text, last, room)
+        return observes[0](text, last, given, room=room)
 
     sampler = TrajectorySampler(None, None, tokenizer, Environments("Loud", Loud), observe, max_turns=2, longest=600)
     assert longest_text(600) == SHORT < longest_text(1000) == 16_000
     began = time.process_time()
-    assert sampler.observed("y" * 10**8, -1, 600) is None
-    assert sampler.observed("y" * 601, -1, 600) is None
+    assert sampler.observed("y" * 10**8, -1, 600, "") is None
+    assert sampler.observed("y" * 601, -1, 600, "") is None
     assert asked == [(601, 600)]
-    assert len(sampler.observed("y" * 599, -1, 600)) == 599
+    assert len(sampler.observed("y" * 599, -1, 600, "")) == 599
     for own in observes:
-        assert len(own("y" * 10**8, -1, 600)) < SHORT + 100
-        assert own("y " * 4000, -1, 600) == own("y " * 4000, -1)
+        assert len(own("y" * 10**8, -1, room=600)) < SHORT + 100
+        assert own("y " * 4000, -1, room=600) == own("y " * 4000, -1)
     assert time.process_time() - began < 10
     Loud.reset = lambda self: "y" * 10**7
     with pytest.raises(
