@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -16,7 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
 
 from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, write_ends
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CLASSIFIER = "ForSequenceClassification"
+# The head of a reward model that was saved as an adapter: its name in peft's file, and in the loaded model.
+SAVED_HEAD, TRAINED_HEAD = "base_model.model.score.weight", "score.modules_to_save.default.weight"
 SHOWN = 3  # prompts in a notebook
 
 
@@ -94,13 +97,17 @@ def load_model(folder: Path) -> PreTrainedModel:
     else:
         folder = folder.with_name(ADAPTER) if folder.name == FINISHED_MODEL else folder / ADAPTER
         scores = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())["task_type"] == "SEQ_CLS"
-        may_lack, may_exceed = {"score.weight"}, {"lm_head.weight"}  # a reward model's head is in the adapter's file
+        # A reward model's head is in the adapter's file, from which transformers before 5.24 does not load it.
+        may_lack, may_exceed = {"score.weight", TRAINED_HEAD}, {"score.weight", "lm_head.weight"}
     loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     options = {"num_labels": 1} if scores else {}
     with without_report():
         model, loading = loader.from_pretrained(folder, output_loading_info=True, **options)
     require_whole(str(folder), loading, may_lack=may_lack, may_exceed=may_exceed)
     if not whole:
+        if scores:
+            head = load_file(folder / ADAPTER_SAFE_WEIGHTS_NAME)[SAVED_HEAD]
+            model.state_dict()[TRAINED_HEAD].copy_(head)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         write_ends(model, tokenizer, checkpoint_ends(str(folder), tokenizer))
     return model

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -361,6 +362,10 @@ def test_the_model_of_a_reward_adapter_alone_pads_as_its_tokenizer(tmp_path: Pat
     config = result.model.config
     assert config.pad_token_id == result.tokenizer.pad_token_id
     assert config.pad_token_id not in config.eos_token_id
+    # Its head is the trained one, whatever transformers makes of it.
+    head = load_file(tmp_path / "rm" / "adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert head.any()
+    torch.testing.assert_close(result.model.score.modules_to_save.default.weight, head)
 
 
 def test_a_reward_model_that_pads_with_the_end_of_responses_is_named(tmp_path: Path, caplog):
