@@ -34,6 +34,7 @@ from triton.compiler import ASTSource, CompiledKernel
 import fastp3o_kernels
 from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel, top_p_kernel
 from fastp3o_kernels.head import backward, scale_kernel
+from fastp3o_kernels.layers import ACTIVATIONS, gate_kernel, norm_kernel, rotary_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CHOICES, P3OSettings
 from fastp3o_kernels.rows import logits_kernel, sequence_kernel
@@ -53,6 +54,12 @@ KERNELS = {
     "merge_kernel": attention_kernel,
     "race_kernel": sampling_kernel,
     "top_p_kernel": top_p_kernel,
+    "rms_norm_kernel": norm_kernel,
+    "rms_norm_gradient_kernel": norm_kernel,
+    "weight_gradient_kernel": norm_kernel,
+    "gate_kernel": gate_kernel,
+    "gate_gradient_kernel": gate_kernel,
+    "rotary_kernel": rotary_kernel,
 }
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -60,6 +67,7 @@ VOCABULARIES = (50257, 128256, 152064, 256000, 262144)
 # Responses to a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
+HIDDEN_SIZES = (640, 2048, 2304, 4096, 8192)
 # Responses to a prompt and heads of a group: of each size of tile one, the smallest tile also at its fullest.
 RESPONSES_AND_HEADS = ((1, 1), (4, 4), (4, 8), (8, 8))
 # Bytes of shared memory that a block can have.
@@ -74,9 +82,11 @@ SCALARS = {
     **dict.fromkeys(("ignore_index", "S", "P", "size", "terms_stride", "mean_over"), "i32"),
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
-    **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
+    **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "token", "head")},
+    **dict.fromkeys(("rows", "programs"), "i32"),
     **dict.fromkeys(
-        ("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef", "sampler_ratio_cap"), "fp32"
+        ("eps", "inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef", "sampler_ratio_cap"),
+        "fp32",
     ),
 }
 
@@ -116,6 +126,14 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     yield configuration("lowered_scale_kernel", "", {}, constants)
     for D in HEAD_SIZES:
         yield from decoding_configurations(D)
+        yield from rotary_configurations(D)
+    for D in (*HEAD_SIZES, *HIDDEN_SIZES):
+        yield from norm_configurations(D)
+    for dtype, activation in product(ELEMENT_BYTES, ACTIVATIONS):
+        constants = {"ACTIVATION": activation, "BLOCK": gate_kernel.BLOCK}
+        for kernel in ("gate_kernel", "gate_gradient_kernel"):
+            pointers = dict.fromkeys(("grad_ptr", "gate_ptr", "up_ptr", "result_ptr", "dgate_ptr", "dup_ptr"), dtype)
+            yield configuration(kernel, f"{dtype}, {activation}", pointers, constants)
 
 
 def pair_configuration(clipping: str, kl_reward: str, K: int, *, valid: bool, sampler: bool = False) -> Configuration:
@@ -173,6 +191,40 @@ def decoding_configurations(D: int) -> Iterator[Configuration]:
     constants = {"H": 32, "D": D, "CHUNK": attention_kernel.CHUNK, "PROMPT_CHUNKS": 8, "CHUNKS": 12}
     constants |= {"BLOCK_D": blocks["BLOCK_D"], "BLOCK_S": attention_kernel.MERGE_BLOCK}
     yield configuration("merge_kernel", f"bf16, D {D}", {"out_ptr": "bf16"}, constants, attention_kernel.MERGE_WARPS)
+
+
+def norm_configurations(D: int) -> Iterator[Configuration]:
+    """A norm of each dtype in Llama's way, and for the stream in fp32 between half precision one with a sum before it,
+    and Gemma's with one behind it.
+    """
+    sizes = norm_kernel.tile(D)
+    for dtype, place in [*product(ELEMENT_BYTES, ("alone",)), *product(("bf16", "fp16"), ("sum before", "sum behind"))]:
+        before, behind = place == "sum before", place == "sum behind"
+        gemma = {"OFFSET": 1.0 if behind else 0.0, "ROUNDS": place == "alone" and dtype != "fp32"}
+        name, weight = f"{dtype}, {place}, D {D}", {"weight_ptr": dtype}
+        pointers = weight | {"added_ptr": dtype, "x_ptr": "fp32" if before else dtype}
+        pointers |= {"result_ptr": "fp32" if behind else dtype}
+        absent = {} if before else {"added_ptr": None, "sum_ptr": None}
+        absent |= {} if behind else {"residual_ptr": None}
+        constants = sizes | gemma | absent
+        yield configuration("rms_norm_kernel", name, pointers, constants, norm_kernel.warps(D))
+        pointers = weight | {"x_ptr": pointers["x_ptr"], "dx_ptr": pointers["x_ptr"], "copy_ptr": dtype}
+        pointers |= {"grad_ptr": "fp32" if behind else dtype}
+        constants = sizes | gemma | ({} if before else {"grad_x_ptr": None, "copy_ptr": None})
+        yield configuration("rms_norm_gradient_kernel", name, pointers, constants, norm_kernel.gradient_warps(D))
+    for dtype in ELEMENT_BYTES:
+        constants = {"D": D, "BLOCK_C": norm_kernel.BLOCK_C, "BLOCK_P": norm_kernel.BLOCK_P}
+        yield configuration("weight_gradient_kernel", f"{dtype}, D {D}", {"dweight_ptr": dtype}, constants)
+
+
+def rotary_configurations(D: int) -> Iterator[Configuration]:
+    """Whole heads with a half beside a half, and a part of them in neighbours, each way."""
+    for dtype, interleaved, back in product(ELEMENT_BYTES, (False, True), (False, True)):
+        R = D // 2 if interleaved else D
+        constants = {**rotary_kernel.sizes(32, 8, D, R), "INTERLEAVED": interleaved, "BACK": back}
+        tensors = ("query_ptr", "key_ptr", "cos_ptr", "sin_ptr", "query_out_ptr", "key_out_ptr")
+        name = f"{dtype}, D {D}" + ", neighbours" * interleaved + ", back" * back
+        yield configuration("rotary_kernel", name, dict.fromkeys(tensors, dtype), constants)
 
 
 def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int | None = None) -> Configuration:
