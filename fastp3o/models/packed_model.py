@@ -23,6 +23,7 @@ from transformers.utils.logging import get_logger
 from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.models.attention import KeyValueCache
+from fastp3o.models.fused_layers import fuse, without_replaced_parts
 from fastp3o.packing.packed_row import PackedRow, Part, Segments
 from fastp3o_kernels import Head, VocabularyShard, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
@@ -63,6 +64,7 @@ class PackedModel(nn.Module):
         model.set_attn_implementation(attention.NAME)
         if model.device.type == "cpu":
             use_onednn(model.base_model)
+        fuse(cast(nn.Module, model.base_model), self.stack())
         # transformers' look for padding waits for the device in every pass, and packed rows have none.
         cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = lambda *_: None
 
@@ -136,6 +138,7 @@ class PackedModel(nn.Module):
         # Sizes that are equal by chance must not be taken for the same.
         torch.fx.experimental._config.use_duck_shape = False
         for layer in self.layers():
+            without_replaced_parts(layer)
             # An attribute, unlike torch's `Module.compile`, leaves hooks as they are.
             vars(layer)["forward"] = MethodType(compiled_forward, layer)
         self.compiled = True
@@ -151,11 +154,18 @@ class PackedModel(nn.Module):
 
     def layers(self) -> nn.ModuleList:
         """The body's layers, from the lowest. Raises ValueError if it has no list as long as the configuration says."""
-        body, count = self.model.base_model, self.model.config.get_text_config().num_hidden_layers
-        for module in body.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count:
-                return module
-        raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
+        if (stack := self.stack()) is None:
+            count = self.model.config.get_text_config().num_hidden_layers
+            raise UserError(
+                f"{type(self.model.base_model).__name__} has no list of {count} layers, which tells them apart"
+            )
+        return stack
+
+    def stack(self) -> nn.ModuleList | None:
+        """The layers, or None."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        lists = (module for module in self.model.base_model.modules() if isinstance(module, nn.ModuleList))
+        return next((module for module in lists if len(module) == count), None)
 
     def head(self) -> Head:
         """The head, with the temperature. Raises ValueError if it is not plain linear, as with a LoRA adapter."""

@@ -27,7 +27,8 @@ TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=4, r
 
 
 class EngineSampler:
-    """A Sampler. Responses do not depend on the batch or the process that a prompt is in.
+    """A Sampler. Responses do not depend on the batch or the process that a prompt is in, in half precision on a CPU up
+    to rounding.
 
     The first call raises UserError for a policy that the engine cannot decode. max_response_tokens: longest response.
     batch_size: prompts sampled at once, with all their responses. memory: bytes for keys and values of prompts and

@@ -1,5 +1,6 @@
 """The gate of a feed-forward layer: an activation of one product times another product (arXiv 2002.05202)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +14,11 @@ if HAS_TRITON:
     from fastp3o_kernels.layers.gate_kernel import launch_gate, launch_gate_gradient
 
 # SwiGLU's, and GeGLU's in two ways.
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 class Gate(torch.autograd.Function):
@@ -28,7 +33,8 @@ class Gate(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad):
-        return *launch_gate_gradient(grad.contiguous(), *ctx.saved_tensors, ctx.activation), None
+        gate, up = ctx.saved_tensors
+        return *launch_gate_gradient(grad.contiguous(), gate, up, ctx.activation), None
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, *, impl: str | None = None) -> Tensor:

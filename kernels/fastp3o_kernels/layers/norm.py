@@ -92,7 +92,9 @@ class AddAndNorm(torch.autograd.Function):
         return dtotal, None if ctx.branch is None else dbranch, dweight, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, kind: NormKind, *, dtype: torch.dtype | None = None, impl: str | None = None):
+def rms_norm(
+    x: Tensor, weight: Tensor, kind: NormKind, *, dtype: torch.dtype | None = None, impl: str | None = None
+) -> Tensor:
     """RMSNorm over the last dimension.
 
     Args:

