@@ -145,9 +145,10 @@ def rotated(
     if rest or options or not packed or not runs_kernels(q, k, cos, sin):
         return own(q, k, cos, sin, *rest, unsqueeze_dim=unsqueeze_dim, **options)
     heads_last = unsqueeze_dim == 2
-    query, key = (x[0] if heads_last else x[0].transpose(0, 1) for x in (q, k))
-    turned = rotate(query, key, cos[0], sin[0], interleaved=interleaved)
-    query, key = (x[None] if heads_last else x.transpose(0, 1)[None] for x in turned)
+    # An index would be a copy of zeros in the backward pass.
+    query, key = (x.squeeze(0) if heads_last else x.squeeze(0).transpose(0, 1) for x in (q, k))
+    turned = rotate(query, key, cos.squeeze(0), sin.squeeze(0), interleaved=interleaved)
+    query, key = (x.unsqueeze(0) if heads_last else x.transpose(0, 1).unsqueeze(0) for x in turned)
     return query, key
 
 

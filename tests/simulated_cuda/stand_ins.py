@@ -75,7 +75,17 @@ def varlen_attention_backward(grad, q, k, v, out, log_sums, cu_q, cu_k, longest_
     return gradients(packed, (q, k, v), grad, cu_q, cu_k, is_causal, scale, window)
 
 
+def rms_norm_backward(grad, x, shape, scale, weight, wanted) -> tuple:
+    """Of torch's fused norm, over the last dimensions. scale: 1 / sqrt(mean x² + eps)."""
+    dims = [*range(-len(shape), 0)]
+    normed, inner = x.float() * scale, grad.float() * (1.0 if weight is None else weight.float())
+    dx = scale * (inner - normed * (inner * normed).mean(dims, keepdim=True))
+    dweight = (grad.float() * normed).sum([*range(x.dim() - len(shape))])
+    return dx.to(x.dtype) if wanted[0] else None, dweight.to(x.dtype) if wanted[1] else None
+
+
 STAND_INS: dict[str, Callable] = {
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "aten._log_softmax.default": log_softmax,
     "aten._softmax.default": softmax,
     "aten.addmm.dtype": sum_with_product,

@@ -19,8 +19,8 @@ from tests.simulated_cuda.host import recorded
 PROMPTS, K, RESPONSE_TOKENS = [[3, 4, 5], [6, 7]], 2, 12
 KEYS = response_keys(0, torch.arange(2), K)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
-# Launches of a step without its layers, and of a layer in torch and transformers.
-STEP, LAYER = 48, 40
+# Launches of a step without its layers, and of a layer.
+STEP, LAYER = 42, 14
 LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.decode"), ("fastp3o/rollouts/queue.py", "Queue.results")
 
 

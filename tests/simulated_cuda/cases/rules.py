@@ -93,3 +93,15 @@ def test_a_graph_replays_on_the_same_memory(x):
     del one
     with pytest.raises(RuntimeError, match="memory that has been freed"):
         graph.replay()
+
+
+def test_torchs_own_rms_norm_and_its_gradients():
+    """CUDA has it in one kernel, and torch built for a CPU in pieces from 2.13 on."""
+    x, weight, grad = torch.randn(3, 8), torch.randn(8), torch.randn(3, 8)
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.detach().to(device).requires_grad_() for tensor in (x, weight)]
+        result = torch.nn.functional.rms_norm(leaves[0], (8,), leaves[1], 1e-6)
+        found.append([result, *torch.autograd.grad(result, leaves, grad.to(device))])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.detach().cpu(), expected.detach())
