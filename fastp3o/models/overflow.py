@@ -111,7 +111,9 @@ def overflow(model: PackedModel, row: PackedRow, device: torch.device | None = N
     ready = as_it_is or (model.model.dtype, model.model.device.type) == (torch.float16, device.type)
     with nullcontext() if ready else computed_in(torch.float16, model, device):
         found = activations(model, row)
-    held = {place: one.value for place, one in found.items() if quantized or one.dtype == torch.float16}
+    # A residual stream in fp32 beside weights in half precision holds what they do not.
+    counted = {model.model.dtype} if quantized else {torch.float16}
+    held = {place: one.value for place, one in found.items() if one.dtype in counted}
     broken = next((place for place, value in held.items() if not isfinite(value)), None)
     if broken is None:
         place = max(held, key=held.__getitem__)

@@ -39,19 +39,26 @@ def logprobs(model: PackedModel, autocast: torch.dtype | None = None) -> Tensor:
         return labelled_logprobs(model.eval(), ROW)
 
 
+def holds_its_stream(model: PackedModel) -> bool:
+    """Whether large values are in a residual stream in fp32 alone: norms behind the blocks make them there."""
+    return all(hasattr(layer, "fastp3o_wiring") and len(layer.fastp3o_wiring.norms) == 4 for layer in model.layers())
+
+
 @pytest.mark.parametrize("reach", [0.0, REACH], ids=["plain", "large"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_holds_in_a_precision_or_is_told_and_served(family: str, reach: float, tmp_path: Path, capsys):
     name = saved(tmp_path, family, reach)
-    expected = logprobs(load_policy(name))
+    policy = load_policy(name)
+    expected, overflows = logprobs(policy), bool(reach) and not holds_its_stream(policy)
+    assert overflows == bool(reach and "gemma" not in family)
     assert expected.isfinite().all()
     for precision in map(named_precision, ("fp32", "bf16-autocast", "bf16", "fp16")):
-        if precision.name == "fp16" and reach:
+        if precision.name == "fp16" and overflows:
             with pytest.raises(ValueError, match=rf"fp16 does not hold {name}: .* ends at 65,504: --precision auto"):
                 load_held(context_in(precision), load_policy, name, dtype=precision.weights)
             precision = precision._replace(automatic=True)
         model = load_held(context_in(precision), load_policy, name, dtype=precision.weights)
-        served = precision.name == "fp16" and reach
+        served = precision.name == "fp16" and overflows
         assert (model.model.dtype == precision.weights) != bool(served)
         assert f"--precision auto: {name} in " in capsys.readouterr().out or not served
         got = logprobs(model, precision.autocast)
@@ -89,15 +96,16 @@ def test_what_a_model_computes_in_fp32_does_not_overflow():
     assert trial_overflow(model) is None
     handle.remove()
     last.register_forward_hook(lambda _, __, values: values * 1e6)
-    assert trial_overflow(model).place in ("model.layers.1", "what enters model.norm")
+    assert trial_overflow(model) is None
+    last.mlp.down_proj.register_forward_hook(lambda _, __, values: values * 1e6)
+    assert trial_overflow(model).place == "model.layers.1.mlp.down_proj"
 
 
 def test_the_engine_tells_where_a_policy_is_not_finite_and_names_no_other_cause():
-    policy = PackedModel(with_large_stream(random_model("gemma3"), REACH).half())
-    with pytest.raises(
-        ValueError, match=r"^fp16 does not hold Gemma3ForCausalLM: .* ends at 65,504: use another --pre"
-    ):
+    policy = PackedModel(with_large_stream(random_model("llama"), REACH).half())
+    with pytest.raises(ValueError, match=r"^fp16 does not hold LlamaForCausalLM: .* ends at 65,504: use another --pre"):
         decodable_shapes(policy)
+    decodable_shapes(PackedModel(with_large_stream(random_model("gemma3"), REACH).half()))
     with torch.no_grad():
         policy = PackedModel(random_model("llama"))
         policy.model.model.layers[1].mlp.up_proj.weight.fill_(torch.nan)
