@@ -10,7 +10,16 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "flash-attn")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "trl",
+    "flash-attn",
+)
 CPUINFO = Path("/proc/cpuinfo")
 
 

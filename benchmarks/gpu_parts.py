@@ -1,6 +1,9 @@
 """Runs everything that needs a GPU, part by part in order of worth, within a limit of time.
 
-    python -m benchmarks.gpu_parts [FOLDER] [--only PART[,PART]] [--seconds 480] [--device gpu|cpu]
+    python -m benchmarks.gpu_parts [FOLDER] [CALL ...] [--only PART[,PART]] [--device gpu|cpu]
+
+Parts belong to calls, of which each fits one loan of a machine: `first` has what is wanted most, `second` goes on with
+it on the machine that is still warm, `rest` has the other levels and the tests.
 
 Each part runs in processes of its own, with their own JSON and log in FOLDER/parts; what all have measured is merged
 into FOLDER/kernels.gpu.json after each result. Run again, it goes on: what has results is not run again, but for the
@@ -33,8 +36,11 @@ NO_TESTS = 5  # pytest's exit status where all tests had results already
 ENDED = (0, 1, NO_TESTS)
 # As `recording.DEVICE_LOST`.
 DEVICE_LOST = 75
-# Seconds before its limit after which a process begins no test, and after which what ended is looked for.
-MARGIN, LOOK = 8.0, 0.2
+# Seconds after which what ended is looked for.
+LOOK = 0.2
+# Seconds of each call, which its parts' limits fill: two of them and a minute and a half to start are a quarter of an
+# hour.
+CALLS = {"first": 420.0, "second": 400.0, "rest": 470.0}
 # A case of every kernel, against fp64.
 KERNELS = (
     "tests/kernels/rows/test_token_logprobs.py::test_maxima_far_apart_between_blocks",
@@ -51,14 +57,17 @@ KERNELS = (
 class Part(NamedTuple):
     """commands: of its processes, which run at the same time, by name. seconds: limit of all of them in one run.
 
-    patience: seconds that one test may take; a process that writes no result for so long is ended. A command with
-    {results} in its words writes its JSON there.
+    patience: seconds that one test may take; a process that writes no result for so long is ended. least: seconds that
+    a test needs; with less left none begins, and with no room for the first the part does not. A command with {results}
+    in its words writes its JSON there.
     """
 
     name: str
     seconds: float
     commands: dict[str, Sequence[str]]
     patience: float = 60.0
+    least: float = 8.0
+    call: str = "rest"
 
 
 def measure(*arguments: str) -> Sequence[str]:
@@ -72,20 +81,43 @@ def test(*arguments: str) -> Sequence[str]:
 def parts(device: str) -> list[Part]:
     """In order of worth. A CPU has the parts whose tests it can run, at small sizes."""
     times = patience()
+    body, head = "benchmarks/test_body.py", "benchmarks/test_hidden_level.py"
+    mended = "tests/kernels/p3o/test_linear_p3o_loss.py"
     found = [
-        Part("smoke", 60, {"smoke": test(*KERNELS, "tests/fastp3o/test_smoke_on_gpu.py")}, patience=40),
-        Part("head", 110, {"head": measure("benchmarks/test_hidden_level.py")}),
-        Part("rollouts", 80, {"rollouts": measure("benchmarks/test_rollouts.py")}, patience=75),
+        Part("smoke", 45, {"smoke": test(*KERNELS, "tests/fastp3o/test_smoke_on_gpu.py")}, patience=40, call="first"),
+        Part("body", 125, {"body": measure(body, "-k", "not compiled")}, call="first"),
+        Part(
+            "iteration",
+            170,
+            {"iteration": measure("benchmarks/test_iteration.py")},
+            patience=170,
+            least=100,
+            call="first",
+        ),
+        Part(
+            "training",
+            80,
+            {"training": measure("benchmarks/test_training_run.py")},
+            patience=80,
+            least=50,
+            call="first",
+        ),
+        Part("compiled", 100, {"compiled": measure(body, "-k", "compiled")}, patience=90, least=20, call="second"),
+        Part("head", 135, {"head": measure(head)}, call="second"),
+        Part("mended", 30, {"mended": test(mended, "-k", "products_of_pytorch")}, patience=25, call="second"),
+        Part("packing", 60, {"packing": measure("benchmarks/test_packing.py")}, call="second"),
+        Part("rollouts", 75, {"rollouts": measure("benchmarks/test_rollouts.py")}, patience=75, call="second"),
         Part("logits", 45, {"logits": measure("benchmarks/test_logits_level.py")}),
-        Part("packing", 35, {"packing": measure("benchmarks/test_packing.py")}),
-        Part("iteration", 45, {"iteration": measure("benchmarks/test_iteration.py")}),
         Part("objectives", 35, {"objectives": measure("benchmarks/test_objectives.py")}),
         Part("tests", 60, gpu_tests(device), patience=50),
     ]
     sanitizer = shutil.which("compute-sanitizer")
     if device == "gpu" and sanitizer:
         found.append(Part("sanitizer", 40, {"sanitizer": (sanitizer, "--error-exitcode", "9", *PYTEST, *KERNELS)}))
-    return [part._replace(seconds=times * part.seconds, patience=times * part.patience) for part in found]
+    return [
+        part._replace(**{limit: times * getattr(part, limit) for limit in ("seconds", "patience", "least")})
+        for part in found
+    ]
 
 
 def patience() -> float:
@@ -113,9 +145,9 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
 
 
 def work_off(
-    name: str, command: Sequence[str], folder: Path, patience: float, deadline: float, stopped: threading.Event
+    name: str, command: Sequence[str], part: Part, folder: Path, deadline: float, stopped: threading.Event
 ) -> None:
-    """Runs a command until its tests have results, in a new process after each one that a test ended."""
+    """Runs one of a part's commands until its tests have results, in a new process after each one that a test ended."""
     results, log = (folder / "parts" / f"{name}.{suffix}" for suffix in ("json", "log"))
     has_tests = "{results}" in " ".join(command)
     command = [word.replace("{results}", str(results)) for word in command]
@@ -125,7 +157,7 @@ def work_off(
     results_file.write(results, record | lists)
     while True:
         known = len(results_file.load(results)["finished"])
-        reason, status = ended(command, results, log, patience, deadline, stopped)
+        reason, status = ended(command, results, log, part, deadline, stopped)
         with log.open("a") as file:
             print(reason, file=file)
         if reason == results_file.OUT_OF_TIME:
@@ -141,18 +173,18 @@ def work_off(
         elif not has_tests:
             record |= {"finished": [name]}
         results_file.write(results, record | {"complete": complete and not results_file.unbegun(record)})
-        if complete or not progress or deadline - time.monotonic() <= MARGIN:
+        if complete or not progress or deadline - time.monotonic() <= part.least:
             return
 
 
 def ended(
-    command: Sequence[str], results: Path, log: Path, patience: float, deadline: float, stopped: threading.Event
+    command: Sequence[str], results: Path, log: Path, part: Part, deadline: float, stopped: threading.Event
 ) -> tuple[str, int | None]:
     """Runs a process to its end. Returns what became of it, and its exit status; None if it was killed here, as one is
     that is out of time or hangs.
     """
     started = time.monotonic()
-    seconds = max(deadline - started - MARGIN, 0.0)
+    seconds = max(deadline - started - part.least, 0.0)
     environment = {**os.environ, "FASTP3O_BENCHMARK_SECONDS": f"{seconds:.1f}"}
     with log.open("a") as output:
         process = subprocess.Popen(
@@ -168,8 +200,8 @@ def ended(
             time.sleep(LOOK)
             if time.monotonic() > deadline or stopped.is_set():
                 return results_file.OUT_OF_TIME, None
-            if min(time.monotonic() - started, time.time() - results.stat().st_mtime) > patience:
-                return f"failed: no result in {patience:.0f} seconds", None
+            if min(time.monotonic() - started, time.time() - results.stat().st_mtime) > part.patience:
+                return f"failed: no result in {part.patience:.0f} seconds", None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -192,7 +224,7 @@ def run_part(part: Part, folder: Path, device: str, deadline: float) -> None:
     waiting = {name: command for name, command in part.commands.items() if not record_of(folder, name)["complete"]}
     stopped, written = threading.Event(), 0.0
     with ThreadPoolExecutor(len(waiting)) as pool:
-        futures = [pool.submit(work_off, *one, folder, part.patience, deadline, stopped) for one in waiting.items()]
+        futures = [pool.submit(work_off, *one, part, folder, deadline, stopped) for one in waiting.items()]
         try:
             while not all(future.done() for future in futures):
                 time.sleep(LOOK)
@@ -237,7 +269,7 @@ def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequ
                 waiting.remove(part)
                 continue
             left = seconds - (time.monotonic() - started)
-            if left < MARGIN:
+            if min(left, part.seconds) < part.least:
                 continue
             began = time.monotonic()
             run_part(part, folder, device, began + left)
@@ -274,15 +306,19 @@ def line(part: Part, folder: Path, seconds: float | None = None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=report.RESULTS, help="Of results.")
+    parser.add_argument("calls", nargs="*", metavar="CALL", help=f"Of {', '.join(CALLS)}; all by default.")
     parser.add_argument("--only", default="", help="Parts to run again, with commas between.")
-    parser.add_argument("--seconds", type=float, default=470.0, help="Limit of the whole run.")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     arguments = parser.parse_args()
-    every = parts(arguments.device)
+    if unknown := set(arguments.calls) - CALLS.keys():
+        parser.error(f"no call {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
+    calls = arguments.calls or list(CALLS)
+    every = [part for part in parts(arguments.device) if part.call in calls]
     only = [name for name in arguments.only.split(",") if name]
     if unknown := set(only) - {part.name for part in every}:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in every)}")
-    sys.exit(run(every, arguments.folder.resolve(), arguments.device, patience() * arguments.seconds, only))
+    seconds = patience() * sum(CALLS[call] for call in calls)
+    sys.exit(run(every, arguments.folder.resolve(), arguments.device, seconds, only))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Counts what the host hands to the device while something runs."""
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA
 
 aten = torch.ops.aten
@@ -14,6 +16,14 @@ aten = torch.ops.aten
 LEFT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1}
 ONEDNN = "mkldnn::_linear_pointwise"
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+class Kernel(NamedTuple):
+    """The beginning of a kernel's name, its launches, and the milliseconds of all of them."""
+
+    name: str
+    launches: int
+    ms: float
 
 
 class Operations(TorchDispatchMode):
@@ -55,6 +65,28 @@ def host_work(function: Callable[[], object]) -> dict[str, float]:
 
 
 def kernel_ms(averages: Iterable[FunctionEventAvg]) -> float:
-    """Milliseconds of all kernels and copies. The host's operations that launched them show the same times again."""
-    on_device = [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
-    return sum(event.self_device_time_total for event in on_device) / 1e3
+    """Milliseconds of all kernels and copies."""
+    return sum(event.self_device_time_total for event in on_device(averages)) / 1e3
+
+
+def on_device(averages: Iterable[FunctionEventAvg]) -> list[FunctionEventAvg]:
+    """Kernels and copies. The host's operations that launched them show the same times again."""
+    return [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+
+
+def launches_by_name(function: Callable[[], object]) -> list[Kernel]:
+    """Each kernel and copy. The host is not profiled, which would slow it down. Raises AbsentError without a GPU that
+    torch's profiler knows.
+    """
+    if torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
+        raise AbsentError("torch's profiler knows no GPU here")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return by_name(profile.key_averages())
+
+
+def by_name(averages: Iterable[FunctionEventAvg]) -> list[Kernel]:
+    """The longest first."""
+    found = [Kernel(event.key[:80], event.count, event.self_device_time_total / 1e3) for event in on_device(averages)]
+    return sorted(found, key=lambda kernel: -kernel.ms)

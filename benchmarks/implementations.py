@@ -54,9 +54,9 @@ def logits_compiled(logits: Tensor, inputs: Inputs) -> Tensor:
     return p3o_of(compiled_logprobs(logits, inputs.labels), inputs)
 
 
-def hidden_fastp3o(inputs: Inputs) -> Tensor:
+def hidden_fastp3o(inputs: Inputs, memory_budget: int | None = None) -> Tensor:
     given = inputs.labels, inputs.host_cu_seqlens, *inputs.pairs
-    return linear_p3o_loss(inputs.hidden, inputs.weight, *given).loss
+    return linear_p3o_loss(inputs.hidden, inputs.weight, *given, memory_budget=memory_budget).loss
 
 
 def hidden_fastp3o_by_torch(inputs: Inputs) -> Tensor:

@@ -28,6 +28,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -86,8 +87,10 @@ class Stopwatch:
         self.since = clock()
 
 
-def save_model(config: LlamaConfig, folder: Path) -> None:
-    """A random model, and a tokenizer of words w0, w1, ... whose end-of-sequence lies beyond the model's vocabulary."""
+def save_model(config: LlamaConfig, folder: Path, change: Callable[[PreTrainedModel], object] = lambda _: None) -> None:
+    """A random model, and a tokenizer of words w0, w1, ... whose end-of-sequence lies beyond the model's vocabulary.
+    change: is called with the model before it is saved.
+    """
     V = config.vocab_size
     words = {f"w{index}": index for index in range(V)} | {"<end>": V}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -96,7 +99,10 @@ def save_model(config: LlamaConfig, folder: Path) -> None:
     tokens = {"bos_token_id": None, "eos_token_id": V, "pad_token_id": 0}
     torch.manual_seed(0)
     with DEVICE:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**config.to_dict() | tokens), dtype=torch.float32)
+        # On a GPU in half the bytes: whoever loads it says its own dtype.
+        dtype = torch.bfloat16 if CUDA else torch.float32
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**config.to_dict() | tokens), dtype=dtype)
+    change(model)
     model.save_pretrained(folder)
 
 

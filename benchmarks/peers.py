@@ -1,6 +1,7 @@
 """Other libraries' losses on the same inputs. Each is imported when it is called: one that is not installed is absent.
 
-Log-probs go through the same arithmetic of P3O; Liger's GRPO losses fuse their own and are measured as they are.
+Log-probs go through the same arithmetic of P3O; Liger's GRPO losses fuse their own, cross-entropies alone have no
+coefficients of tokens, and both are measured as they are.
 """
 
 import torch
@@ -76,6 +77,30 @@ def hidden_torch(inputs: Inputs) -> Tensor:
         inputs.hidden, inputs.weight, inputs.labels, reduction="none", options=torch.nn.LinearCrossEntropyOptions()
     )
     return p3o_of(-losses.float(), inputs)
+
+
+def hidden_liger_scaled(inputs: Inputs) -> Tensor:
+    """Negative log-probs with a gradient of each token's own; by Liger's CuTe kernels on an H100, in bf16."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    losses = LigerFusedLinearScaledCrossEntropyFunction.apply(inputs.hidden, inputs.weight, inputs.labels)
+    return p3o_of(-losses.float(), inputs)
+
+
+def hidden_liger_cross_entropy(inputs: Inputs) -> Tensor:
+    """The mean cross-entropy, by Liger's CuTe kernels for an H100. It cannot weigh tokens by a coefficient."""
+    needs_cuda("Liger's CuTe cross-entropy")
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return liger_fused_linear_cross_entropy_sm90(inputs.hidden, inputs.weight, inputs.labels)
+
+
+def hidden_quack(inputs: Inputs) -> Tensor:
+    """The mean cross-entropy. QuACK cannot weigh tokens by a coefficient."""
+    needs_cuda("QuACK")
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels)
 
 
 def hidden_cce(inputs: Inputs) -> Tensor:

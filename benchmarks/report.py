@@ -61,6 +61,40 @@ def packing(results: Results) -> list[list[str]]:
     return lines
 
 
+def body(results: Results) -> list[list[str]]:
+    """Passes, rollouts and launches by what computes the layers. Header first."""
+    lines = [["layers", "what", "ms", "× products", "extra GB"]]
+    for one in [*select(results, level="model"), *select(results, level="layers")]:
+        extra = cell(one, "extra_gb", "{:.2f}") if one["extra_gb"] is not None else ""
+        lines.append([one["implementation"], one["passes"], f"{one['ms']:.1f}", f"{one['ratio_to_bare']:.2f}", extra])
+    for one in select(results, level="engine"):
+        parts = f"rollouts: {one['prefill_ms']:.1f} ms of prompts, {one['decode_ms']:.1f} of steps"
+        lines.append([one["implementation"], parts, f"{one['ms']:.1f}", "", ""])
+    for one in select(results, level="kernels"):
+        lines.append([one["implementation"], f"update: {one['launches']:,} launches", f"{one['gpu_ms']:.1f}", "", ""])
+    return lines
+
+
+def kernels(results: Results) -> list[list[str]]:
+    """The longest kernels of an update. Header first."""
+    lines = [["layers", "kernel", "launches", "ms"]]
+    for one in select(results, level="kernels"):
+        lines += [[one["implementation"], name, str(count), f"{ms:.2f}"] for name, count, ms in one["kernels"]]
+    return lines
+
+
+def training_runs(results: Results) -> list[list[str]]:
+    """Reward of each update, median seconds by phase, and the peak beside what `fastp3o memory` gives. Header first."""
+    phases = [phase for phase in PHASES if phase != "other"]
+    lines = [["model", "P × K", *phases, "peak GB", "predicted", "rewards"]]
+    for run in select(results, level="training run"):
+        seconds = [f"{run[f'{phase}_s']:.2f}" for phase in phases]
+        memory = [f"{run['peak_gb']:.2f}", f"{run['predicted_gb']:.2f}"]
+        rewards = " ".join(f"{reward:.2f}" for reward in run["rewards"])
+        lines.append([described_model(run), f"{run['P']} × {run['K']}", *seconds, *memory, rewards])
+    return lines
+
+
 def plain(lines: list[list[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
@@ -161,6 +195,7 @@ def summary(records: Iterable[dict]) -> str:
         for cuda in (False, True)
     )
     tables = [comparison(results, "hidden"), comparison(results, "logits"), other_passes(results), packing(results)]
+    tables += [body(results), kernels(results), training_runs(results)]
     tables += [iterations(results), rollouts(results), objectives(cpu, gpu)]
     tables.append(goals_table(results_of(records)))
     return "\n\n".join(

@@ -14,10 +14,10 @@ from itertools import chain
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks import bare_operations, padded, training_shapes
+from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
 from benchmarks.shapes import DEVICE, DTYPE, dtype_name
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
@@ -104,29 +104,30 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
     )
 
 
+# What the goals are about comes first.
 LAYOUTS = {
+    "shared prompts": partial(packed_update, share_prompts=True),
     "padded": padded_update,
     "plain packing": partial(packed_update, share_prompts=False),
-    "shared prompts": partial(packed_update, share_prompts=True),
     "a response at a time": partial(packed_update, share_prompts=True, parts=True),
 }
 
 
-def random_model(kind: type) -> PackedModel:
+def random_policy() -> PackedModel:
+    """Gradients exist already, as after the first pass of an update: later ones need no memory for them."""
     torch.manual_seed(0)
     with DEVICE:
         # A model keeps its attention in its configuration.
-        model = kind.from_config(deepcopy(CONFIG), dtype=DTYPE)
-    return PackedModel(model)
+        model = AutoModelForCausalLM.from_config(deepcopy(CONFIG), dtype=DTYPE)
+    policy = PackedModel(model)
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return policy
 
 
 @pytest.fixture(scope="module")
 def policy() -> PackedModel:
-    """Gradients exist already, as after the first pass of an update: later ones need no memory for them."""
-    policy = random_model(AutoModelForCausalLM)
-    for parameter in policy.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return policy
+    return random_policy()
 
 
 # The suite fails where fastp3o does.
@@ -149,39 +150,3 @@ def test_training(benchmark, policy, layout, K, lengths):
         "K": K,
         "tokens": update.tokens,
     }
-
-
-@pytest.mark.parametrize("gradients", [True, False], ids=["update", "log-probs"])
-@pytest.mark.parametrize("K", RESPONSES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_share_of_the_products(benchmark, policy, gradients, K, lengths):
-    """With shared prompts, in turns with nothing but the products of the linear layers and the head, by torch.mm:
-    `ratio_to_bare` is the time over theirs.
-    """
-    update = LAYOUTS["shared prompts"](policy, *random_groups(lengths, K))
-    layers = [module.weight for module in policy.model.base_model.modules() if isinstance(module, nn.Linear)]
-    passes, each = len(update.losses), (1, int(gradients), int(gradients))
-    products = [
-        bare_operations.linear_products(weight.new_empty(rows // passes, weight.shape[1]).normal_(), weight, *each)
-        for weight, rows in [*((weight, update.tokens) for weight in layers), (policy.head().weight, update.labelled)]
-    ]
-    shape = update.labelled, CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
-    name = f"{'update' if gradients else 'log-probs'}, prompts of {lengths.prompt}, {K} responses of {lengths.response}"
-
-    def bare() -> None:
-        for _ in range(passes):
-            for product in products:
-                product()
-
-    def logprobs(_: object) -> None:
-        with torch.no_grad():
-            for row in update.rows:
-                labelled_logprobs(policy, row)
-
-    measure(
-        benchmark,
-        Case("model", "fastp3o", name, *shape, bytes=0, operations=0, gradient_bytes=0),
-        prepare=lambda: policy.zero_grad(set_to_none=False),
-        run=(lambda _: update.run()) if gradients else logprobs,
-        bare=bare,
-    )

@@ -22,9 +22,7 @@ def run_script(main: Callable[[], None]) -> None:
     main does not see, keeps the traceback.
     """
     UserError.names_flags = True
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        # Rows differ in length, and so do tensors: in segments of fixed sizes they would leave gaps.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    let_segments_grow()
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
     with lasting_output():
@@ -38,6 +36,15 @@ def run_script(main: Callable[[], None]) -> None:
                 print(line, file=sys.stderr)
                 raise SystemExit(INTERRUPTED) from error
             raise SystemExit(line) from error
+
+
+def let_segments_grow() -> None:
+    """Asks torch's allocator of the GPU for segments that grow, unless the environment has settings for it. It reads
+    them as CUDA starts, and has no use for later ones.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        # Rows differ in length, and so do tensors: in segments of fixed sizes they would leave gaps.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def one_line(error: BaseException) -> str | None:

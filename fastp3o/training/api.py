@@ -25,7 +25,7 @@ from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
-from fastp3o.script import lasting_output
+from fastp3o.script import lasting_output, let_segments_grow
 from fastp3o.training import loop as online
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
@@ -81,9 +81,12 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     called with the metrics of each step and each evaluation, and their `step`; the run ends after that step if they
     return True, and its state is saved if they raise. With several processes they are called on the main one.
 
+    Where this process has not used the GPU yet and PYTORCH_ALLOC_CONF is not set, memory comes in segments that grow.
+
     Raises what the commands print in one line, UserError or OSError; KeyboardInterrupt once an interrupted run has
     saved its state, from which `resume=True` goes on; StoppedError after other signals.
     """
+    let_segments_grow()
     with as_the_command(), lasting_output():
         stages = {OnlineConfig: online, PreferenceConfig: preference, SFTConfig: sft, RewardModelConfig: reward_model}
         stage = next((stage for kind, stage in stages.items() if isinstance(config, kind)), None)

@@ -1,7 +1,10 @@
 """The parts of a run on a GPU, with small scripts in place of tests: order, failures, hangs, kills, resumption."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,7 +42,6 @@ for test, what in sorted(tests, key=lambda one: one[0] in record["late"]):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(gpu_parts, "MARGIN", 0.0)
     monkeypatch.setattr(gpu_parts, "LOOK", 0.02)
 
 
@@ -49,11 +51,11 @@ def suite(tmp_path: Path, name: str, *tests: str, **settings) -> Part:
     script.write_text(SUITE.format(root=str(ROOT), results=str(tmp_path / "out" / "parts" / f"{name}.json")))
     # The word stands for a file that the script knows already.
     command = [sys.executable, "-S", str(script), *tests]
-    return Part(name, 20, {name: ["env", "RESULTS={results}", *command]}, **settings)
+    return Part(name, 20, {name: ["env", "RESULTS={results}", *command]}, **{"least": 0.0} | settings)
 
 
 def shell(name: str, script: str, seconds: float = 20) -> Part:
-    return Part(name, seconds, {name: ["sh", "-c", script]})
+    return Part(name, seconds, {name: ["sh", "-c", script]}, least=0.0)
 
 
 def run(parts: list[Part], tmp_path: Path, seconds: float = 30, only=()) -> int:
@@ -104,6 +106,47 @@ def test_the_record_has_how_many_tests_passed_and_which_failed():
     assert record["tests"] == {"passed": 2, "failed": ["tests/a.py::test_b", "sanitizer"]}
 
 
+def test_a_part_whose_first_test_has_no_room_is_not_begun(tmp_path, capsys):
+    """Neither at its turn nor in the time that others leave."""
+    began = tmp_path / "began"
+    waits, slow = shell("waits", "sleep 0.5"), shell("slow", f"touch {began}")._replace(least=4.8)
+    assert run([waits, slow], tmp_path, seconds=5) == 1
+    assert not began.exists()
+    assert "slow: unfinished, 0 done" in capsys.readouterr().out
+    assert run([waits, slow], tmp_path, seconds=5) == 0, "with the first one done it has room"
+
+
+def test_a_test_that_has_no_room_is_not_begun_in_a_part_that_goes_on(tmp_path):
+    """What the process is told leaves as much time as one test needs."""
+    told = tmp_path / "told"
+    part = shell("slow", f"echo $FASTP3O_BENCHMARK_SECONDS > {told}", seconds=20)._replace(least=12.0)
+    assert run([part], tmp_path, seconds=15) == 0
+    assert 2 < float(told.read_text()) <= 3
+
+
+def test_the_limits_of_a_calls_parts_fill_its_time_and_each_part_has_room_for_its_first_test():
+    """`first` and `second` on a warm machine leave a minute and a half of a quarter of an hour to start."""
+    assert gpu_parts.CALLS["first"] + gpu_parts.CALLS["second"] <= 820
+    for call, seconds in gpu_parts.CALLS.items():
+        chosen = [part for part in gpu_parts.parts("gpu") if part.call == call]
+        assert sum(part.seconds for part in chosen) <= seconds
+        for part in chosen:
+            assert part.least < part.seconds
+    names = [part.name for part in gpu_parts.parts("gpu")]
+    assert names[:4] == ["smoke", "body", "iteration", "training"]
+
+
+def test_packing_measures_what_its_goals_are_about_first():
+    """K 2 at the first lengths, in the layouts that the goals compare, before anything else."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "benchmarks/test_packing.py", "-p", "no:xdist"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ids = [line.partition("::")[2] for line in listed.splitlines() if "::" in line]
+    first = "test_training[Lengths(prompt=350, response=40)-2-"
+    layouts = ("fastp3o shared prompts", "padded", "fastp3o plain packing", "fastp3o a response at a time")
+    assert ids[:4] == [f"{first}{layout}]" for layout in layouts]
+    assert all("prompt=350, response=40)-4-" in name for name in ids[4:6])
+
+
 def test_parts_name_files_that_exist():
     for device in ("gpu", "cpu"):
         for part in gpu_parts.parts(device):
@@ -111,3 +154,34 @@ def test_parts_name_files_that_exist():
                 for word in filter(lambda word: word.startswith(("benchmarks/", "tests/")), command):
                     path, _, name = word.partition("::")
                     assert f"def {name}(" in (ROOT / path).read_text() if name else (ROOT / path).exists(), word
+
+
+def gpu_run(tmp_path, *arguments, **more) -> subprocess.Popen:
+    """run_gpu.sh on a CPU."""
+    (tmp_path / "kept").mkdir()
+    environment = os.environ | {"FASTP3O_PYTHON": sys.executable, "FASTP3O_DEVICE": "cpu"}
+    environment |= {"OUT": str(tmp_path / "kept"), "PYTEST_ADDOPTS": "-n 0"}
+    command = ["bash", "benchmarks/run_gpu.sh", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more
+    )
+
+
+def test_a_call_is_no_folder(tmp_path):
+    ran = gpu_run(tmp_path, "second", "--only", "smoke")
+    assert "no part smoke; there are compiled, head, mended, packing, rollouts" in ran.communicate()[0].decode()
+    assert ran.returncode == 2
+
+
+def test_a_run_that_is_ended_from_outside_leaves_what_it_has(tmp_path):
+    part = tmp_path / "results" / "parts" / "logits.json"
+    ran = gpu_run(tmp_path, str(tmp_path / "results"), "--only", "logits")
+    until = time.monotonic() + 60
+    while not (part.exists() and json.loads(part.read_text())["benchmarks"]) and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    ran.terminate()
+    ran.communicate(timeout=30)
+    assert ran.returncode == 143
+    assert json.loads((tmp_path / "kept" / "kernels.cpu.json").read_text())["benchmarks"]
+    assert (tmp_path / "kept" / "parts.tar.gz").exists()

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import inputs, objectives
-from benchmarks.host_work import Operations, kernel_ms
+from benchmarks.host_work import Operations, by_name, kernel_ms
 from benchmarks.shapes import HeadSizes
 from fastp3o_kernels import onednn
 
@@ -36,11 +36,13 @@ def test_a_loss_of_ours_makes_three_products_on_any_processor(name):
 
 def test_a_kernel_counts_once_though_its_operation_on_the_host_has_its_time_too():
     def event(device, ms, annotation=False):
-        return SimpleNamespace(device_type=device, self_device_time_total=1e3 * ms, is_user_annotation=annotation)
+        times = {"self_device_time_total": 1e3 * ms, "is_user_annotation": annotation}
+        return SimpleNamespace(device_type=device, key=f"kernel of {ms} ms", count=2, **times)
 
     kernels = [event(DeviceType.CUDA, 3.0), event(DeviceType.CUDA, 4.0)]
     host = [event(DeviceType.CPU, 3.0), event(DeviceType.CPU, 4.0), event(DeviceType.CPU, 0.0)]
     assert kernel_ms(kernels + host + [event(DeviceType.CUDA, 7.0, annotation=True)]) == 7.0
+    assert by_name(kernels + host) == [("kernel of 4.0 ms", 2, 4.0), ("kernel of 3.0 ms", 2, 3.0)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.randn(64, 64) @ torch.randn(64, 64)
     assert kernel_ms(profile.key_averages()) == 0.0

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import report
 from benchmarks.goals import CPU, GOALS, GPU
 from benchmarks.markdown import between_markers
-from benchmarks.pages import machines, sections, sources
+from benchmarks.pages import gpu, machines, sections, sources
 from benchmarks.records import CPU_RECORDS, GPU_RECORD, NOT_MEASURED, PRODUCTS
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +36,21 @@ def test_the_worst_head_counts_against_peers_of_its_shape_and_nothing_measured_i
     assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
     results.append(result(implementation="torch.compile", ratio=0.99))
     assert verdict(results, "the same", "never slower") == ("0.90 ×", "not met")
-    results.append(result(implementation="fastp3o linear_logprobs", ratio=0.99))
-    assert verdict(results, "`linear_logprobs`") == ("1.00 ×", "met"), "a peer is none of ours"
+    assert verdict(results, "the same, larger V") == (NOT_MEASURED, NOT_MEASURED)
+    assert verdict([*results, result(V=256000, ratio=1.18)], "the same, larger V") == ("1.18 ×", "not met")
+
+
+def test_linear_logprobs_are_judged_beside_trls_in_time_and_memory():
+    ours, trl = (result(implementation=name, ratio=1.3, extra_gb=2.0) for name in ("fastp3o linear_logprobs", "TRL"))
+    assert verdict([ours, trl | {"ratio_to_bare": 1.43}], "`linear_logprobs`") == ("1.10 ×", "met")
+    assert verdict([ours, trl], "the same", "never larger") == ("1.00 ×", "met")
+    assert verdict([ours, trl | {"extra_gb": 1.0}], "the same", "never larger") == ("2.00 ×", "not met")
+
+
+def test_a_run_must_raise_its_reward():
+    run = {"level": "training run", "cuda": True, "rewards": [0.50, 0.40, 0.62]}
+    assert verdict([run], "reward of a run") == ("+0.12", "met")
+    assert verdict([run, run | {"rewards": [0.5, 0.9, 0.52]}], "reward of a run") == ("+0.02", "not met")
 
 
 def test_memory_is_judged_by_the_gradient_of_all_logits_or_the_budget_with_a_sum_in_fp32():
@@ -176,6 +189,36 @@ def test_a_way_that_was_absent_has_its_row():
         assert "absent: not installed" in report.plain([header, *rows])
 
 
+def test_what_a_gpu_could_not_run_says_why_in_its_row():
+    name = "test_forward_and_backward[8192-HeadSizes(hidden=4096, vocabulary=128256)-QuACK cross-entropy-bfloat16]"
+    record = RECORDS[GPU_RECORD]
+    for reason, said in (("absent: no module", "not measured: no module"), ("out of time: 9 seconds", NOT_MEASURED)):
+        entries = {"not_measured": [{"name": name, "reason": reason}]}
+        (row,) = [line for line in gpu.head({GPU_RECORD: record | entries}).splitlines() if "QuACK" in line]
+        assert row.split(" | ")[1] == said
+
+
+def test_the_body_a_run_and_an_iteration_have_their_rows():
+    shape = {"D": 2048, "V": 128256, "layers": 16, "P": 64, "K": 4, "prompt": 350, "response": 40}
+    passes = "update, prompts of 350, 2 responses of 40"
+    run = {"rollout_s": 0.5, "reward_s": 0.0, "logprobs_s": 0.25, "update_s": 1.0}
+    run |= {"rewards": [0.5, 0.75], "peak_gb": 30.0, "predicted_gb": 29.0}
+    results = [{"level": "layers", "implementation": f"fastp3o {way} layers", "passes": passes} for way in WAYS]
+    results = [one | {"ms": 9.0, "ratio_to_bare": 2.25, "extra_gb": None} for one in results]
+    kernels = {"launches": 2000, "gpu_ms": 8.0, "kernels": [["product", 9, 4.0]]}
+    results.append({"level": "kernels", "implementation": "fastp3o"} | kernels)
+    results.append({"level": "engine", "implementation": "fastp3o", "ms": 9.0, "prefill_ms": 4.0, "decode_ms": 5.0})
+    results.append({"level": "training run", "implementation": "fastp3o"} | shape | run)
+    trainers = {"fastp3o": {"seconds": 1.5}, "TRL GRPO": {"ratio": 5.0}}
+    results.append({"level": "iteration", "model": "policy", "trainers": trainers} | shape)
+    page = gpu.others({GPU_RECORD: RECORDS[GPU_RECORD] | {"benchmarks": results}})
+    for row in ("plain 2.25, compiled 2.25", "2,000", "0.50 to 0.75; 30.0, 29.0", "1: 1.50 s | TRL's GRPO 5.00"):
+        assert row in page
+    for table in (report.body(results), report.kernels(results), report.training_runs(results)):
+        assert len(table) > 1
+        assert {len(line) for line in table} == {len(table[0])}
+
+
 def test_tests_that_failed_on_a_gpu_are_named_and_an_old_record_says_that_it_lacks_them():
     failed = [{"name": f"test_a[{K}]", "reason": "failed"} for K in (2, 4)]
     old = {"not_measured": [*failed, {"name": "test_b", "reason": "absent: CCE"}]}
@@ -185,6 +228,7 @@ def test_tests_that_failed_on_a_gpu_are_named_and_an_old_record_says_that_it_lac
     assert machines.tests_passed({"tests": {"passed": 3, "failed": []}}) == "3 tests passed there, 0 failed"
 
 
+WAYS = ("plain", "compiled")
 # A figure with the unit of a measurement.
 FIGURE = re.compile(r"\d ?(?:ms|MB|TFLOP/s|GB/s)\b|\d\.\d+ ?×|\d%|\d tokens a second")
 PREDICTED = re.compile(r"(?i)predict|model|assume|goal|published|by others|by count")

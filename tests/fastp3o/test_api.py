@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import traceback
 from dataclasses import replace
@@ -427,3 +429,28 @@ def test_a_run_begins_with_a_revision_and_says_so(tiny_model, workplace, tmp_pat
     assert metrics("dpo", "eval.jsonl")[0]["k2"] < 1e-9  # the reference, too
     with pytest.raises(UserError, match="model_revision is of a hub's repository"):
         train(config, model=tiny_model)
+
+
+SETTINGS = """
+import torch
+import fastp3o
+try:
+    fastp3o.train(None)
+except fastp3o.UserError:
+    print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
+    ],
+)
+def test_a_run_asks_for_memory_as_the_command_does_and_leaves_settings_of_the_environment(given, expected):
+    """torch reads the settings once, as its allocator starts."""
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    ran = subprocess.run([sys.executable, "-c", SETTINGS], env=kept | given, capture_output=True, text=True)
+    assert ran.stdout.strip() == expected, ran.stderr
