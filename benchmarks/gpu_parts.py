@@ -50,6 +50,9 @@ KERNELS = (
     "tests/kernels/p3o/test_linear_p3o_loss.py::test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards",
     "tests/kernels/head/test_gradient_scaling.py",
     "tests/kernels/decoding/test_attention_kernel.py::test_maxima_far_apart",
+    "tests/kernels/layers/test_norm.py::test_more_rows_than_programs_sum_the_gradient_of_a_weight",
+    "tests/kernels/layers/test_rotary.py::test_turned_back_by_the_opposite_angles",
+    "tests/kernels/layers/test_gate.py::test_far_from_zero",
     "tests/kernels/decoding/test_sampling_kernel.py::test_vocabularies_around_a_tile_layouts_and_maxima_far_apart",
 )
 
@@ -136,7 +139,7 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
         }
     others = ("test_checks", "test_losses", "test_response_tokens", "test_exposed_head", "test_drop_in")
     return {
-        **{f"tests-{room}": test(f"{rooms}/{room}") for room in ("rows", "head", "p3o", "decoding")},
+        **{f"tests-{room}": test(f"{rooms}/{room}") for room in ("rows", "head", "p3o", "decoding", "layers")},
         "tests-others": test(*(f"{rooms}/{name}.py" for name in others)),
         "tests-attention": test("tests/fastp3o/models/test_attention.py", "-m", "gpu"),
         "tests-stages": test(stages, "-k", "half_precision or first_ratio"),
