@@ -1,22 +1,11 @@
-"""A policy whose samples are text: responses of any bytes are mostly no characters, and never kept."""
+"""Generation samples text: its tiny model is one that prefers printable characters."""
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+
+from tests.fastp3o.letters import save_letters
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_model: str, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("letters"))
-    policy = LlamaForCausalLM.from_pretrained(tiny_model)
-    policy.lm_head.weight = torch.nn.Parameter(policy.lm_head.weight.detach().clone())
-    policy.config.tie_word_embeddings = False
-    number = tokenizer.convert_tokens_to_ids
-    unlikely = [n for n in range(len(tokenizer)) if n not in {number("<end>"), *map(number, map(chr, range(33, 127)))}]
-    with torch.no_grad():
-        policy.model.embed_tokens.weight[:, 0] = 0.05  # stays the first number of all hidden states, up to its scale
-        policy.lm_head.weight[unlikely, 0] = -9.0
-        policy.lm_head.weight[number("<end>"), 0] = 0.9
-    policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_letters(tiny_model, tokenizer, tmp_path_factory.mktemp("letters"))

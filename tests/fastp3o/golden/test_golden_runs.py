@@ -1,4 +1,5 @@
-"""Short runs of every family of objectives end with the weights and metrics that are on record in `runs.json`.
+"""Short runs end with the weights, metrics and files that are on record in `runs.json`: every family of
+objectives, games, a run with a server, and sampling alone.
 
 A change that is meant to keep the arithmetic keeps every hash. For one that is meant to move last bits,
 `python -m tests.fastp3o.golden.test_golden_runs` records them anew. Another processor, torch or choice of oneDNN's
@@ -12,6 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ import transformers
 from safetensors.torch import load_file
 
 from fastp3o_kernels.onednn import choice
+from tests.fastp3o.letters import save_letters
+from tests.fastp3o.rollouts.environments import LETTERS
+from tests.fastp3o.rollouts.vllm.stand_in import StandIn
 from tests.fastp3o.runs import metrics
 from tests.fastp3o.together import together
 
@@ -42,6 +47,13 @@ FIXED += ["--tokens_per_row", "64", "--adam_eps", "1e-2"]
 SFT = ["sft.py", *FIXED, "--train_data", "sft.jsonl"]
 PAIRS = ["preference.py", *FIXED, *FP32, "--train_data", "preferences.jsonl"]
 EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "3", "--eval_every", "1"]
+# Trajectories of one to three turns, whose keys and values the engine keeps from turn to turn.
+GAME = ["--environment", "tests.fastp3o.rollouts.environments:Echo", "--reward", "environment"]
+GAME += ["--max_turns", "3", "--max_turn_tokens", "4", "--max_response_tokens", "24", "--tokens_per_row", "120"]
+GAME += ["--stop_strings", json.dumps(LETTERS)]
+SAMPLED = ["generate.py", "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--precision", "fp32"]
+SAMPLED += ["--responses_per_prompt", "4", "--rollout_batch_size", "3", "--keep_unfinished", "True"]
+SAMPLED += ["--max_prompt_tokens", "32", "--max_response_tokens", "6", "--seed", "3"]
 
 
 def online(objective: str, *flags: str) -> list[str]:
@@ -77,6 +89,16 @@ GROUPS = {
         "ppo": online("ppo", "--value_clip_range", "0.2"),
         "ppo, masked": online("ppo", "--value_clip_range", "0.2", *MASKED, "--entropy_coef", "0.01"),
     },
+    "one step of TRPO, distillation": {
+        "trpo": online("trpo", "--max_kl", "1e-3", "--critic_learning_rate", "1e-2"),
+        "distillation": online("distillation", "--teacher_context", "Be brief. "),
+        "distillation, sampled": online("distillation", "--teacher_context", "Be brief. ", "--kl", "sampled"),
+    },
+    "games": {
+        "P3O's game": [*P3O, *FP32, *FOUR, *GAME, *EVALUATED],
+        "ppo, rewards of turns": online("ppo", *GAME),
+        "ppo, one reward a game": online("ppo", *GAME, "--no_process_rewards"),
+    },
     "fresh pairs": {
         "online_dpo": online("online_dpo", "--kl_coef", "0.1"),
         "online_ipo": online("online_ipo"),
@@ -92,6 +114,11 @@ GROUPS = {
         "kto": [*PAIRS, "--objective", "kto", "--train_data", "unpaired.jsonl"],
     },
 }
+SAMPLES = {
+    "generate": [*SAMPLED],
+    "generate, pairs": [*SAMPLED, "--keep", "rs_dpo", "--min_gap", "0.5", "--temperature", "0.8", "--top_k", "50"],
+}
+SERVED = [*P3O, *FP32, *EVALUATED, "--kl_coef", "0.1", "--rounds_ahead", "1", "--sampler", "vllm", "--vllm_url"]
 BEGUN_AND_RESUMED = [*P3O, *FP32]
 BOTH = [*P3O, *FP32, *FOUR, "--clipping", "token"]
 
@@ -127,8 +154,16 @@ def result(name: str) -> dict[str, Any]:
     return {"weights": weights.hexdigest()[:16], "metrics": reported.hexdigest()[:16], "first": steps[0]}
 
 
-def require_recorded(names: list[str]) -> None:
-    results = {name: result(name) for name in names}
+def samples(name: str) -> dict[str, Any]:
+    """Hashes of what a run of sampling alone wrote, and its first record."""
+    files = {file: Path(f"runs/{name}/{file}.jsonl").read_bytes() for file in ("samples", "kept")}
+    hashes = {file: hashlib.sha256(content).hexdigest()[:16] for file, content in files.items()}
+    first = json.loads(files["samples"].splitlines()[0])
+    return {**hashes, "first": {f"rewards/{number}": reward for number, reward in enumerate(first["rewards"])}}
+
+
+def require_recorded(names: list[str], read: Callable[[str], dict[str, Any]] = result) -> None:
+    results = {name: read(name) for name in names}
     if recording := os.environ.get("GOLDEN_RECORD"):
         with Path(recording).open("a") as file:
             file.writelines(json.dumps({name: found}) + "\n" for name, found in results.items())
@@ -136,10 +171,11 @@ def require_recorded(names: list[str]) -> None:
     record = json.loads(RECORD.read_text())
     recorded = {name: record["runs"][name] for name in names}
     if record["arithmetic"] == arithmetic():
-        hashes = [
-            {name: (one["weights"], one["metrics"]) for name, one in runs.items()} for runs in (results, recorded)
-        ]
-        assert hashes[0] == hashes[1], {name: one["first"] for name, one in results.items()}
+        got, expected = (
+            {name: {key: value for key, value in run.items() if key != "first"} for name, run in runs.items()}
+            for runs in (results, recorded)
+        )
+        assert got == expected, {name: run["first"] for name, run in results.items()}
     for name, one in results.items():
         # Half precision rounds a logit by so much that another token may be drawn.
         tolerance = {"rel": 0.2, "abs": 0.1} if name in GROUPS["half precision"] else {"rel": 1e-3, "abs": 1e-4}
@@ -161,6 +197,17 @@ def test_a_resumed_run_ends_as_recorded(workplace, tiny_model):
 def test_a_run_of_two_processes_ends_as_recorded(workplace, tiny_model):
     train({"two processes": BOTH}, tiny_model, processes=2)
     require_recorded(["two processes"])
+
+
+def test_sampling_alone_writes_what_is_recorded(workplace, tiny_model, tokenizer):
+    train(SAMPLES, save_letters(tiny_model, tokenizer, workplace / "letters"))
+    require_recorded([*SAMPLES], samples)
+
+
+def test_a_run_with_a_server_ends_as_recorded(workplace, tiny_model):
+    with StandIn(tiny_model) as server:
+        train({"served": [*SERVED, server.url]}, tiny_model)
+    require_recorded(["served"])
 
 
 def record() -> None:
