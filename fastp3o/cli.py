@@ -34,8 +34,11 @@ def make_parser(config_class: type[Flags]) -> argparse.ArgumentParser:
     types = get_type_hints(config_class)
     for flag in fields(config_class):
         kind, limits = field_type(types[flag.name]), bounds(flag.metadata)
-        help_text = flag.metadata["help"] + (f" ({limits}; default: %(default)s)" if limits else "")
-        options: dict[str, Any] = {"help": help_text, "type": kind, "default": flag.default}
+        says_default = flag.default not in (None, "")  # else the help does, in words
+        shown = "; ".join(filter(None, [limits, "default: %(default)s" if says_default else ""]))
+        help_text = flag.metadata["help"] + (f" ({shown})" if limits else "")
+        default = flag.default if says_default else argparse.SUPPRESS
+        options: dict[str, Any] = {"help": help_text, "type": kind, "default": default}
         if "choices" in flag.metadata:
             options["choices"] = flag.metadata["choices"]
         if kind is bool:
@@ -44,8 +47,15 @@ def make_parser(config_class: type[Flags]) -> argparse.ArgumentParser:
             options |= {"required": True, "default": argparse.SUPPRESS}
         parser.add_argument(f"--{flag.name}", **options)
         if flag.default is True:
-            parser.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false", help=help_text)
+            off: dict[str, Any] = {"dest": flag.name, "action": "store_false", "default": argparse.SUPPRESS}
+            parser.add_argument(f"--no_{flag.name}", help=negated(flag.metadata["help"]), **off)
     return parser
+
+
+def negated(help_text: str) -> str:
+    """The first sentence of an option that is on by default, an imperative, for the flag that turns it off."""
+    sentence = help_text.split(". ")[0].rstrip(".")
+    return f"Do not {sentence[0].lower()}{sentence[1:]}."
 
 
 def with_underscores(argument: str) -> str:
@@ -106,7 +116,7 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--objective", choices=list(classes), metavar="NAME", help="What trains.")
+    parser.add_argument("--objective", choices=list(classes), metavar="NAME", help="Training objective.")
     path, flags = split_off_yaml(arguments)
     values = {} if path is None else yaml_values(parser, path)
     named = [f"--objective={values['objective']}"] if "objective" in values else []

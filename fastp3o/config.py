@@ -216,7 +216,7 @@ class ObjectiveConfig(Flags):
     only value that its option `objective` has.
     """
 
-    objective: str = option("", "What trains.")
+    objective: str = option("", "Training objective: the loss, with the options that belong to it.")
 
     def __init_subclass__(cls, objective: str = "") -> None:
         if objective:
@@ -280,38 +280,79 @@ def bounds(rules: Mapping[str, Any]) -> str:
 class SamplerConfig(Flags):
     """Options of sampling responses."""
 
-    temperature: float = option(1.0, "The policy is softmax(logits / temperature), in rollouts and log-probs.", above=0)
-    top_k: int = option(0, "Sample only from the k most likely tokens; 0: from all.", at_least=0)
-    top_p: float = option(1.0, "Sample only the likeliest tokens of this probability together.", above=0, at_most=1)
-    min_p: float = option(0.0, "Sample tokens of this share of the likeliest's probability.", at_least=0, at_most=1)
+    temperature: float = option(
+        1.0,
+        "Sampling temperature. The policy is softmax(logits / temperature) everywhere: in rollouts and in all "
+        "log-probs.",
+        above=0,
+    )
+    top_k: int = option(0, "Sample only from the k most likely tokens; 0 samples from all.", at_least=0)
+    top_p: float = option(
+        1.0,
+        "Nucleus sampling: keep the most likely tokens whose probabilities add up to this; 1 keeps all.",
+        above=0,
+        at_most=1,
+    )
+    min_p: float = option(
+        0.0,
+        "Drop tokens less likely than this fraction of the most likely token's probability; 0 drops none.",
+        at_least=0,
+        at_most=1,
+    )
     stop_strings: str | None = option(
         None,
-        'Texts that end a response, as a JSON list: ["</answer>", "\\n\\n"]. The response keeps the first of them and '
-        "counts as finished. One that takes several tokens is found once the response is sampled: the rest is cut.",
+        'Texts that end a response, as a JSON list: ["</answer>", "\\n\\n"]. The response keeps the first of them '
+        "and counts as finished. A text of several tokens is detected after the response was sampled, and the rest "
+        "is cut. Default: only end-of-sequence tokens end a response.",
         python=dict,
     )
     sampler: Literal["engine", "transformers", "vllm"] = option(
-        "engine", "fastp3o's own engine, transformers' generate, or vLLM servers (fastp3o/rollouts/README.md)."
+        "engine",
+        "Sampler of responses. engine: fastp3o's built-in engine. transformers: generate() of transformers. vllm: "
+        "vLLM servers that you start (fastp3o/rollouts/README.md).",
     )
     vllm_url: str | None = option(
         None,
-        "vLLM servers of equal models, separated by commas (http://localhost:8000); VLLM_API_KEY holds their key.",
+        "URLs of vLLM servers that serve the same model, comma-separated (http://localhost:8000). The environment "
+        "variable VLLM_API_KEY holds their key.",
         needs="sampler=vllm",
         changeable=True,
     )
     vllm_weights: Literal["folder", "nccl"] = option(
-        "folder", "Way of new weights; NCCL was not run on a GPU.", needs="vllm_url", changeable=True
+        "folder",
+        "How servers receive new weights. folder: as files, see --vllm_folder. nccl: over NCCL, from GPU to GPU "
+        "(untested on GPUs).",
+        needs="vllm_url",
+        changeable=True,
     )
     vllm_folder: str | None = option(
-        None, "Their folder; by default in memory here.", needs=("vllm_url", "vllm_weights=folder"), changeable=True
+        None,
+        "Folder shared with the servers, through which they receive new weights. Default: shared memory, for "
+        "servers on this machine.",
+        needs=("vllm_url", "vllm_weights=folder"),
+        changeable=True,
     )
-    vllm_requests: int = option(64, "Prompts under way of a process.", at_least=1, needs="vllm_url", changeable=True)
+    vllm_requests: int = option(
+        64,
+        "Maximum number of concurrent prompts per process, over all servers.",
+        at_least=1,
+        needs="vllm_url",
+        changeable=True,
+    )
     vllm_time_limit: float = option(
-        1800.0, "Seconds that a server has to answer, or to load weights.", above=0, needs="vllm_url", changeable=True
+        1800.0,
+        "Seconds that a server has to answer a request, or to load weights.",
+        above=0,
+        needs="vllm_url",
+        changeable=True,
     )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)
     rollout_memory: float | None = option(
-        None, "GB of keys and values; by default a part of the free.", above=0, needs="sampler=engine", changeable=True
+        None,
+        "KV-cache size on one device, in GB. Default: 70 percent of the free memory.",
+        above=0,
+        needs="sampler=engine",
+        changeable=True,
     )
 
     def __post_init__(self) -> None:
@@ -345,34 +386,80 @@ class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = option(
-        "adamw", "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861), in one process."
+        "adamw",
+        "adamw: AdamW with moments in fp32. adamw_8bit: moments in 8 bits, by bitsandbytes (arXiv 2110.02861), in "
+        "one process.",
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
-    lr_schedule: ScheduleName = option("constant", "Schedule after warm-up, by transformers' name.", changeable=True)
-    warmup_steps: int = option(0, "Optimizer steps in which the rate rises from 0.", at_least=0, changeable=True)
-    adam_beta1: float = option(0.9, "AdamW beta 1 (first author's setting).", at_least=0, below=1, changeable=True)
-    adam_beta2: float = option(0.95, "AdamW beta 2 (first author's setting).", at_least=0, below=1, changeable=True)
+    lr_schedule: ScheduleName = option(
+        "constant",
+        "Learning rate after the warm-up, by transformers' names. constant: stays at its peak. linear: falls to 0 "
+        "along a line. cosine: falls to 0 along half a cosine. cosine_with_restarts: the same, in one cycle. "
+        "polynomial: falls to 1e-7 along a line. inverse_sqrt: falls with 1 / sqrt(step).",
+        changeable=True,
+    )
+    warmup_steps: int = option(
+        0,
+        "Optimizer steps over which the learning rate rises from 0 to its peak, in every schedule; 0 disables the "
+        "warm-up.",
+        at_least=0,
+        changeable=True,
+    )
+    adam_beta1: float = option(
+        0.9,
+        "AdamW's beta 1, the decay of the first moment (first author's code: 0.9).",
+        at_least=0,
+        below=1,
+        changeable=True,
+    )
+    adam_beta2: float = option(
+        0.95,
+        "AdamW's beta 2, the decay of the second moment (first author's code: 0.95).",
+        at_least=0,
+        below=1,
+        changeable=True,
+    )
     # Not 0: a parameter without a gradient would move by 0 / eps.
-    adam_eps: float = option(1e-8, "AdamW epsilon (first author's setting).", above=0, changeable=True)
-    weight_decay: float = option(1e-6, "AdamW weight decay (first author's setting).", at_least=0, changeable=True)
-    max_grad_norm: float = option(1.0, "Gradients of a larger norm are scaled down to this.", above=0, changeable=True)
+    adam_eps: float = option(
+        1e-8,
+        "AdamW's epsilon, added to the root of the second moment (first author's code: 1e-8).",
+        above=0,
+        changeable=True,
+    )
+    weight_decay: float = option(
+        1e-6, "AdamW's decoupled weight decay (first author's code: 1e-6); 0 disables it.", at_least=0, changeable=True
+    )
+    max_grad_norm: float = option(
+        1.0, "Maximum gradient norm: larger gradients are scaled down to it.", above=0, changeable=True
+    )
 
 
 class DataConfig(Flags):
     """The data that are read, and what of them."""
 
-    split: str = option("train", "Split of the data, for hub data sets and folders that have several.")
-    limit: int | None = option(None, "Use only this many examples, the first.", at_least=1)
-    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning.", at_least=1)
-    max_characters: int = option(LONGEST_TEXT, "Longest text, in characters; more take minutes to encode.", at_least=1)
+    split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
+    limit: int | None = option(None, "Use only the first this many examples. Default: all.", at_least=1)
+    max_prompt_tokens: int = option(
+        512, "Maximum length of a prompt, in tokens. Longer prompts lose their beginning, and are counted.", at_least=1
+    )
+    max_characters: int = option(
+        LONGEST_TEXT,
+        "Maximum length of a text, in characters; a longer one is an error, since it would take minutes to tokenize.",
+        at_least=1,
+    )
     chat_template_kwargs: str | None = option(
         None,
-        'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, in a '
-        "field of this name. They change prompts that are messages; text has no template.",
+        'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, '
+        "in a field of this name. They change only prompts that are messages: a prompt that is text uses no "
+        "template.",
         python=dict,
     )
-    skip_bad_records: bool = option(False, "Skip and count bad records. Off: the first stops the run.", changeable=True)
-    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
+    skip_bad_records: bool = option(
+        False,
+        "Skip records that cannot be used, and count them. By default the first one stops the run.",
+        changeable=True,
+    )
+    max_response_tokens: int = option(128, "Maximum length of a response, in tokens (first author: 128).", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -404,17 +491,43 @@ class DataConfig(Flags):
 class TrainableConfig(Flags):
     """Options that choose the parameters of a policy that train."""
 
-    trainable_layers: int = option(0, "Train only so many top layers (first author: 2); 0: everything.", at_least=0)
-    lora_rank: int = option(0, "Rank of LoRA adapters; only adapters train then (needs peft). 0 for none.", at_least=0)
-    lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
-    use_rslora: bool = option(False, "LoRA's scale is alpha / √rank (rsLoRA, arXiv 2312.03732).", needs="lora_rank")
-    lora_targets: str = option("all-linear", "Adapted modules, comma-separated.", needs="lora_rank", python=list)
-    lora_dropout: float = option(0.0, "Dropout of adapters' inputs.", at_least=0, below=1, needs="lora_rank")
+    trainable_layers: int = option(
+        0, "Train only this many top layers of the body (first author: 2); 0 trains all parameters.", at_least=0
+    )
+    lora_rank: int = option(
+        0, "Rank of LoRA adapters, the only parameters that train then (needs peft); 0 disables LoRA.", at_least=0
+    )
+    lora_alpha: float = option(
+        16.0, "LoRA's alpha: the adapters' output is scaled by alpha / rank.", above=0, needs="lora_rank"
+    )
+    use_rslora: bool = option(
+        False, "Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732).", needs="lora_rank"
+    )
+    lora_targets: str = option(
+        "all-linear",
+        "Modules that get adapters, comma-separated. all-linear: all linear layers except the head.",
+        needs="lora_rank",
+        python=list,
+    )
+    lora_dropout: float = option(
+        0.0,
+        "Dropout probability of the adapters' inputs, in training passes only; 0 disables it.",
+        at_least=0,
+        below=1,
+        needs="lora_rank",
+    )
     quantize: Literal["4bit", "8bit"] | None = option(
-        None, "Bits of the frozen base, by bitsandbytes: 4bit (QLoRA: NF4) or 8bit. In one process.", needs="lora_rank"
+        None,
+        "Quantize the frozen base model with bitsandbytes, in one process. 4bit: NF4, as in QLoRA. 8bit: "
+        "LLM.int8(). Default: not quantized.",
+        needs="lora_rank",
     )
     lora_save: Literal["both", "merged", "adapter"] = option(
-        "both", "merged: the whole model; adapter: that alone; both.", needs="lora_rank", changeable=True
+        "both",
+        "Form in which a model with adapters is saved. merged: the whole model, in model/. adapter: the adapter "
+        "alone, which needs its base model, in adapter/. both: the two of them.",
+        needs="lora_rank",
+        changeable=True,
     )
 
     def __post_init__(self) -> None:
@@ -428,17 +541,18 @@ class LoadingConfig(Flags):
 
     trust_remote_code: bool = option(
         False,
-        "Run a checkpoint's own code, or that of the base which an adapter names; for sources you trust.",
+        "Run model code that comes with a checkpoint, or with the base model that an adapter names. Only for "
+        "sources you trust.",
         changeable=True,
     )
     chat_template: str | None = option(
-        None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
+        None, "File of a chat template (Jinja) that replaces the tokenizer's, also in the models that are saved."
     )
     attention: AttentionName = option(
         "auto",
-        "Kernels on a GPU, where only torch's own has run, on an H100. auto: flash-attn 2 if installed, else torch's. "
-        "fa3, fa4: torch's, by an installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its "
-        "cache (needs kernels, and torch 2.11 to 2.13).",
+        "Attention kernel on a GPU. auto: flash-attn 2 if it is installed, else torch's own. fa3, fa4: torch's "
+        "interface to an installed flash-attn 3 or 4. hub: flash-attn 2, on Hopper 3, from the hub or its cache "
+        "(needs kernels, and torch 2.11 to 2.13). Only torch's own kernel has been tested on hardware, an H100.",
         changeable=True,
     )
 
@@ -452,29 +566,49 @@ class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
-    model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub; by default main.")
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub. Default: main.")
     precision: PrecisionName = option(
         "auto",
-        "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. bf16-autocast: fp32 "
-        "weights, and on a GPU a bf16 copy that is sampled. bf16, fp16: half-precision weights, with fp32 masters of "
-        "what trains. auto: on a GPU fp16 for P3O and bf16-autocast for others (fp16 where it has no bf16), else fp32. "
-        "A model that fp16 does not hold in a trial of a few tokens is computed in bf16, or fp32 where there is none.",
+        "Arithmetic of the model's body; log-probabilities and the optimizer are always in fp32. fp32: weights in "
+        "fp32. bf16-autocast: weights in fp32, computed in bf16; on a GPU a bf16 copy is sampled. bf16, fp16: "
+        "half-precision weights, with fp32 master weights of the trained parameters. auto: on a GPU fp16 for P3O "
+        "and bf16-autocast for others (fp16 if the GPU has no bf16), else fp32. A model that overflows fp16 in a "
+        "trial of a few tokens is computed in bf16, or in fp32 if there is no bf16.",
         changeable=True,
     )
     deterministic: bool = option(
-        False, "On a GPU the same bits each time, more slowly: of attention's gradients, too.", changeable=True
+        False,
+        "Use deterministic GPU kernels, including attention's backward pass: the same bits each time. Slower.",
+        changeable=True,
     )
-    tokens_per_row: int = option(TOKENS_PER_ROW, "Tokens of a row, prompts included.", at_least=1, changeable=True)
-    share_prompts: bool = option(True, "Compute the prompt of several responses once.", changeable=True)
+    tokens_per_row: int = option(
+        TOKENS_PER_ROW,
+        "Tokens of a packed row, prompts included. One row is one forward and backward pass: more tokens take more "
+        "memory.",
+        at_least=1,
+        changeable=True,
+    )
+    share_prompts: bool = option(True, "Compute each prompt once, and share it among its responses.", changeable=True)
     shard_size: int = option(
-        0, "Processes that hold a model together (HSDP), such as those of a node; 0: all.", at_least=0, changeable=True
+        0,
+        "Processes that hold one copy of the model together (HSDP), such as those of a node; 0: all processes.",
+        at_least=0,
+        changeable=True,
     )
-    tensor_parallel: int = option(1, "Processes that compute each layer together.", at_least=1, changeable=True)
-    gradient_checkpointing: bool = option(False, "Recompute activations backward to save memory.", changeable=True)
+    tensor_parallel: int = option(
+        1,
+        "Processes that compute each layer together (tensor parallelism); 1 disables it.",
+        at_least=1,
+        changeable=True,
+    )
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass to save memory.", changeable=True
+    )
     compile_layers: bool = option(
         False,
-        "Compile the layers of what trains or samples and of the reference, which fuses norms, rotary positions, gates "
-        "and residuals. Takes a minute or more at first; samples more slowly on a CPU; not measured on a GPU.",
+        "Compile with torch the layers of all models that train or sample and of the reference, which fuses norms, "
+        "rotary positions, gates and residuals. Takes a minute or more at the start; makes sampling slower on a "
+        "CPU; not measured on a GPU.",
         changeable=True,
     )
 
@@ -498,19 +632,33 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
 class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
-    environment: str | None = option(None, "Class that answers turns, as module:Class (fastp3o/rollouts/README.md).")
-    max_turns: int = option(8, "Turns of a response at most.", at_least=1, needs="environment")
-    max_turn_tokens: int = option(128, "One turn's tokens, of --max_response_tokens.", at_least=1, needs="environment")
+    environment: str | None = option(
+        None,
+        "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md). Default: "
+        "responses of one turn, without an environment.",
+    )
+    max_turns: int = option(8, "Maximum number of turns in a response.", at_least=1, needs="environment")
+    max_turn_tokens: int = option(
+        128,
+        "Maximum length of one turn, in tokens; --max_response_tokens limits all turns and observations together.",
+        at_least=1,
+        needs="environment",
+    )
     observation_role: Literal["text", "user", "tool"] = option(
-        "text", "Observations are plain text behind the turn, or messages of this role in a chat.", needs="environment"
+        "text",
+        "How observations are written. text: as plain text behind the turn. user, tool: as chat messages of this role.",
+        needs="environment",
     )
     environment_timeout: float | None = option(
-        None, "Seconds that environments may take to answer a round of turns.", above=0, needs="environment"
+        None,
+        "Seconds that environments may take to answer one round of turns. Default: no limit.",
+        above=0,
+        needs="environment",
     )
     environment_errors: Literal["stop", "end"] = option(
         "stop",
-        "A step of an environment that raises, is late or gives a wrong answer stops the run, or ends its trajectory "
-        "alone. A reset that fails stops the run.",
+        "Reaction to a step of an environment that raises, is late or returns something invalid. stop: the run "
+        "stops. end: only that trajectory ends. A reset that fails stops the run in both cases.",
         needs="environment",
     )
 
@@ -519,16 +667,34 @@ class EvaluationConfig(Flags):
     """Evaluations during a run, and what they decide."""
 
     eval_split: str = option("train", "Split of the evaluation data.", needs=EVALUATION_DATA)
-    eval_limit: int | None = option(None, "Use only so many evaluation examples.", at_least=1, needs=EVALUATION_DATA)
-    eval_every: int = option(
-        0, "Evaluate every this many steps; 0: only first and last.", at_least=0, needs=EVALUATION_DATA, changeable=True
+    eval_limit: int | None = option(
+        None, "Use only the first this many evaluation examples. Default: all.", at_least=1, needs=EVALUATION_DATA
     )
-    keep_best: str | None = option(None, "Metric of the model kept in best/.", needs=EVALUATION_DATA, changeable=True)
+    eval_every: int = option(
+        0,
+        "Evaluate every this many steps; 0: only before the first step and after the last.",
+        at_least=0,
+        needs=EVALUATION_DATA,
+        changeable=True,
+    )
+    keep_best: str | None = option(
+        None,
+        "Evaluation metric by which the best model is kept, in best/. Default: none is kept.",
+        needs=EVALUATION_DATA,
+        changeable=True,
+    )
     best_is: Literal["highest", "lowest"] | None = option(
-        None, "Which value is best; by default the lowest loss, else the highest.", needs="keep_best", changeable=True
+        None,
+        "Best value of --keep_best: the highest or the lowest. Default: the lowest for loss, else the highest.",
+        needs="keep_best",
+        changeable=True,
     )
     early_stopping: int = option(
-        0, "End after so many evaluations without a new best; 0: never.", at_least=0, needs="keep_best", changeable=True
+        0,
+        "Stop after this many evaluations without a new best; 0 disables it.",
+        at_least=0,
+        needs="keep_best",
+        changeable=True,
     )
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
@@ -538,10 +704,21 @@ class EvaluationConfig(Flags):
 class RunConfig(Flags):
     """A run that writes a folder and can be resumed."""
 
-    output_dir: str = required("Folder of the run: what it makes, and what --resume needs.", changeable=True)
-    seed: int = option(0, "Seed of random choices; the same seed gives the same run.", at_least=0, below=LARGEST_INT)
-    resume: bool = option(False, "Go on in output_dir, or begin; exact on GPUs if --deterministic.", changeable=True)
-    overwrite: bool = option(False, "Remove what an earlier run left in output_dir, and begin anew.", changeable=True)
+    output_dir: str = required(
+        "Folder of the run: its results, logs, and the state that --resume needs.", changeable=True
+    )
+    seed: int = option(
+        0, "Seed of all random choices. The same seed gives the same run.", at_least=0, below=LARGEST_INT
+    )
+    resume: bool = option(
+        False,
+        "Continue the run in output_dir as if it had not stopped (on GPUs to the bit only with --deterministic), or "
+        "begin if there is none.",
+        changeable=True,
+    )
+    overwrite: bool = option(
+        False, "Delete the files of an earlier run in output_dir, and begin again.", changeable=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -565,16 +742,37 @@ class RunConfig(Flags):
 class TrainingRunConfig(RunConfig):
     """What a run that trains keeps, reports and uploads."""
 
-    save_every: int = option(0, "Steps between checkpoints of the model; 0: the last.", at_least=0, changeable=True)
-    keep_checkpoints: int = option(
-        0, "Newest checkpoints kept; 0: all.", at_least=0, needs="save_every", changeable=True
+    save_every: int = option(
+        0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
     )
-    save_minutes: float = option(10.0, "Minutes between saves of --resume's state; 0 no.", at_least=0, changeable=True)
-    hang_minutes: float = option(10.0, "End if a process does nothing so long; 0 no.", at_least=0, changeable=True)
-    report_to: str = option("tensorboard", "accelerate's trackers by commas, or none.", changeable=True, python=list)
-    run_name: str | None = option(None, "Name of the run for wandb and trackio.", changeable=True)
+    keep_checkpoints: int = option(
+        0,
+        "Number of newest checkpoints of --save_every to keep; 0 keeps all.",
+        at_least=0,
+        needs="save_every",
+        changeable=True,
+    )
+    save_minutes: float = option(
+        10.0, "Save a resumable state every this many minutes; 0 disables it.", at_least=0, changeable=True
+    )
+    hang_minutes: float = option(
+        10.0,
+        "Abort if a process makes no progress for this many minutes; 0 disables the check.",
+        at_least=0,
+        changeable=True,
+    )
+    report_to: str = option(
+        "tensorboard",
+        "Trackers of accelerate that get the metrics, comma-separated (tensorboard, wandb, trackio, ...), or none.",
+        changeable=True,
+        python=list,
+    )
+    run_name: str | None = option(None, "Name of the run in wandb and trackio.", changeable=True)
     push_to_hub: str | None = option(
-        None, "Upload the finished model to this repository of the Hugging Face Hub (`hf auth login`).", changeable=True
+        None,
+        "Repository of the Hugging Face Hub to upload the finished model to (log in with `hf auth login`). Default: "
+        "no upload.",
+        changeable=True,
     )
     hub_private: bool = option(False, "Make the repository private if it is new.", needs="push_to_hub", changeable=True)
 
@@ -597,10 +795,16 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
 class SupervisedConfig(StageConfig):
     """Options of stages that pass over a fixed data set."""
 
-    train_data: str = required("Training data by commas: a hub name (or name:config), JSONL or parquet files.")
-    eval_data: str | None = option(
-        None, "Held-out data of the same layout. Several sets with metrics of their own: NAME=SOURCE,NAME=SOURCE."
+    train_data: str = required(
+        "Training data: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
     )
-    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end.", at_least=1)
+    eval_data: str | None = option(
+        None,
+        "Held-out data of the same layout. Several sets, each with metrics of its own: NAME=SOURCE,NAME=SOURCE. "
+        "Default: none.",
+    )
+    max_response_tokens: int = option(
+        512, "Maximum length of a response, in tokens. Longer responses lose their end, and are counted.", at_least=1
+    )
     epochs: int = option(1, "Passes over the training data.", at_least=1, changeable=True)
-    batch_size: int = option(32, "Examples of one optimizer step, over all processes.", at_least=1)
+    batch_size: int = option(32, "Examples per optimizer step, summed over processes.", at_least=1)

@@ -15,16 +15,18 @@ from fastp3o.script import run_script
 class BeforeAfterConfig(Flags):
     """Samples two models with the same seed, rewards what they say and shows it."""
 
-    before: str = required("A Hugging Face causal LM, as a folder or a hub name.")
-    after: str = required("The model that it became.")
+    before: str = required("Model before training: a Hugging Face causal LM, as a folder or a hub name.")
+    after: str = required("Model after training, in the same form.")
     prompts: str = required("Prompts in any layout: a hub name, or JSONL or parquet files.")
-    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning.", at_least=1)
-    reward: str = required("A function of prompts and responses, as module:function.")
+    max_prompt_tokens: int = option(
+        512, "Maximum length of a prompt, in tokens; longer ones lose their beginning.", at_least=1
+    )
+    reward: str = required("Reward: a function of prompts and responses, as module:function.")
     responses_per_prompt: int = option(8, "Sampled responses to each prompt.", at_least=2)
-    max_response_tokens: int = option(32, "Most tokens of a response.", at_least=1)
+    max_response_tokens: int = option(32, "Maximum length of a response, in tokens.", at_least=1)
     batch_size: int = option(64, "Prompts sampled at once.", at_least=1)
-    examples: int = option(5, "Prompts of which a sampled response is shown.", at_least=0)
-    output: str | None = option(None, "Picture to write: rewards of all samples, before and after.")
+    examples: int = option(5, "Number of prompts of which a sampled response is shown; 0 shows none.", at_least=0)
+    output: str | None = option(None, "Picture to write: rewards of all samples, before and after. Default: none.")
     seed: int = option(0, "Seed of the samples.", at_least=0)
 
 

@@ -18,7 +18,7 @@ class ArithmeticConfig(Flags):
     """Sums of two numbers, each with demonstrations of two forms and its answer."""
 
     output: str = required("JSON Lines file to write.")
-    largest: int = option(9, "Largest number that is added.", at_least=1)
+    largest: int = option(9, "Largest number in the sums.", at_least=1)
     seed: int = option(0, "Seed of the order.", at_least=0)
 
 

@@ -50,8 +50,8 @@ class Guess:
 class GameConfig(Flags):
     """Demonstrations of random play, and digits to find."""
 
-    output_dir: str = required("Folder of plays.jsonl, starts.jsonl and new_starts.jsonl.")
-    plays: int = option(4000, "Demonstrations.", at_least=1)
+    output_dir: str = required("Folder to write plays.jsonl, starts.jsonl and new_starts.jsonl to.")
+    plays: int = option(4000, "Number of demonstrations.", at_least=1)
     seed: int = option(0, "Seed of the demonstrations, and of the choice of new ranges.", at_least=0)
 
 

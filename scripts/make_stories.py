@@ -35,8 +35,8 @@ class StoriesConfig(Flags):
     """Demonstrations, comparisons, prompts and an untrained model."""
 
     output_dir: str = required("Folder for the files, and for model and tokenizer in init/.")
-    demonstrations: int = option(6000, "Stories to fine-tune on.", at_least=1)
-    comparisons: int = option(8000, "Pairs of stories that raters compared.", at_least=1)
+    demonstrations: int = option(6000, "Number of stories to fine-tune on.", at_least=1)
+    comparisons: int = option(8000, "Number of pairs of stories that raters compared.", at_least=1)
     seed: int = option(0, "Seed of stories, raters and weights.", at_least=0)
 
 

@@ -23,12 +23,14 @@ class TinyLlamaConfig(Flags):
 
     text: str = required("JSONL file; the tokenizer is trained on all its string fields.")
     output_dir: str = required("Folder for model and tokenizer.")
-    vocab_size: int = option(4096, "Tokens of the vocabulary.", at_least=len(ByteLevel.alphabet()) + len((END, PAD)))
+    vocab_size: int = option(
+        4096, "Size of the vocabulary, in tokens.", at_least=len(ByteLevel.alphabet()) + len((END, PAD))
+    )
     hidden_size: int = option(128, "Width of the hidden states.", at_least=1)
     intermediate_size: int = option(384, "Width of the feed-forward layers.", at_least=1)
-    layers: int = option(4, "Transformer layers.", at_least=1)
-    heads: int = option(4, "Attention heads.", at_least=1)
-    max_tokens: int = option(512, "Longest sequence, in tokens.", at_least=1)
+    layers: int = option(4, "Number of transformer layers.", at_least=1)
+    heads: int = option(4, "Number of attention heads.", at_least=1)
+    max_tokens: int = option(512, "Maximum length of a sequence, in tokens.", at_least=1)
     seed: int = option(0, "Seed of the weights.", at_least=0)
 
     def __post_init__(self) -> None:

@@ -19,10 +19,29 @@ from fastp3o.run.names import CONFIG
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", nargs="+", type=Path, required=True, help="Output folders, one run for each seed.")
-    parser.add_argument("--second", nargs="+", type=Path, required=True, help="The same for the runs to compare with.")
-    parser.add_argument("--kl", nargs="+", type=float, default=[1.0, 2.0, 4.0], help="KLs, in nats per response.")
-    parser.add_argument("--metric", choices=["reward", "gold"], default="reward", help="Reward of the evaluations.")
+    parser.add_argument(
+        "--first", nargs="+", type=Path, required=True, help="Output folders of the first arm, one run per seed."
+    )
+    parser.add_argument(
+        "--second",
+        nargs="+",
+        type=Path,
+        required=True,
+        help="Output folders of the runs to compare with, one per seed.",
+    )
+    parser.add_argument(
+        "--kl",
+        nargs="+",
+        type=float,
+        default=[1.0, 2.0, 4.0],
+        help="KLs to the reference at which rewards are compared, in nats per response.",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=["reward", "gold"],
+        default="reward",
+        help="Reward of the evaluations to compare: reward, or gold (--gold_reward).",
+    )
     arguments = parser.parse_args()
     sides = [read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second)]
     print_table(sides, arguments.kl, arguments.metric)

@@ -16,7 +16,9 @@ from fastp3o.evaluation.matched_kl import Evaluations, read_run
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of P3O runs, with evaluations.")
-    parser.add_argument("--output", type=Path, default=Path("frontier.png"), help="PNG to write.")
+    parser.add_argument(
+        "--output", type=Path, default=Path("frontier.png"), help="PNG file to write (default: frontier.png)."
+    )
     arguments = parser.parse_args()
     names = [run.name for run in arguments.runs]
     runs = {run.name if names.count(run.name) == 1 else str(run): read_run(run) for run in arguments.runs}

@@ -29,21 +29,25 @@ class MemoryConfig(TrainableConfig):
     """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
 
     model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
-    prompt_tokens: int = option(350, "Mean length of a prompt.", at_least=1)
-    response_tokens: int = option(40, "Mean length of a response.", at_least=1)
+    prompt_tokens: int = option(350, "Mean length of a prompt, in tokens.", at_least=1)
+    response_tokens: int = option(40, "Mean length of a response, in tokens.", at_least=1)
     responses_per_prompt: int = option(2, "Responses to each prompt.", at_least=1)
-    tokens_per_row: int = option(8192, "As in training.", at_least=1)
-    share_prompts: bool = option(True, "As in training.")
+    tokens_per_row: int = option(8192, "Tokens of a packed row, prompts included, as in training.", at_least=1)
+    share_prompts: bool = option(True, "Compute each prompt once, and share it among its responses, as in training.")
     precision: Literal["fp32", "bf16-autocast", "bf16", "fp16"] = option(
-        "fp16", "As in training, where auto tells if fp16 does not hold a model, and takes bf16-autocast."
+        "fp16",
+        "Arithmetic as in training: fp32, bf16-autocast (fp32 weights, computed in bf16), or half-precision weights "
+        "in bf16 or fp16. In training, auto takes fp16 unless a trial overflows, and bf16-autocast then.",
     )
-    gradient_checkpointing: bool = option(False, "As in training.")
-    max_prompt_tokens: int = option(512, "As in training, for rollouts.", at_least=1)
-    max_response_tokens: int = option(128, "As in training, for rollouts.", at_least=1)
-    rollout_batch_size: int = option(64, "As in training.", at_least=1)
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass, as in training.")
+    max_prompt_tokens: int = option(512, "Maximum length of a prompt in rollouts, in tokens.", at_least=1)
+    max_response_tokens: int = option(128, "Maximum length of a response in rollouts, in tokens.", at_least=1)
+    rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1)
     gpus: int = option(1, "GPUs that train together; the table is for each of them.", at_least=1)
-    shard_size: int = option(0, "As in training: GPUs over which a model or its part is spread; 0: all.", at_least=0)
-    tensor_parallel: int = option(1, "As in training: GPUs that compute each layer together.", at_least=1)
+    shard_size: int = option(
+        0, "GPUs that hold one copy of the model, or of its tensor-parallel part, together; 0: all.", at_least=0
+    )
+    tensor_parallel: int = option(1, "GPUs that compute each layer together; 1 disables it.", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

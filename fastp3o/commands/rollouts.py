@@ -24,8 +24,8 @@ WIDTH = 110  # columns off a terminal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="Output folder of an online run (--log_rollouts).")
-    parser.add_argument("--update", type=int, help="Update to show; by default the last one that is logged.")
-    parser.add_argument("--count", type=int, default=3, help="Responses of each table (default: 3).")
+    parser.add_argument("--update", type=int, help="Update to show. Default: the last one that is logged.")
+    parser.add_argument("--count", type=int, default=3, help="Responses in each table (default: 3).")
     arguments = parser.parse_args()
     if arguments.count < 1:
         parser.error(f"--count must be at least 1, got {arguments.count}")

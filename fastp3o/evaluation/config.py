@@ -13,9 +13,15 @@ JUDGED = "keep=judged"
 class SamplingConfig(RemoteConfig, EnvironmentConfig):
     """The prompts that are responded to, and how their responses are rewarded."""
 
-    prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
-    prefix: str | None = option(None, "File of text before each prompt (URIAL, 2312.01552) that rewards do not see.")
-    offload: bool = option(False, "Keep reward models on the CPU between uses.", changeable=True)
+    prompts: str = required(
+        "Prompts to respond to: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
+    )
+    prefix: str | None = option(
+        None,
+        "File of text put before each sampled prompt (URIAL, arXiv 2312.01552). Rewards and saved data do not "
+        "contain it. Default: none.",
+    )
+    offload: bool = option(False, "Keep reward models on the CPU between uses, to save GPU memory.", changeable=True)
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -30,13 +36,29 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
 class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
-    judge: str | None = option(None, "A judge: module:function (evaluation/judge.py).", needs=JUDGED, changeable=True)
-    judge_url: str | None = option(
-        None, "OpenAI-compatible URL of a judge; OPENAI_API_KEY holds its key, if any.", needs=JUDGED, changeable=True
+    judge: str | None = option(
+        None,
+        "Judge of two responses: a function, as module:function (see FunctionJudge in evaluation/judge.py).",
+        needs=JUDGED,
+        changeable=True,
     )
-    judge_model: str | None = option(None, "Name of the model at judge_url.", changeable=True)
-    judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url", changeable=True)
-    verdicts: str | None = option(None, "JSONL file of verdicts that are kept.", needs="judge_url", changeable=True)
+    judge_url: str | None = option(
+        None,
+        "URL of an OpenAI-compatible endpoint whose model judges. The environment variable OPENAI_API_KEY holds its "
+        "key, if any.",
+        needs=JUDGED,
+        changeable=True,
+    )
+    judge_model: str | None = option(None, "Name of the model at --judge_url.", changeable=True)
+    judge_requests: int = option(
+        8, "Maximum number of concurrent requests to --judge_url.", at_least=1, needs="judge_url", changeable=True
+    )
+    verdicts: str | None = option(
+        None,
+        "JSONL file where verdicts of --judge_url are kept, so that they are not asked for again.",
+        needs="judge_url",
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,10 +71,18 @@ class JudgeConfig(Flags):
 class WinRateConfig(JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 
-    models: str = required("Causal LMs (hub names or folders) by commas, which are compared in pairs.", python=list)
-    reward: str | None = option(None, "Higher reward wins: a reward model, module:function, a URL, or environment.")
-    output: str | None = option(None, "JSON file to write the result to.")
-    responses_per_prompt: int = option(1, "Responses to each prompt; k of one against k of the other.", at_least=1)
+    models: str = required(
+        "Checkpoints to compare, all pairs of them: causal LMs (hub names or folders), comma-separated.", python=list
+    )
+    reward: str | None = option(
+        None,
+        "Reward that decides who wins, the higher one: a reward model (folder or hub name), module:function, a URL, "
+        "or environment.",
+    )
+    output: str | None = option(None, "JSON file to write the result to. Default: only printed.")
+    responses_per_prompt: int = option(
+        1, "Responses to each prompt from each checkpoint; k of one are compared with k of the other.", at_least=1
+    )
     seed: int = option(0, "Seed of all checkpoints' responses.", at_least=0, below=LARGEST_INT)
 
     def __post_init__(self) -> None:
@@ -75,11 +105,14 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
 class EvaluateConfig(SamplingConfig):
     """Rewards of a model's samples, without training."""
 
-    model: str = required("The model that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
-    reward: str = required("Rewards by commas: models, functions (module:function), URLs, environment.")
+    model: str = required("Model to sample from: a Hugging Face causal LM, as a hub name or a folder.")
+    reward: str = required(
+        "Rewards, comma-separated: reward models (folders or hub names), functions (module:function), URLs, or "
+        "environment."
+    )
     responses_per_prompt: int = option(1, "Responses to each prompt.", at_least=1)
-    greedy: bool = option(False, "Take the likeliest token each time, instead of sampling.")
-    output: str | None = option(None, "JSON file to write the means to.")
+    greedy: bool = option(False, "Decode greedily, taking the most likely token each time, instead of sampling.")
+    output: str | None = option(None, "JSON file to write the means to. Default: only printed.")
     seed: int = option(0, "Seed of the samples.", at_least=0, below=LARGEST_INT)
 
     def __post_init__(self) -> None:

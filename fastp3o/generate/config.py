@@ -20,19 +20,42 @@ class SelectionConfig(Flags):
         "all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged", "revised", "revised_pairs", "none"
     ] = option(
         "best",
-        "What is kept of the responses to a prompt. For SFT: all; the best; those with a reward above --threshold "
-        "(rest); a sample of the policy that is optimal for the reward (rejection_sampling). As preferences: random "
-        "pairs of that sample (rso), all pairs more than --min_gap apart (rs_dpo), random pairs by a judge (judged). "
-        "By --principles: revisions (revised), or preferred to the responses (revised_pairs). none: no file.",
+        "Responses to keep for each prompt. As data for SFT: all: every response. best: the one with the highest "
+        "reward. rest: those with a reward above --threshold (ReST). rejection_sampling: a sample of the policy "
+        "that is optimal for the reward. As preferences: rso: random pairs of such a sample. rs_dpo: all pairs more "
+        "than --min_gap apart. judged: random pairs, ordered by a judge. With --principles: revised: revisions, as "
+        "data for SFT. revised_pairs: revisions preferred to the first responses. none: no file.",
         changeable=True,
     )
-    threshold: float = option(0.0, "--keep rest keeps rewards above it (ReST's τ).", needs="keep=rest", changeable=True)
-    min_gap: float = option(0.0, "Least gap (RS-DPO: τ log(η/(1-η)))", at_least=0, needs="keep=rs_dpo", changeable=True)
-    beta: float = option(
-        0.5, "exp((r - highest r) / beta) is accepted (RSO: 0.5).", above=0, needs=REJECTION_SAMPLING, changeable=True
+    threshold: float = option(
+        0.0, "Reward above which --keep rest keeps a response (ReST's τ).", needs="keep=rest", changeable=True
     )
-    accept: int = option(2, "Accepted responses (RSO: 8 of 64).", at_least=1, needs=REJECTION_SAMPLING, changeable=True)
-    keep_unfinished: bool = option(False, "Also keep cut responses, which teach to stop there.", changeable=True)
+    min_gap: float = option(
+        0.0,
+        "Minimum reward gap between chosen and rejected (RS-DPO: τ log(η/(1-η))).",
+        at_least=0,
+        needs="keep=rs_dpo",
+        changeable=True,
+    )
+    beta: float = option(
+        0.5,
+        "Rejection-sampling temperature: a response is accepted with probability exp((r − max r) / beta) (RSO: 0.5).",
+        above=0,
+        needs=REJECTION_SAMPLING,
+        changeable=True,
+    )
+    accept: int = option(
+        2,
+        "Number of responses to accept per prompt (RSO: 8 of 64).",
+        at_least=1,
+        needs=REJECTION_SAMPLING,
+        changeable=True,
+    )
+    keep_unfinished: bool = option(
+        False,
+        "Also keep responses that were cut off; training on them teaches the model to stop there.",
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,22 +66,25 @@ class SelectionConfig(Flags):
 class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection sampling, preferences."""
 
-    model: str = required("The policy that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
+    model: str = required("Policy to sample from: a Hugging Face causal LM, as a hub name or a folder.")
     reward: str | None = option(
         None,
-        "What responses are kept by, except with --keep judged: a reward model (folder or hub name), a function, as "
-        "module:function, a URL, or environment.",
+        "Reward by which responses are kept, except with --keep judged: a reward model (folder or hub name), a "
+        "function, as module:function, a URL, or environment.",
     )
     principles: str | None = option(
         None,
-        "File by which the model criticises and rewrites its responses: a principle a line, or .jsonl with requests "
-        '{"critique": ..., "revision": ...} (Constitutional AI, arXiv 2212.08073).',
+        "File by which the model criticizes and rewrites its responses: one principle per line, or .jsonl with "
+        'requests {"critique": ..., "revision": ...} (Constitutional AI, arXiv 2212.08073).',
         needs=("keep=revised", "keep=revised_pairs"),
     )
-    revisions: int = option(1, "Rounds of a critique and a revision.", at_least=1, needs="principles")
+    revisions: int = option(1, "Number of rounds, each a critique and a revision.", at_least=1, needs="principles")
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
     precision: PrecisionName = option(
-        "auto", "Arithmetic. auto: on a GPU fp16, as P3O samples, or bf16 for what that does not hold; else fp32."
+        "auto",
+        "Arithmetic of policy and reward model. fp32: weights in fp32. bf16-autocast: weights in fp32, computed in "
+        "bf16. bf16, fp16: half-precision weights. auto: on a GPU fp16, as P3O samples, or bf16 for a model that "
+        "overflows fp16; else fp32.",
     )
 
     def __post_init__(self) -> None:

@@ -25,13 +25,33 @@ URL_OR_FUNCTION = Condition(
 class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
-    reward_columns: str = option("", "Columns for endpoints and **columns.", needs="reward", python=list)
-    reward_requests: int = option(8, "Concurrent requests of a process.", at_least=1, needs=URL, changeable=True)
-    reward_batch_size: int = option(16, "Responses in one request to a URL.", at_least=1, needs=URL, changeable=True)
-    reward_timeout: float | None = option(
-        None, "Seconds of a request (60) or a function's call (1800).", above=0, needs=URL_OR_FUNCTION, changeable=True
+    reward_columns: str = option(
+        "",
+        "Data columns to send to reward endpoints, and to functions that accept **columns, comma-separated.",
+        needs="reward",
+        python=list,
     )
-    reward_retries: int = option(5, "Further attempts, after 1, 2, 4, ... s.", at_least=0, needs=URL, changeable=True)
+    reward_requests: int = option(
+        8, "Maximum number of concurrent requests to an endpoint, per process.", at_least=1, needs=URL, changeable=True
+    )
+    reward_batch_size: int = option(
+        16, "Responses in one request to an endpoint.", at_least=1, needs=URL, changeable=True
+    )
+    reward_timeout: float | None = option(
+        None,
+        "Seconds that an endpoint may take to answer a request (default: 60), or a function for one call (default: "
+        "1800).",
+        above=0,
+        needs=URL_OR_FUNCTION,
+        changeable=True,
+    )
+    reward_retries: int = option(
+        5,
+        "Further attempts after an endpoint failed, after 1, 2, 4, ... seconds; 0 disables retries.",
+        at_least=0,
+        needs=URL,
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,11 +86,21 @@ class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     reward: str = required(
-        "What is maximised: a reward model (folder or hub name), a function, as module:function, or a URL. The "
-        "weighted sum of several, separated by commas. In `A else B`, B rewards the responses for which A says None."
+        "Reward to maximize: a reward model (folder or hub name), a function, as module:function, or a URL; "
+        "comma-separated names for the weighted sum of several. In `A else B`, B rewards the responses for which A "
+        "returns None."
     )
-    reward_weights: str = option("", "Weights of rewards by commas; 0: only logged.", needs="reward", python=list)
-    gold_reward: str | None = option(None, "The reward that --reward stands for, in evaluations.", needs="eval_prompts")
+    reward_weights: str = option(
+        "",
+        "Weight of each reward, comma-separated; a reward with weight 0 is only logged. Default: 1 each.",
+        needs="reward",
+        python=list,
+    )
+    gold_reward: str | None = option(
+        None,
+        "Second reward, computed only in evaluations: the true one that --reward stands for, if you have it.",
+        needs="eval_prompts",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,14 +140,45 @@ class RewardConfig(RemoteConfig):
 class PenaltyConfig(Flags):
     """Penalties on responses, in the reward's unit; 0 for none."""
 
-    missing_eos_penalty: float = option(0.0, "Subtracted where a response has no end.", at_least=0, changeable=True)
-    length_penalty: float = option(0.0, "Subtracted a token after --length_penalty_after.", at_least=0, changeable=True)
-    length_penalty_after: int = option(
-        0, "Tokens of a response that length_penalty leaves free.", at_least=0, needs="length_penalty", changeable=True
+    missing_eos_penalty: float = option(
+        0.0,
+        "Penalty for a response without an end-of-sequence, in the reward's unit; 0 disables it.",
+        at_least=0,
+        changeable=True,
     )
-    ngram_penalty: float = option(0.0, "Subtracted times the share of repeated n-grams.", at_least=0, changeable=True)
-    ngram_length: int = option(3, "n of these n-grams, in tokens.", at_least=1, needs="ngram_penalty", changeable=True)
-    overlong_margin: int = option(0, "DAPO: a penalty up to 1 over so many last tokens.", at_least=0, changeable=True)
+    length_penalty: float = option(
+        0.0,
+        "Penalty for each token of a response beyond --length_penalty_after, in the reward's unit; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
+    length_penalty_after: int = option(
+        0,
+        "Number of tokens of a response that --length_penalty leaves free.",
+        at_least=0,
+        needs="length_penalty",
+        changeable=True,
+    )
+    ngram_penalty: float = option(
+        0.0,
+        "Penalty coefficient, in the reward's unit: multiplied by the fraction of a response's n-grams that repeat "
+        "earlier ones; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
+    ngram_length: int = option(
+        3,
+        "Length n of the n-grams that --ngram_penalty counts, in tokens.",
+        at_least=1,
+        needs="ngram_penalty",
+        changeable=True,
+    )
+    overlong_margin: int = option(
+        0,
+        "DAPO's overlong shaping: the penalty rises from 0 to 1 over the last this many allowed tokens; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 def reward_names(names: str) -> list[str]:

@@ -88,7 +88,7 @@ def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what
     assert [name for name in re.findall(r"^  --(\w+)", shown, re.MULTILINE) if name in names] == names
     said = " ".join(shown.split())
     assert "(at least 0 and below 1; default: 0.9)" in said
-    assert "--output_dir OUTPUT_DIR Folder of the run: what it makes, and what --resume needs. --" in said
+    assert "--output_dir OUTPUT_DIR Folder of the run: its results, logs, and the state that --resume needs. --" in said
     assert "--learning-rate" not in said
     assert all(f"    {name} (default" in P3OConfig.__doc__ for name in names)
     assert "Options:" not in P3OConfig.summary + RewardModelConfig.summary
@@ -97,13 +97,13 @@ def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what
 class Red(ObjectiveConfig, objective="red"):
     """Trains red."""
 
-    depth: int = option(1, "Of red.")
+    depth: int = option(1, "Depth of red.")
 
 
 class Blue(ObjectiveConfig, objective="blue"):
     """Trains blue."""
 
-    tone: str = option("sky", "Of blue.")
+    tone: str = option("sky", "Tone of blue.")
 
 
 COLOURS = {"red": Red, "blue": Blue}
@@ -130,7 +130,7 @@ def test_the_objective_chooses_the_configuration(tmp_path):
         (COLOURS, ["missing.yaml", "--objective", "red"], "cannot read missing.yaml"),
         ({"red": Red, "blue": Red}, ["--objective", "blue"], "--objective is red in these options, got 'blue'"),
         (COLOURS, ["--help"], "blue           Trains blue."),
-        (COLOURS, ["--objective", "blue", "--help"], "Of blue."),
+        (COLOURS, ["--objective", "blue", "--help"], "Tone of blue."),
     ],
 )
 def test_an_objective_is_refused_or_explained_by_its_name(capsys, classes, arguments, message):

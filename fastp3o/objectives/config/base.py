@@ -31,57 +31,139 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     reads_rewards: ClassVar[bool] = True
     paper_minibatches: ClassVar[int] = 1
 
-    prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
-    eval_prompts: str | None = option(None, "Prompts of evaluations; several sets: NAME=SOURCE,NAME=SOURCE.")
+    prompts: str = required(
+        "Training prompts: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
+    )
+    eval_prompts: str | None = option(
+        None,
+        "Evaluation prompts. Several sets, each with metrics of its own: NAME=SOURCE,NAME=SOURCE. Default: no "
+        "evaluations.",
+    )
     reference: str | None = option(
         None,
-        "Model that the KL is measured against. None: the starting model, or with --lora_rank the policy without its "
-        "adapters. A loss that reads no reference (--kl_coef 0) loads one, and reports a KL, only if this is set.",
+        "Model that the KL is measured against. Default: the starting model, or with --lora_rank the policy without "
+        "its adapters, which takes no memory. A loss that reads no reference (--kl_coef 0) loads one, and reports a "
+        "KL, only if this is set.",
     )
-    reference_every: int = option(0, "Updates after which the policy becomes the reference; 0: it stays.", at_least=0)
+    reference_every: int = option(
+        0,
+        "Copy the policy's weights to the reference every this many updates; 0 keeps the reference fixed.",
+        at_least=0,
+    )
     reference_decay: float = option(
-        0.0, "Each update makes the reference decay * itself + (1 - decay) * policy; 0: it stays.", at_least=0, below=1
+        0.0,
+        "Moving average: each update sets the reference to decay * reference + (1 - decay) * policy; 0 keeps the "
+        "reference fixed.",
+        at_least=0,
+        below=1,
     )
-    offload: bool = option(False, "Keep reference and reward model on the CPU between uses.", changeable=True)
+    offload: bool = option(
+        False, "Keep reference and reward model on the CPU between uses, to save GPU memory.", changeable=True
+    )
 
     learning_rate: float = option(
-        1e-6, "Peak rate of AdamW; 0: found from 1e-6 on, by --kl_per_update 0.3.", at_least=0, changeable=True
+        1e-6,
+        "Peak learning rate of AdamW. 0: search for it from 1e-6 on, with --kl_per_update 0.3.",
+        at_least=0,
+        changeable=True,
     )
     kl_per_update: float | None = option(
-        None, "Nats per response of an update, which learning_rate follows; None: fixed.", above=0, changeable=True
+        None,
+        "Target KL per update, in nats per response; the learning rate is adapted to reach it. Default: 0.3 if "
+        "--learning_rate is 0, else the learning rate is not adapted.",
+        above=0,
+        changeable=True,
     )
-    updates: int = option(500, "Rounds of rollouts and inner epochs.", at_least=1, changeable=True)
-    prompts_per_update: int = option(32, "Prompts of a round of all processes.", at_least=1)
+    updates: int = option(
+        500,
+        "Number of updates: one batch of rollouts, then --inner_epochs passes over it.",
+        at_least=1,
+        changeable=True,
+    )
+    prompts_per_update: int = option(32, "Prompts per update, summed over processes (first author: 64).", at_least=1)
     prompts_per_minibatch: int = option(
-        8, "Prompts of a step of all processes; 0: as many steps a pass as in the paper.", at_least=0
+        8,
+        "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
+        "objective's paper (1 unless: GSPO 4, VESPO 8, DAPO and CISPO 16).",
+        at_least=0,
     )
-    responses_per_prompt: int = option(4, "K: responses to each prompt (paper: 2), in K (K − 1) / 2 pairs.", at_least=2)
-    inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
+    responses_per_prompt: int = option(
+        4, "K: responses to each prompt (paper: 2). More than two form all K (K − 1) / 2 pairs, averaged.", at_least=2
+    )
+    inner_epochs: int = option(4, "Passes over each update's rollouts (first author: 4).", at_least=1)
 
     old_logprobs: Literal["policy", "sampler"] = option(
-        "policy", "What ratios compare with: log-probs of the policy before an update's steps, or the sampler's own."
+        "policy",
+        "Old log-probs in the ratios. policy: the policy's, computed before an update's steps. sampler: those that "
+        "the sampler reported.",
     )
-    sampler_ratio_cap: float = option(0.0, "Cap of weights pi_old / pi_sampler (Yao et al. 2025: 2); 0 no.", at_least=0)
+    sampler_ratio_cap: float = option(
+        0.0,
+        "Truncate the importance weights pi_old / pi_sampler at this value, to correct for a sampler that differs "
+        "from the policy (Yao et al. 2025: 2); 0 disables them.",
+        at_least=0,
+    )
 
-    ptx_data: str | None = option(None, "Texts of a pretraining mix, in layouts of demonstrations, whatever --limit.")
-    ptx_coef: float = option(1.0, "The mix's weight, nats per token.", above=0, needs="ptx_data", changeable=True)
-    ptx_batch_size: int = option(8, "Texts of the mix in each step, over all processes.", at_least=1, needs="ptx_data")
+    ptx_data: str | None = option(
+        None,
+        "Texts of a pretraining mix (PPO-ptx), in the layouts of demonstrations. All texts of --split are used, "
+        "whatever --limit says. Default: no mix.",
+    )
+    ptx_coef: float = option(
+        1.0,
+        "Weight of the pretraining mix's loss, which is in nats per token.",
+        above=0,
+        needs="ptx_data",
+        changeable=True,
+    )
+    ptx_batch_size: int = option(
+        8, "Texts of the pretraining mix per optimizer step, summed over processes.", at_least=1, needs="ptx_data"
+    )
 
     rounds_ahead: int = option(
-        0, "Rounds by which rollouts are sampled early, so that servers work while the round before trains.", at_least=0
+        0,
+        "Sample rollouts this many updates before they train, from the policy as it is then. 1 lets vLLM servers "
+        "sample while the update before trains; other samplers gain no time. 0 samples from the current policy.",
+        at_least=0,
     )
-    interrupt_rollouts: bool = option(False, "Responses under way go on from new weights.", needs="rounds_ahead")
-    mask_truncated: bool = option(False, "Responses without an end are in baselines, but have no loss.")
-    dynamic_sampling: int = option(0, "Times that responses of equal rewards are sampled again.", at_least=0)
+    interrupt_rollouts: bool = option(
+        False, "Continue unfinished responses with the new weights instead of waiting for them.", needs="rounds_ahead"
+    )
+    mask_truncated: bool = option(
+        False,
+        "Exclude responses without an end-of-sequence from the loss; they still count in the baselines of others.",
+    )
+    dynamic_sampling: int = option(
+        0,
+        "Maximum number of resampling rounds for prompts whose responses all have the same reward; 0 disables "
+        "resampling.",
+        at_least=0,
+    )
 
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.", at_least=1, changeable=True)
-    eval_responses_per_prompt: int = option(1, "Responses to each evaluated prompt.", at_least=1, needs="eval_prompts")
-    eval_greedy: bool = option(False, "Also evaluate the likeliest responses.", needs="eval_prompts", changeable=True)
-    eval_at: str = option("", "Also evaluate after these updates.", needs="eval_prompts", python=list, changeable=True)
-    samples_every: int = option(20, "Updates between tables of samples; 0 no.", at_least=0, changeable=True)
-    log_rollouts: int = option(1, "Updates between logs of rollouts; 0 no.", at_least=0, changeable=True)
+    eval_responses_per_prompt: int = option(1, "Responses to each evaluation prompt.", at_least=1, needs="eval_prompts")
+    eval_greedy: bool = option(
+        False, "Also evaluate greedy decoding, as greedy/reward and so on.", needs="eval_prompts", changeable=True
+    )
+    eval_at: str = option(
+        "",
+        "Also evaluate after these updates, comma-separated (10,20,50).",
+        needs="eval_prompts",
+        python=list,
+        changeable=True,
+    )
+    samples_every: int = option(
+        20, "Print a table of sampled responses every this many updates; 0 disables it.", at_least=0, changeable=True
+    )
+    log_rollouts: int = option(
+        1, "Log rollouts every this many updates, for `fastp3o rollouts`; 0 disables it.", at_least=0, changeable=True
+    )
     log_rollouts_prompts: int = option(
-        8, "Prompts of an update whose rollouts are logged; 0: all.", at_least=0, needs="log_rollouts", changeable=True
+        8,
+        "Prompts of an update whose rollouts are logged; 0 logs all.",
+        at_least=0,
+        needs="log_rollouts",
+        changeable=True,
     )
 
     def __post_init__(self) -> None:
@@ -175,9 +257,16 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
 class KLConfig(OnlineConfig):
     """A penalty on the KL."""
 
-    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference.", at_least=0, changeable=True)
+    kl_coef: float = option(
+        0.05, "Beta, the weight of the KL to the reference; 0 disables the penalty.", at_least=0, changeable=True
+    )
     target_kl: float | None = option(
-        None, "KL (nats per response) that kl_coef is adapted to; None: fixed.", above=0, changeable=True
+        None,
+        "Target of the KL to the reference, in nats per response, that --kl_coef is adapted to before each update: "
+        "halved below two thirds of the target, doubled above one and a half times, while the KL is not on its way "
+        "there (after Schulman et al. 2017). Default: --kl_coef is fixed.",
+        above=0,
+        changeable=True,
     )
 
     @property
@@ -194,15 +283,28 @@ class RewardScalingConfig(OnlineConfig):
     """Scaling of rewards for objectives that see only their differences."""
 
     reward_scaling: Literal["difference", "absolute", "none"] = option(
-        "difference", "Divide rewards by the running deviation of their differences; absolute: of themselves; none."
+        "difference",
+        "Scale rewards. difference: by the running standard deviation of pairwise differences, which keeps the "
+        "invariance to offsets per prompt. absolute: by that of the rewards themselves, which breaks it. none: do "
+        "not scale.",
     )
-    reward_clip: float = option(10.0, "Bound on what is scaled (first author: 10); 0 no.", at_least=0, changeable=True)
+    reward_clip: float = option(
+        10.0,
+        "Bound on what is scaled, differences or rewards, after the scaling (first author: 10); 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class MixtureConfig(OnlineConfig):
     """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
 
-    mixture: float = option(0.0, "Beta of the sampled pi^(1 - beta) pi_ref^beta; 0: none.", at_least=0, at_most=1)
+    mixture: float = option(
+        0.0,
+        "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta that is sampled; 0 samples the policy.",
+        at_least=0,
+        at_most=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

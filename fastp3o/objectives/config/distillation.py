@@ -22,16 +22,20 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(REFUSED.split(), OTHERS)
     kl: Literal["exact", "sampled"] = option(
         "exact",
-        "KL(policy || teacher) of a token. exact: over the vocabulary (GKD). sampled: log pi - log pi_teacher of the "
-        "token is its negative reward in a policy gradient (Thinking Machines 2025; MiniLLM, arXiv 2306.08543).",
+        "KL(policy || teacher) of a token. exact: over the whole vocabulary (GKD). sampled: log pi - log pi_teacher "
+        "of the sampled token is its negative reward in a policy gradient (Thinking Machines 2025; MiniLLM, arXiv "
+        "2306.08543).",
     )
     teacher_context: str | None = option(
         None,
-        "Text before each prompt that the teacher alone sees (context distillation, arXiv 2112.00861, 2209.15189): "
-        "before a chat's first message, too, but behind a beginning-of-sequence token. The text of a special token is "
-        'that token, so it can be a message as the chat template writes it. A file\'s: "$(cat FILE)".',
+        "Text before each prompt that only the teacher sees (context distillation, arXiv 2112.00861, 2209.15189). "
+        "It comes before a chat's first message, too, but after a beginning-of-sequence token. The text of a "
+        "special token becomes that token, so it can be a message as the chat template writes it. From a file: "
+        '"$(cat FILE)". Default: none.',
     )
-    reward: str = option("", "Only logged, as --reward of other objectives; by default minus the KL to the teacher.")
+    reward: str = option(
+        "", "Rewards that are only logged, named as --reward of other objectives. Default: minus the KL to the teacher."
+    )
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
 

@@ -8,25 +8,40 @@ from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, RewardScalin
 
 
 class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
-    """P3O (arXiv 2310.00212): clipped differences of rewards. Sizes are the study's, the rest the first author's."""
+    """P3O (arXiv 2310.00212): clipped differences of rewards.
+
+    Batch sizes follow our benchmark study; all other defaults follow the first author's code.
+    """
 
     objective_class: ClassVar[str] = "p3o:P3O"
     learning_rate: float = 0.0
     clipping: Literal["joint", "separate", "none", "token"] = option(
-        "joint", "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant)."
+        "joint",
+        "How ratios are clipped. joint: the pair's two ratios together (P3O-V2). separate: each response's ratio "
+        "alone (P3O-V1). token: each token's ratio (the first author's variant). none: no clipping (the paper's "
+        "ablation).",
     )
-    clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).", above=0, changeable=True)
+    clip_range: float = option(
+        0.2, "Clipping epsilon: ratios count within 1 - epsilon and 1 + epsilon (paper: 0.2).", above=0, changeable=True
+    )
     ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1)
-    kl_coef: float = option(0.05, "Beta, the KL's weight (first author: 0.05).", at_least=0, changeable=True)
+    kl_coef: float = option(
+        0.05,
+        "Beta, the weight of the KL to the reference (first author: 0.05); 0 disables the penalty.",
+        at_least=0,
+        changeable=True,
+    )
     kl_reward: Literal["current", "rollout"] = option(
-        "current", "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box)."
+        "current",
+        "Policy in the KL part of the reward. current: the one that trains (first author's code). rollout: the one "
+        "that sampled (the box in the paper).",
     )
 
 
 class PPGConfig(P3OConfig, objective="ppg"):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
-    clipping: Literal["none"] = option("none", "The gradient has nothing to clip.")
+    clipping: Literal["none"] = option("none", "none: the gradient is on-policy, so there is nothing to clip.")
     learning_rate: float = ONE_STEP_RATE
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1

@@ -15,13 +15,19 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
 
     kl_estimator: KLEstimator = option(
         "k1",
-        "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
-        "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
-        "each token, in the loss; k2's gradient is that of the KL, k3's (GRPO's paper) that of the opposite KL, which "
-        "cost GRPO reward − KL in the study: so k1 is the default.",
+        "Estimator of the KL to the reference. k1: log π_old − log π_ref of a response, subtracted from its reward; "
+        "so --scale_advantages divides by its deviation, too, and it decides where rewards are equal, whatever "
+        "--kl_coef. k2, k3: Schulman's estimators, per token, in the loss. The gradient of k2 is that of the KL; "
+        "that of k3 (GRPO's paper) belongs to the reverse KL, which cost GRPO reward − KL in the study, so k1 is "
+        "the default.",
         needs="kl_coef",
     )
-    entropy_coef: float = option(0.0, "Weight of an entropy bonus, in nats.", at_least=0, changeable=True)
+    entropy_coef: float = option(
+        0.0,
+        "Weight of an entropy bonus, in nats, averaged over tokens as the loss is; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class RatioConfig(PolicyGradientConfig):
@@ -29,8 +35,10 @@ class RatioConfig(PolicyGradientConfig):
 
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
-    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, at_most=1, changeable=True)
-    clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
+    clip_low: float = option(
+        0.2, "Lower clipping range: ratios count down to 1 − clip_low.", above=0, at_most=1, changeable=True
+    )
+    clip_high: float = option(0.2, "Upper clipping range: ratios count up to 1 + clip_high.", above=0, changeable=True)
 
 
 class RLOOConfig(RatioConfig, objective="rloo"):
@@ -40,7 +48,9 @@ class RLOOConfig(RatioConfig, objective="rloo"):
     learning_rate: float = ONE_STEP_RATE
     further_needs: ClassVar = dict.fromkeys(("clip_low", "clip_high"), ("clipping=response", "clipping=token"))
     clipping: Literal["none", "response", "token"] = option(
-        "none", "Clipped ratios: none, for one step a round; of a response (TRL), or a token (verl, OpenRLHF)."
+        "none",
+        "Ratios that are clipped. none: no ratios, for one optimizer step per update. response: each response's "
+        "ratio (as in TRL). token: each token's ratio (as in verl and OpenRLHF).",
     )
 
     def __post_init__(self) -> None:
@@ -53,7 +63,7 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
 
     objective_class: ClassVar[str] = "policy_gradient:REINFORCE"
     reward_scaling: Literal["absolute", "none"] = option(
-        "absolute", "absolute: divided by their running deviation; none."
+        "absolute", "Scale rewards. absolute: by their running standard deviation. none: do not scale."
     )
 
 
@@ -61,7 +71,9 @@ class ClippedConfig(RatioConfig):
     """Clipped ratios, and advantages within a prompt's responses. A round makes as many steps as in each paper."""
 
     responses_per_prompt: int = option(
-        8, "K: responses to a prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are signs.", at_least=2
+        8,
+        "K: responses to each prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are only signs.",
+        at_least=2,
     )
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
@@ -72,7 +84,11 @@ class GRPOConfig(ClippedConfig, objective="grpo"):
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
     learning_rate: float = ONE_STEP_RATE
     kl_coef: float = 0.04
-    loss_mean: LossMean = option("sequence", "Over a response; token: all; constant: max_response_tokens (Dr. GRPO).")
+    loss_mean: LossMean = option(
+        "sequence",
+        "How token losses are averaged. sequence: over each response's tokens, then over responses. token: over all "
+        "tokens of a minibatch (DAPO). constant: summed, then divided by --max_response_tokens (Dr. GRPO).",
+    )
 
 
 class DrGRPOConfig(GRPOConfig, objective="dr_grpo"):
@@ -125,12 +141,29 @@ class VESPOConfig(PolicyGradientConfig, objective="vespo"):
     paper_minibatches: ClassVar[int] = 8
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
-    responses_per_prompt: int = option(8, "K: responses to a prompt (authors: 8).", at_least=2)
+    responses_per_prompt: int = option(8, "K: responses to each prompt (authors: 8).", at_least=2)
     kl_coef: float = 0.0
-    k_pos: float = option(2.0, "k where advantages are at least 0 (authors: 2).", at_least=0, changeable=True)
-    lambda_pos: float = option(3.0, "Lambda of the same (authors: 3).", above=0, changeable=True)
-    k_neg: float = option(3.0, "k where they are below (authors: 3).", at_least=0, changeable=True)
-    lambda_neg: float = option(2.0, "Lambda of the same (authors: 2).", above=0, changeable=True)
+    k_pos: float = option(
+        2.0,
+        "Exponent k of the weight for responses with an advantage of at least 0 (authors: 2).",
+        at_least=0,
+        changeable=True,
+    )
+    lambda_pos: float = option(
+        3.0,
+        "Lambda of the weight for responses with an advantage of at least 0 (authors: 3).",
+        above=0,
+        changeable=True,
+    )
+    k_neg: float = option(
+        3.0,
+        "Exponent k of the weight for responses with a negative advantage (authors: 3).",
+        at_least=0,
+        changeable=True,
+    )
+    lambda_neg: float = option(
+        2.0, "Lambda of the weight for responses with a negative advantage (authors: 2).", above=0, changeable=True
+    )
 
 
 class REBELConfig(PolicyGradientConfig, objective="rebel"):
@@ -138,7 +171,12 @@ class REBELConfig(PolicyGradientConfig, objective="rebel"):
 
     objective_class: ClassVar[str] = "policy_gradient:REBEL"
     assumes_own_samples: ClassVar[bool] = False
-    eta: float = option(1.0, "Pairs' log-ratios are drawn to eta times rewards' difference.", above=0, changeable=True)
+    eta: float = option(
+        1.0,
+        "Step size: the difference of a pair's log-ratios is regressed to eta times the difference of its rewards.",
+        above=0,
+        changeable=True,
+    )
     kl_coef: float = 0.0
 
 
@@ -148,8 +186,10 @@ class CoPGConfig(PolicyGradientConfig, objective="copg"):
     objective_class: ClassVar[str] = "policy_gradient:CoPG"
     compares_with_old: ClassVar[bool] = False
     assumes_own_samples: ClassVar[bool] = False
-    kl_coef: float = option(0.06, "Beta, the weight of the KL (paper: 0.03 to 0.1).", above=0, changeable=True)
-    kl_estimator: Literal["k1"] = option("k1", "The KL of the policy in each step, in its rewards.")
+    kl_coef: float = option(
+        0.06, "Beta, the weight of the KL to the reference (paper: 0.03 to 0.1).", above=0, changeable=True
+    )
+    kl_estimator: Literal["k1"] = option("k1", "k1: the KL of the policy in each step is part of its rewards.")
 
 
 class OAPLConfig(PolicyGradientConfig, objective="oapl"):
@@ -158,7 +198,11 @@ class OAPLConfig(PolicyGradientConfig, objective="oapl"):
     objective_class: ClassVar[str] = "policy_gradient:OAPL"
     assumes_own_samples: ClassVar[bool] = False
     old_logprobs: Literal["policy", "sampler"] = "sampler"
-    responses_per_prompt: int = option(8, "K: responses to a prompt, which estimate its value.", at_least=2)
+    responses_per_prompt: int = option(8, "K: responses to each prompt, from which its value is estimated.", at_least=2)
     kl_coef: float = 0.0
-    beta1: float = option(1.0, "Of the value, beta1 log mean exp(r / beta1) (paper: 1).", above=0, changeable=True)
-    beta2: float = option(1e-3, "Log-ratios are drawn to (r - value) / beta2 (paper: 1e-3).", above=0, changeable=True)
+    beta1: float = option(
+        1.0, "Temperature of the value estimate, beta1 log mean exp(r / beta1) (paper: 1).", above=0, changeable=True
+    )
+    beta2: float = option(
+        1e-3, "KL weight: log-ratios are regressed to (r - value) / beta2 (paper: 1e-3).", above=0, changeable=True
+    )

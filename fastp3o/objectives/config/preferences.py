@@ -24,12 +24,22 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedCo
         ),
     }
 
-    reference: str | None = option(None, "The reference; by default the starting model, as in sDPO (arXiv 2403.19270).")
-    reference_logprobs: str | None = option(
-        None, "Folder of the reference's log-probs, for runs on the same data; by default output_dir.", changeable=True
+    reference: str | None = option(
+        None, "Reference policy. Default: the starting model, as in each stage of sDPO (arXiv 2403.19270)."
     )
-    eval_prompts: str | None = option(None, "Prompts of evaluations, whose responses have a KL and a --reward.")
-    reward: str = option("", "Reward of sampled responses in evaluations, as of online stages.", needs="eval_prompts")
+    reference_logprobs: str | None = option(
+        None,
+        "Folder of the reference's log-probs, which runs on the same data can share. Default: output_dir.",
+        changeable=True,
+    )
+    eval_prompts: str | None = option(
+        None,
+        "Prompts that evaluations sample responses to, for their KL to the reference and their --reward. Default: "
+        "none.",
+    )
+    reward: str = option(
+        "", "Reward of sampled responses in evaluations, named as in online training.", needs="eval_prompts"
+    )
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
     @property
@@ -56,7 +66,13 @@ class PairConfig(PairLoss, PreferenceConfig):
 class PairWithSFTConfig(PairConfig):
     """Learning from fixed pairs by a loss that has no likelihood of its own."""
 
-    sft_coef: float = option(0.0, "Weight of the chosen's NLL per token (RPO: 1).", at_least=0, changeable=True)
+    sft_coef: float = option(
+        0.0,
+        "Weight of the chosen response's negative log-likelihood per token, added to the loss (RPO, arXiv "
+        "2404.19733: 1); 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class FreshPairConfig(PairLoss, OnlineConfig):
@@ -72,18 +88,35 @@ class FreshPairConfig(PairLoss, OnlineConfig):
 
 
 class LogisticLoss(PairLoss):
-    label_smoothing: float = option(0.0, "How likely a label is wrong.", at_least=0, below=0.5, changeable=True)
+    label_smoothing: float = option(
+        0.0,
+        "Probability that a label is wrong (conservative DPO, Mitchell 2023); 0 trusts all labels.",
+        at_least=0,
+        below=0.5,
+        changeable=True,
+    )
 
 
 class DPOConfig(LogisticLoss, PairWithSFTConfig, objective="dpo"):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
-    beta: float = option(0.1, "Beta: a larger one stays closer (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True)
+    beta: float = option(
+        0.1,
+        "Beta: scale of the log-ratios' difference; a larger value stays closer to the reference (paper: 0.1; 0.5 "
+        "on TL;DR).",
+        above=0,
+        changeable=True,
+    )
 
 
 class IPO(PairLoss):
     per_token: ClassVar[bool] = True
-    tau: float = option(0.1, "Tau: log-ratios per token differ by 1 / (2 tau) (paper: 0.1).", above=0, changeable=True)
+    tau: float = option(
+        0.1,
+        "Tau: the target for the difference of log-ratios per token is 1 / (2 tau) (paper: 0.1 to 1).",
+        above=0,
+        changeable=True,
+    )
 
 
 class IPOConfig(IPO, PairWithSFTConfig, objective="ipo"):
@@ -98,8 +131,15 @@ class SimPO(LogisticLoss):
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
-    beta: float = option(2.0, "Beta: scale of mean log-probs' difference (paper: 2 to 2.5).", above=0, changeable=True)
-    gamma: float = option(1.0, "Gamma: target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True)
+    beta: float = option(
+        2.0, "Beta: scale of the difference of mean log-probs (paper: 2 to 2.5).", above=0, changeable=True
+    )
+    gamma: float = option(
+        1.0,
+        "Gamma: target margin of the scaled difference, beta included (paper: 0.3 to 1.6); 0 for no margin.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class SimPOConfig(SimPO, PairWithSFTConfig, objective="simpo"): ...
@@ -113,7 +153,12 @@ class ORPO(PairLoss):
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
-    odds_weight: float = option(0.1, "Lambda, the odds ratio's weight (paper: 0.1).", at_least=0, changeable=True)
+    odds_weight: float = option(
+        0.1,
+        "Lambda, the weight of the odds ratio; the chosen response's likelihood has weight 1 (paper: 0.1).",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class ORPOConfig(ORPO, PairConfig, objective="orpo"): ...
@@ -127,7 +172,12 @@ class CPO(LogisticLoss):
 
     anchor: ClassVar[str] = ""
     beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
-    nll_weight: float = option(1.0, "Weight of the chosen response's NLL (paper: 1).", at_least=0, changeable=True)
+    nll_weight: float = option(
+        1.0,
+        "Weight of the chosen response's negative log-likelihood, summed over tokens (paper: 1); 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class CPOConfig(CPO, PairConfig, objective="cpo"): ...
@@ -140,8 +190,15 @@ class SLiC(PairLoss):
     """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
 
     anchor: ClassVar[str] = ""
-    delta: float = option(1.0, "Delta: the margin that is enough, in nats per response.", at_least=0, changeable=True)
-    nll_weight: float = option(1.0, "Lambda, the weight of the chosen response's NLL.", at_least=0, changeable=True)
+    delta: float = option(
+        1.0, "Delta: the margin beyond which a pair has no loss, in nats per response.", at_least=0, changeable=True
+    )
+    nll_weight: float = option(
+        1.0,
+        "Lambda, the weight of the chosen response's negative log-likelihood; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
 
 
 class SLiCConfig(SLiC, PairConfig, objective="slic"): ...
@@ -181,7 +238,13 @@ class DiscoPOP(PairLoss):
     """
 
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
-    tau: float = option(0.05, "Tau, the blend's width (paper: 0.05); 0.11 obeys labels.", above=0, changeable=True)
+    tau: float = option(
+        0.05,
+        "Tau: width of the blend between the two losses (paper: 0.05). From 0.11 on, the loss always favors the "
+        "chosen response.",
+        above=0,
+        changeable=True,
+    )
 
 
 class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig, objective="discopop"): ...
@@ -196,9 +259,19 @@ class KTOConfig(PreferenceConfig, objective="kto"):
     z0, the reference point, is the mean of log π/π_ref over a batch's prompts, each with the response to another.
     """
 
-    beta: float = option(0.1, "Beta: how fast utility saturates (paper: 0.1).", above=0, changeable=True)
-    desirable_weight: float = option(1.0, "Weight of desirable responses (paper: 1 to 4/3).", above=0, changeable=True)
-    undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
+    beta: float = option(
+        0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
+    )
+    desirable_weight: float = option(
+        1.0,
+        "Weight of desirable responses. The paper keeps weight × number of desirable responses at 1 to 4/3 times "
+        "that of undesirable ones.",
+        above=0,
+        changeable=True,
+    )
+    undesirable_weight: float = option(
+        1.0, "Weight of undesirable responses; see --desirable_weight.", above=0, changeable=True
+    )
 
 
 class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
@@ -228,8 +301,12 @@ class NashMDConfig(MixtureConfig, objective="nash_md"):
 
     objective_class: ClassVar[str] = "preferences:NashMD"
     compares_with_old: ClassVar[bool] = False
-    mixture: float = option(0.125, "Beta: the reference's share in pi^(1 - beta) pi_ref^beta.", above=0, at_most=1)
-    tau: float = option(0.1, "Weight of the KL to the reference.", at_least=0, changeable=True)
+    mixture: float = option(
+        0.125, "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.", above=0, at_most=1
+    )
+    tau: float = option(
+        0.1, "Tau, the weight of the KL to the reference; 0 disables the penalty.", at_least=0, changeable=True
+    )
     inner_epochs: int = 1  # the loss is on-policy only in the first step
 
     def __post_init__(self) -> None:

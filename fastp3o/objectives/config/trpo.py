@@ -15,10 +15,24 @@ class TRPOConfig(CriticConfig, objective="trpo"):
 
     objective_class: ClassVar[str] = "trpo:TRPO"
     precision: PrecisionName = "fp32"
-    max_kl: float = option(0.01, "Bound on an update's KL, in nats per token (TRPO: 0.01).", above=0, changeable=True)
-    cg_steps: int = option(10, "Steps of conjugate gradients (Spinning Up: 10).", at_least=1, changeable=True)
-    cg_damping: float = option(0.1, "Added to the Fisher matrix (Spinning Up: 0.1).", at_least=0, changeable=True)
-    line_search_steps: int = option(10, "Tries, each 0.8 of the last (Spinning Up: 10).", at_least=1, changeable=True)
+    max_kl: float = option(
+        0.01, "Bound on an update's KL, in nats per token (TRPO's paper: 0.01).", above=0, changeable=True
+    )
+    cg_steps: int = option(
+        10,
+        "Steps of the conjugate gradient method that solves for the direction (Spinning Up: 10).",
+        at_least=1,
+        changeable=True,
+    )
+    cg_damping: float = option(
+        0.1, "Damping: added to the diagonal of the Fisher matrix (Spinning Up: 0.1).", at_least=0, changeable=True
+    )
+    line_search_steps: int = option(
+        10,
+        "Maximum number of tries in the line search, each with 0.8 of the last step (Spinning Up: 10).",
+        at_least=1,
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
