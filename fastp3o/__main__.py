@@ -11,10 +11,10 @@ COMMANDS = {
     "sft": "fine-tuning on demonstrations",
     "reward": "a reward model from comparisons",
     "p3o": "P3O, online",
-    "online": "any online objective: P3O, GRPO, RLOO, online DPO and their kin",
+    "online": "any online objective: P3O, GRPO, RLOO, online DPO, ...",
     "ppo": "PPO",
     "online_dpo": "online DPO",
-    "preference": "DPO, KTO and their kin, on fixed data",
+    "preference": "DPO, KTO and related objectives, on offline data",
     "generate": "sampled responses, kept by their rewards, as data",
     "evaluate": "rewards of a model's samples, without training",
     "win_rate": "win rates of models against each other",
@@ -53,20 +53,20 @@ def main(command: str | None = None) -> None:
     def run() -> None:
         from fastp3o.cli import parse, parse_chosen
 
-        chosen, action = found(STAGES[command][0]), STAGES[command][1]
+        chosen, action = imported(STAGES[command][0]), STAGES[command][1]
         config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
         # Its import takes seconds, and makes objects that stay: collecting garbage meanwhile adds a third.
         gc.disable()
-        act = found(action)
+        act = imported(action)
         gc.freeze()
         gc.enable()
         act(config)
 
-    run_script(run if command in STAGES else found(f"commands.{command}:main"))
+    run_script(run if command in STAGES else imported(f"commands.{command}:main"))
 
 
-def found(place: str) -> Any:
-    """What a module of this package has: `module:name`."""
+def imported(place: str) -> Any:
+    """The object that `module:name` says, of a module of this package."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"fastp3o.{module}"), name)
 

@@ -74,7 +74,7 @@ def truth(text: str) -> bool:
 
 
 def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
-    """What is wrong with arguments that no flag takes, with the flag that is nearest to the first of them."""
+    """The message for arguments that no flag takes, with the flag that is nearest to the first of them."""
     name = next((argument.split("=")[0] for argument in arguments if argument.startswith("--")), None)
     if name is None:
         return f"unexpected argument {arguments[0]!r}"
@@ -89,7 +89,7 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     path, arguments = split_off_yaml(arguments)
     from_file = {} if path is None else yaml_values(parser, path)
     if others := from_file.keys() - {f.name for f in fields(config_class)}:
-        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(others))}")
+        parser.error(f"unknown option in {path}: {', '.join(sorted(others))}")
     flags = [*(f"--{name}={value}" for name, value in from_file.items()), *map(with_underscores, arguments)]
     values, left = parser.parse_known_args(flags)
     if left:
@@ -152,7 +152,7 @@ def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, str]:
     if twice := [name for name, count in Counter(name for name, _ in entries).items() if count > 1]:
         refuse(f"gives more than one value for {', '.join(twice)}")
     if nested := [name for name, value in entries if not isinstance(value, yaml.ScalarNode)]:
-        refuse(f"must give one value for {', '.join(nested)}, not a list or fields of its own")
+        refuse(f"must give a single value for {', '.join(nested)}, not a list or a mapping")
     if empty := [name for name, value in entries if value.tag == "tag:yaml.org,2002:null"]:
         refuse(f"gives no value for {', '.join(empty)}")
     return {name: value.value for name, value in entries}

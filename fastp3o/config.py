@@ -68,7 +68,9 @@ class Named(str):
 
 @dataclass(frozen=True)
 class Condition:
-    """What a flag needs. flag: that it is about. words: the flag does nothing without it. holds: of a configuration."""
+    """A condition that a flag needs. flag: the option that the condition is about. words: how messages name the
+    condition, after "has no effect without". holds: whether a configuration meets it.
+    """
 
     flag: str
     words: str
@@ -88,8 +90,8 @@ Needs = str | Condition | tuple[str | Condition, ...]
 class Rules(TypedDict, total=False):
     """Rules for a flag's value. None always passes: it stands for a flag that is not set.
 
-    needs: what this flag does nothing without. What is about a flag that a configuration does not have is ignored.
-    changeable: a resumed run may have another value, since each step reads it anew.
+    needs: what this flag has no effect without. What is about a flag that a configuration does not have is ignored.
+    changeable: a resumed run may have another value, since each step reads it again.
     required: there is no run without it. From Python it may come as an object, after the configuration is made.
     python: what Python may have in the place of the text: a list of what stands between commas; or what the JSON says,
     a dict or a list.
@@ -141,8 +143,8 @@ class Flags:
     further_needs: ClassVar[Mapping[str, Needs]] = {}
 
     def __init_subclass__(cls) -> None:
-        own: Any = cls.__dict__.get("__doc__")
-        cls.summary = cls.__doc__ = cleandoc(own) if own else cls.summary
+        docstring: Any = cls.__dict__.get("__doc__")
+        cls.summary = cls.__doc__ = cleandoc(docstring) if docstring else cls.summary
         inherited = ChainMap(*(getattr(group, "__dataclass_fields__", {}) for group in cls.__mro__[1:]))
         for name, default in [*vars(cls).items()]:
             if name in inherited and name in get_annotations(cls) and not isinstance(default, Field):
@@ -189,13 +191,15 @@ class Flags:
             # Surrogates stand for undecodable bytes.
             odd = isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value))
             if odd or (isinstance(value, str) and value != flag.default and not value.strip()):
-                raise UserError(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
+                raise UserError(
+                    f"--{flag.name} must not be empty or contain null bytes or unpaired surrogates, got {value!r}"
+                )
             if flag.name == "objective" and value != flag.default:
                 raise UserError(f"--objective is {flag.default} in these options, got {value!r}")
         self.check_needs()
 
     def check_needs(self, to_come: Sequence[str] = ()) -> None:
-        """Raises UserError for a flag that does nothing without another one. to_come: flags that may still be set."""
+        """Raises UserError for a flag that has no effect without another one. to_come: flags that may still be set."""
         flags = {flag.name: flag for flag in fields(self)}
         needs_by_flag = [(name, flag.metadata.get("needs", ())) for name, flag in flags.items()]
         for name, needs in [*needs_by_flag, *self.further_needs.items()]:
@@ -203,7 +207,7 @@ class Flags:
                 continue
             needed = [need for need in conditions(needs) if need.flag in flags]
             if needed and not any(need.flag in to_come or need.holds(self) for need in needed):
-                raise UserError(f"--{name} does nothing without {' or '.join(need.words for need in needed)}")
+                raise UserError(f"--{name} has no effect without {' or '.join(need.words for need in needed)}")
 
     def plain(self) -> dict[str, Any]:
         """Values by name, such as YAML and JSON hold. What stands for an object is its name."""
@@ -533,7 +537,7 @@ class TrainableConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
-            raise UserError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
+            raise UserError("--trainable_layers and --lora_rank cannot be combined: adapters train in every layer")
 
 
 class LoadingConfig(Flags):
@@ -726,7 +730,7 @@ class RunConfig(Flags):
         if self.output_dir:
             _ = self.folder
         if self.resume and self.overwrite:
-            raise UserError("--resume and --overwrite exclude each other")
+            raise UserError("--resume and --overwrite cannot be combined")
 
     @cached_property
     def folder(self) -> Path:
@@ -735,12 +739,12 @@ class RunConfig(Flags):
 
     @classmethod
     def changeable(cls) -> set[str]:
-        """Options that may be different when a run is resumed, since each step reads them anew."""
+        """Options that may be different when a run is resumed, since each step reads them again."""
         return {flag.name for flag in fields(cls) if flag.metadata.get("changeable")}
 
 
 class TrainingRunConfig(RunConfig):
-    """What a run that trains keeps, reports and uploads."""
+    """Options of what a run that trains saves, reports and uploads."""
 
     save_every: int = option(
         0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
@@ -783,13 +787,16 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize and self.compile_layers:
-            raise UserError("--quantize and --compile_layers exclude each other: quantized layers are not compiled")
+            raise UserError("--quantize and --compile_layers cannot be combined: quantized layers are not compiled")
         if self.lora_dropout and self.compile_layers:
-            raise UserError("--lora_dropout and --compile_layers exclude each other: a resumed run drops other inputs")
+            raise UserError(
+                "--lora_dropout and --compile_layers cannot be combined: a resumed run would draw different dropout "
+                "masks"
+            )
         if self.deterministic and isinstance(self, SamplerConfig) and self.top_p < 1:
-            raise UserError("--deterministic and --top_p exclude each other: torch's sums for it differ on GPUs")
+            raise UserError("--deterministic and --top_p cannot be combined: torch's sums for it differ on GPUs")
         if self.quantize and isinstance(self, SamplerConfig) and self.sampler == "vllm":
-            raise UserError("--quantize and --sampler vllm exclude each other: servers would sample from other weights")
+            raise UserError("--quantize and --sampler vllm cannot be combined: servers would sample from other weights")
 
 
 class SupervisedConfig(StageConfig):

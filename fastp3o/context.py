@@ -17,8 +17,8 @@ Callback = Callable[[dict[str, Any]], bool | None]
 
 
 class Caller(NamedTuple):
-    """A program in Python that goes on after the run: another run may follow in its processes, and a process group that
-    was destroyed cannot be joined again safely. on_update: called after each step; on_evaluation: each evaluation.
+    """A program in Python that continues after the run: another run may follow in its processes, and a process group
+    that was destroyed cannot be joined again safely. on_update: called after each step; on_evaluation: each evaluation.
     """
 
     on_update: Callback | None = None
@@ -39,7 +39,7 @@ class Context(NamedTuple):
 
     @property
     def share(self) -> Share:
-        """Of the rows that this process trains on."""
+        """The share of the rows that this process trains on."""
         return Share.of(self.mesh)
 
     @property

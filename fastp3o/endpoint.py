@@ -85,7 +85,9 @@ class Endpoint:
         self.key = os.environ.get(key_variable, "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             # httpx would complain too, but quote the key.
-            raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
+            raise UserError(
+                f"the environment variable {key_variable} contains characters that are not allowed in an HTTP header"
+            )
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", **authorization}
         try:
@@ -112,7 +114,7 @@ class Endpoint:
         raise CancelledError
 
     def get(self, read_answer: Callable[[bytes], Answer]) -> Answer:
-        """As `post`, without a body."""
+        """Sends a GET request; else as `post`."""
         return self.post(None, read_answer, threading.Event())
 
     def attempt(self, content: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
@@ -144,7 +146,7 @@ class Endpoint:
             raise AttemptError(f"{what} — {error}") from error
 
     async def request(self, client: httpx.AsyncClient, content: bytes) -> httpx.Response:
-        """The whole answer. Raises TimeoutError; httpx's own limits begin anew with each byte."""
+        """The whole answer. Raises TimeoutError; httpx's own limits begin again with each byte."""
         async with asyncio.timeout(self.timeout):
             method = "POST" if content else "GET"
             return await client.request(method, self.url, params=self.query, content=content, headers=self.headers)
@@ -197,7 +199,7 @@ class Answers(Generic[Question, Answer]):
 
     @property
     def futures(self) -> list[Future[Answer]]:
-        """Those whose answers nobody has taken."""
+        """Requests whose answers have not been read yet."""
         return list(self.awaited)
 
     def __iter__(self) -> Iterator[Answer]:
@@ -222,7 +224,7 @@ class Answers(Generic[Question, Answer]):
 
 
 def seconds_asked(headers: Mapping[str, str]) -> float:
-    """What Retry-After asks to wait: seconds, or a date, which is of the server's clock if it tells its own. 0 for
+    """The wait that Retry-After asks for: seconds, or a date, which is of the server's clock if it tells its own. 0 for
     anything else.
     """
     asked = headers.get("Retry-After", "").strip()

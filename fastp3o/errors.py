@@ -6,7 +6,7 @@ LONGEST = 10_000  # characters of others' messages that are shown
 
 
 class UserError(ValueError):
-    """Input that cannot be used, or a run that cannot go on: the message says what to change.
+    """Input that cannot be used, or a run that cannot continue: the message says what to change.
 
     Messages are written with flags, as commands name options. Elsewhere `str` names them as Python has them. Scripts
     show it on one line. Any other exception except OSError is a bug and keeps its traceback.
@@ -25,7 +25,7 @@ def visible(text: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception of others says, as a terminal can show it."""
+    """The message of an exception that users' code raised, as a terminal can show it."""
     try:
         said = str(error)
         return visible(said[:LONGEST]) + "…" * (len(said) > LONGEST)
@@ -34,7 +34,7 @@ def text_of(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """What others have returned, in at most 80 characters; its kind if it cannot be written."""
+    """A value that users' code returned, in at most 80 characters; its kind if it cannot be written."""
     try:
         return f"{value!r:.80}"
     except Exception:

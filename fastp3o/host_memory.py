@@ -19,7 +19,7 @@ def free_host_memory() -> int:
 
 
 def free_below_limits() -> Iterator[float]:
-    """What each control group of this process leaves of its limit, in bytes. Version 2 has one tree of groups, version
+    """Bytes that each control group of this process leaves of its limit. Version 2 has one tree of groups, version
     1 one for memory. Linux counts files that it could forget as used: they are free.
     """
     try:
@@ -40,7 +40,7 @@ def free_below_limits() -> Iterator[float]:
 
 
 def free_in(group: Path, limit: str, used: str, forgettable: str) -> float:
-    """What one control group leaves; infinite without a limit."""
+    """Bytes that one control group leaves; infinite without a limit."""
     try:
         limited_to, taken = (float((group / name).read_text().replace("max", "inf")) for name in (limit, used))
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -24,7 +24,7 @@ from fastp3o.errors import UserError, text_of, visible
 
 GRACE = 2.0  # seconds
 LONG = 60.0  # seconds, after which a line says that a call takes long
-LOOK = 0.5  # seconds between looks at whether an event loop goes on
+LOOK = 0.5  # seconds between looks at whether an event loop continues
 OF_TASKS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 end_process = os._exit  # while users' code runs, `os._exit` is `end_by_error`
 
@@ -146,7 +146,7 @@ def call_for_list(
 
 
 def told(error: BaseException) -> str:
-    """Where users' code has raised an error, and what it says."""
+    """The place where users' code raised an error, and its message."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)  # `extract_tb` obeys sys.tracebacklimit
     return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
@@ -222,8 +222,8 @@ def raised_by_itself(error: BaseException) -> bool:
 
 
 class LoopThread(threading.Thread):
-    """An event loop that goes on, whatever its tasks and callbacks raise, or if they stop it. ends: what callbacks have
-    raised to end the program.
+    """An event loop that continues, whatever its tasks and callbacks raise, or if they stop it. ends: what callbacks
+    have raised to end the program.
     """
 
     def __init__(self) -> None:
@@ -260,14 +260,14 @@ class Workers(ThreadPoolExecutor):
 
 @cache
 def event_loop(process: int) -> LoopThread:
-    """One for all coroutines of a process: a client that a module keeps belongs to the loop in which it was first used.
-    It runs in a thread of its own, since a notebook's runs in the caller's.
+    """The event loop of all coroutines of a process: a client that a module keeps belongs to the loop in which it was
+    first used. It runs in a thread of its own, since a notebook's runs in the caller's.
     """
     return LoopThread()
 
 
 def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
-    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it may go on then.
+    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it may continue then.
     Raises what a callback has raised meanwhile to end the program, and RuntimeError once the event loop has ended.
     """
 
@@ -302,7 +302,7 @@ def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
 
 
 def goes_on(thread: LoopThread, given_up: Future) -> bool:
-    """Cancels a call, and says whether its event loop goes on: code may block it, which is left behind with it then."""
+    """Cancels a call, and says whether its event loop continues. Code that blocks it is left behind, with the loop."""
     if not thread.is_alive():
         return False
     given_up.cancel()
@@ -349,8 +349,8 @@ class Defaults:
 
     def leave_behind(self, thread: threading.Thread) -> None:
         with self.lock:
-            self.holders = [one for one in self.holders if one is not thread]
-            self.running = [one for one in self.running if one is not thread]
+            self.holders = [other for other in self.holders if other is not thread]
+            self.running = [other for other in self.running if other is not thread]
             if not self.running:
                 os._exit = end_process
 

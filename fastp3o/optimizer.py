@@ -97,7 +97,7 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """What the loss of a backward pass is to be multiplied by, 0-d fp32; None but in fp16."""
+        """The factor of the loss in a backward pass, 0-d fp32; None but in fp16."""
         return self.guard.scale
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class Optimizer:
             raise error
 
     def overflow(self) -> Overflow | None:
-        """What fp16 does not hold in a recent row, None if that is not found. All processes must call it."""
+        """The values of a recent row that overflow fp16, None if there are none. All processes must call it."""
         look = partial(overflow, self.model)
         if self.accelerator.num_processes == 1:
             return first_overflow(map(look, self.recent))
@@ -168,7 +168,7 @@ class Optimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set_peak_learning_rate(self, rate: float) -> None:
-        """What the schedule multiplies for the first group, from the next step on."""
+        """Sets the rate that the schedule multiplies for the first group, from the next step on."""
         self.schedule.base_lrs[0] = rate
         self.optimizer.param_groups[0]["lr"] = rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
 
@@ -249,7 +249,9 @@ class StepGuard:
         return failed if overflow is None else torch.maximum(failed, overflow)
 
     def numbers(self) -> Tensor:
-        """What `read` takes: the steps that a failure has lost, the failure, the loss scale's state; 1-d fp32."""
+        """The numbers that `read` takes: the steps that a failure has lost, the failure, the loss scale's state; 1-d
+        fp32.
+        """
         scale = [] if self.scale is None else [self.scale, self.finite_steps.float()]
         return torch.stack([self.lost, self.failure, *scale])
 
@@ -312,7 +314,7 @@ class Masters:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.rounded = trained_parameters(model)
-        copies = {name: own.detach().to(device, torch.float32, copy=True) for name, own in self.rounded.items()}
+        copies = {name: weight.detach().to(device, torch.float32, copy=True) for name, weight in self.rounded.items()}
         self.parameters = {name: nn.Parameter(copied) for name, copied in copies.items()}
         # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
         # rounded rotary frequencies would move every position.

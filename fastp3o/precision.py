@@ -62,8 +62,8 @@ def named_precision(name: str) -> Precision:
 
 
 def wider_precision(*, trains: bool) -> Precision:
-    """What holds a model that fp16 does not: bf16, where this device multiplies it, else fp32. A model that trains has
-    a residual stream in fp32 (bf16-autocast), which rounds log-ratios less.
+    """A precision for a model that overflows fp16: bf16, where this device multiplies it, else fp32. A model that
+    trains has a residual stream in fp32 (bf16-autocast), which rounds log-ratios less.
     """
     on_gpu = torch.cuda.is_available()
     native = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else multiplies(torch.bfloat16)

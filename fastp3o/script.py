@@ -48,7 +48,7 @@ def let_segments_grow() -> None:
 
 
 def one_line(error: BaseException) -> str | None:
-    """What is said of an error in place of its traceback; None for a bug."""
+    """The line that stands for an error in place of its traceback; None for a bug."""
     line = visible(" ".join(str(error).split()))
     if isinstance(error, UserError | OSError):
         return f"error: {line or type(error).__name__}"
@@ -59,13 +59,13 @@ def one_line(error: BaseException) -> str | None:
     if out_of_memory or any(text in line for text in NO_MEMORY):
         return f"error: out of memory; scripts/memory.py shows what a run takes: {line or type(error).__name__}"
     if "gloo" in line and any(text in line for text in PEER_ENDED):
-        return f"error: another process of this run has ended, and says why: {line}"
+        return f"error: another process of this run failed, and its message says why: {line}"
     return None
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """What is printed inside is dropped, once standard output or error takes no more, and raises nothing."""
+    """Drops what is printed inside, once standard output or error takes no more, and raises nothing."""
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:
         # None: the file was closed from the start, or the program has no console.
@@ -80,7 +80,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class LastingStream:
-    """A text stream that goes on after its file has failed: a pipe that nobody reads, a full disk. tells: on stderr."""
+    """A text stream that outlives its file, such as a pipe that nobody reads, or a full disk. tells: on stderr."""
 
     def __init__(self, stream: TextIO | Any, *, tells: bool):
         self.stream, self.tells = stream, tells
@@ -114,7 +114,7 @@ class LastingStream:
             if self.tells:
                 self.tells = False
                 reason = error.strerror if isinstance(error, OSError) else text_of(error)
-                print(f"standard output takes no more ({reason}): the program goes on without it", file=sys.stderr)
+                print(f"cannot write to stdout ({reason}); continuing without it", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -16,7 +16,7 @@ def trl_names() -> dict[str, list[str]]:
 
 
 def hint(name: str, options: Collection[str]) -> str:
-    """What to use in the place of a name, as the end of a message; "" if nothing is near. options: those of the
+    """The advice for an unknown name, as the end of a message; "" if nothing is near. options: those of the
     configuration. Names of options are written as flags.
     """
     known = trl_names().get(name, [])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # For a nightly job: runs the integrations with the hosts' own code on a CPU, in the newest release of each and the one
-# before. Each has an environment of its own in .hosts (1 to 3 GB, a few minutes, once), for they exclude each other's
+# before. Each has an environment of its own in .hosts (1 to 3 GB, a few minutes, once), for they cannot be combined's
 # versions of transformers. OpenRLHF comes without what needs CUDA: its test has stand-ins for DeepSpeed, vLLM and
 # flash-attn. Arguments choose releases: bash scripts/test_hosts.sh verl==0.9.1 trl==1.16.0
 set -euo pipefail

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fastp3o
 import fastp3o_kernels
-from fastp3o.__main__ import COMMANDS, STAGES, found
+from fastp3o.__main__ import COMMANDS, STAGES, imported
 from fastp3o.config import Flags
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.objectives.online import OBJECTIVES
@@ -34,7 +34,7 @@ def concepts() -> dict[str, int]:
     """What a user can name, by what it is."""
     flags: dict[str, set[str]] = {}
     for command, (place, _) in STAGES.items():
-        chosen = found(place)
+        chosen = imported(place)
         classes: list[type[Flags]] = list(chosen.values()) if isinstance(chosen, dict) else [chosen]
         flags[command] = {field.name for config in classes for field in fields(config) if field.init}
     counts = {f"flags of `{command}`": len(names) for command, names in flags.items()}

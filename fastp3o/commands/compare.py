@@ -69,14 +69,12 @@ def print_table(sides: list[dict[Seed, Evaluations]], kls: list[float], metric: 
     """Prints the gains of both sides over update 0 at each KL, and their paired difference."""
     columns = (Column(name, justify="right") for name in ("KL, nats", "first", "second", "first − second, paired"))
     title = f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)"
-    caption = (
-        "passed at once: before the first evaluation after update 0, so no gain was measured (--eval_at 1,2,5 does)"
-    )
+    caption = "KL exceeded: already at the first evaluation after update 0, so no gain was measured (--eval_at 1,2,5)"
     table = Table(*columns, title=title, caption=caption)
     for kl in kls:
         gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
-        early = [sum(any(one["kl"] >= kl for one in run[:2]) for run in side.values()) for side in sides]
-        none = [f"passed at once ({count})" if count else "not reached" for count in early]
+        early = [sum(any(evaluation["kl"] >= kl for evaluation in run[:2]) for run in side.values()) for side in sides]
+        none = [f"KL exceeded ({count})" if count else "not reached" for count in early]
         means = map(matched_kl.interval, gains)
         cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
         table.add_row(f"{kl:g}", *cells, format_estimate(paired_difference(*gains), "–"))

@@ -167,9 +167,9 @@ def rollout_memory(
     row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labelled=0)
     copied = shards > 1 or adapters or precision.autocast is not None
     # Parts of a model in half precision are its masters.
-    own = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
+    gathered = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
     return Memory(
-        weights=own + (model.parameters * item if copied else 0),
+        weights=gathered + (model.parameters * item if copied else 0),
         head=4 * room.slots * model.vocabulary,
         layer=layer_pass(model, row, sampled),
         cache=room.tokens * model.layers * 2 * model.keys * item,

@@ -30,17 +30,17 @@ def main() -> None:
     if arguments.count < 1:
         parser.error(f"--count must be at least 1, got {arguments.count}")
     path = arguments.run / ROLLOUTS
-    found = find_update(path, arguments.update)
-    if not found.updates:
+    logged = find_update(path, arguments.update)
+    if not logged.updates:
         parser.error(f"{path} does not exist, or has no whole update: online runs write it (--log_rollouts)")
-    update = found.last if arguments.update is None else arguments.update
-    if not found.groups:
+    update = logged.last if arguments.update is None else arguments.update
+    if not logged.groups:
         parser.error(
-            f"{path} has no update {update}; its {found.updates} updates are from {found.first} to {found.last}"
+            f"{path} has no update {update}; its {logged.updates} updates are from {logged.first} to {logged.last}"
         )
     console = Console() if Console().is_terminal else Console(width=WIDTH)
-    responses = [(group, response) for group in found.groups for response in group.responses]
-    responses.sort(key=lambda one: one[1].reward, reverse=True)
+    responses = [(group, response) for group in logged.groups for response in group.responses]
+    responses.sort(key=lambda entry: entry[1].reward, reverse=True)
     for kind, chosen in (("best", responses[: arguments.count]), ("worst", responses[::-1][: arguments.count])):
         columns = (Column("end of prompt", ratio=2), Column("response", ratio=3))
         numbers = (Column(name, justify="right") for name in ("reward", "log-ratio", "tokens"))
@@ -65,13 +65,13 @@ class Found(NamedTuple):
 
 def find_update(path: Path, number: int | None) -> Found:
     """Finds an update by its number, or the last one, in a log that may be larger than memory."""
-    found = Found([], 0, 0, 0)
+    logged = Found([], 0, 0, 0)
     for groups in read_updates(path):
         step = groups[0].step
-        first, last = (min(step, found.first), max(step, found.last)) if found.updates else (step, step)
-        kept = groups if step == (last if number is None else number) else found.groups
-        found = Found(kept, found.updates + 1, first, last)
-    return found
+        first, last = (min(step, logged.first), max(step, logged.last)) if logged.updates else (step, step)
+        kept = groups if step == (last if number is None else number) else logged.groups
+        logged = Found(kept, logged.updates + 1, first, last)
+    return logged
 
 
 def shown(text: str) -> Text:

@@ -48,7 +48,7 @@ def print_win_rates(config: WinRateConfig) -> None:
             for name, rate in win_rates(config, judge, responses[first], responses[second]):
                 rates.setdefault(name, {})[first, second] = rate
     except EndpointError as error:
-        raise EndpointError(f"{error}; with --verdicts FILE the next run goes on from the verdicts so far") from error
+        raise EndpointError(f"{error}; with --verdicts FILE the next run continues from the verdicts so far") from error
     finally:
         if rates:
             print_table(config, rates, responses)

@@ -44,9 +44,9 @@ def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 
 class BetweenTurns(NamedTuple):
-    """What a chat template writes between two replies. before: the messages up to the first one, which are marks.
-    written_before: them, as the template writes them. between: from there to the content of a message of this role;
-    after: from there to the next reply, with what the template begins it with.
+    """The text that a chat template writes between two replies. before: the messages up to the first one, which are
+    marks. written_before: them, as the template writes them. between: from there to the content of a message of this
+    role; after: from there to the next reply, with what the template begins it with.
     """
 
     role: str
@@ -102,18 +102,18 @@ class ChatTemplate:
         return next((number for number in ids if number in special), None)
 
     def variables(self, record: Fields) -> dict[str, Any]:
-        """What the template reads besides messages: `tools`, and the values of `chat_template_kwargs`. Raises
-        RecordError for one that the template does not name.
+        """The variables that the template reads besides messages: `tools`, and the values of `chat_template_kwargs`.
+        Raises RecordError for one that the template does not name.
         """
         tools = json_value(record, "tools", list, "a list of tools")
-        own = json_value(record, "chat_template_kwargs", dict, "an object")
-        if not tools and not own:
+        variables = json_value(record, "chat_template_kwargs", dict, "an object")
+        if not tools and not variables:
             return {**self.settings}
-        self.require_read(own, tools)
-        for field, value in (("tools", tools), ("chat_template_kwargs", own)):
+        self.require_read(variables, tools)
+        for field, value in (("tools", tools), ("chat_template_kwargs", variables)):
             if self.special.search(json.dumps(value, ensure_ascii=False, default=str)):
                 raise RecordError(field, "no text of a special token", Found("one with it"))
-        return {**self.settings, **own} | ({"tools": tools} if tools else {})
+        return {**self.settings, **variables} | ({"tools": tools} if tools else {})
 
     def require_read(self, own: Fields, tools: list) -> None:
         """Raises RecordError unless the template names all settings, a record's own, and tools if there are some."""
@@ -130,9 +130,9 @@ class ChatTemplate:
     def fields_read(self, record: Fields) -> dict[str, Any]:
         """A record's fields for the template, without what it does not read. Raises RecordError as `variables`."""
         tools = json_value(record, "tools", list, "a list of tools")
-        own = json_value(record, "chat_template_kwargs", dict, "an object")
-        own = {name: value for name, value in own.items() if self.reads(name, tools)}
-        return {"chat_template_kwargs": own} | ({"tools": tools} if self.reads("tools", tools) else {})
+        variables = json_value(record, "chat_template_kwargs", dict, "an object")
+        variables = {name: value for name, value in variables.items() if self.reads(name, tools)}
+        return {"chat_template_kwargs": variables} | ({"tools": tools} if self.reads("tools", tools) else {})
 
     @cached_property
     def reads_clock(self) -> bool:
@@ -142,7 +142,7 @@ class ChatTemplate:
         other = ChatTemplate(self.tokenizer, self.settings, Clock(self.clock.moment + ANOTHER_TIME))
         asked = [{"role": "user", "content": "Hi"}]
         try:
-            texts = [one.apply(asked, "", self.settings, add_generation_prompt=True) for one in (self, other)]
+            texts = [template.apply(asked, "", self.settings, add_generation_prompt=True) for template in (self, other)]
         except RecordError:  # it wants other messages
             return True
         return texts[0] != texts[1]
@@ -166,7 +166,7 @@ class ChatTemplate:
         return text[len(before) :]
 
     def between_turns(self, role: str, variables: Fields) -> BetweenTurns:
-        """What the template writes between two replies, with a message of this role. It is asked about marks.
+        """The text that the template writes between two replies, with a message of this role. It is asked about marks.
 
         Raises RecordError for a template that refuses the role, or writes earlier replies, as they were begun and went
         on, otherwise once others follow them.
@@ -182,7 +182,7 @@ class ChatTemplate:
 
         before = written()
         head = written(marks[1], marks[2]).partition(marks[1])[0]
-        # A reply may begin with what the template writes for it to go on from, such as an empty thought.
+        # A reply may begin with what the template writes for it to continue from, such as an empty thought.
         begun = before[len(head) :] if before.startswith(head) else ""
         thought = "<think>\n{}\n</think>\n\n"
         if "<think>" in begun:
@@ -231,7 +231,9 @@ class ChatTemplate:
 
         def drops(names: list[str], first: int = 0) -> bool:
             """Whether the text is the same without these fields of the messages from the first on."""
-            later = [{name: value for name, value in one.items() if name not in names} for one in messages[first:]]
+            later = [
+                {name: value for name, value in message.items() if name not in names} for message in messages[first:]
+            ]
             try:
                 without = [*messages[:first], *later]
                 return self.apply(without, field, variables, add_generation_prompt=add_generation_prompt) == text
@@ -299,7 +301,7 @@ class ResponseEnds(NamedTuple):
 def response_ends(
     tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | PretrainedConfig | None = None
 ) -> ResponseEnds:
-    """What ends a response: the tokens at which the model's settings stop, the tokenizer's end-of-sequence, and the
+    """The ends of a response: the tokens at which the model's settings stop, the tokenizer's end-of-sequence, and the
     token with which the chat template ends a reply. Data, samplers, servers, reward models and saved files all ask
     here: what one of them took for an end and another did not would be trained, but never sampled.
 
@@ -413,11 +415,13 @@ class Encoder:
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""
-        prompt_ids = self.tokenise([(one.templated, BEGINNING, one.prompt) for one in batch])
-        # What responses continue: nothing, text, or a special token, behind which a text may begin anew.
+        prompt_ids = self.tokenise([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
+        # What responses continue: nothing, text, or a special token, behind which a text may begin again.
         last = [ids[-1] if ids else BEGINNING for ids in prompt_ids]
-        last = [one if one in self.continuation.begins else INSIDE for one in last]
-        keys = [[(one.templated, end, text) for text in one.responses] for one, end in zip(batch, last, strict=True)]
+        last = [entry if entry in self.continuation.begins else INSIDE for entry in last]
+        keys = [
+            [(entry.templated, end, text) for text in entry.responses] for entry, end in zip(batch, last, strict=True)
+        ]
         response_ids = iter(self.tokenise([key for those in keys for key in those]))
         ids = [[first, *islice(response_ids, len(those))] for first, those in zip(prompt_ids, keys, strict=True)]
         return list(map(self.encode_one, batch, ids))
@@ -440,7 +444,7 @@ class Encoder:
         try:
             for field, ids in zip(texts.fields, prompt_and_response_ids, strict=True):
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
-                    raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
+                    raise RecordError(field, "text that encodes to ordinary tokens", Found("a special token"))
             encoded = ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
             written = zip(response_ids, texts.fields[1:], strict=True)
             whole = [self.closed(*response, templated=texts.templated) for response in written]

@@ -213,7 +213,7 @@ class Loader:
             if count == self.examples[file] > 1:
                 raise DataError(
                     f"{file}: expected responses without the prompt before them, got one that begins with the whole "
-                    f"prompt in each of {count} records: the prompt would be learnt twice. Cut it off the responses"
+                    f"prompt in each of {count} records: the prompt would be trained on twice. Cut it off the responses"
                 )
 
     def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
@@ -311,8 +311,8 @@ def fields_json(record: Fields, asked: Asked) -> dict[str, str]:
     for name, asker in asked.items():
         value = record.get(name)
         if value is None:
-            found = "null" if name in record else f"nothing: the record has {field_names(record)}"
-            raise RecordError(name, f"a value, which {asker} asks for", Found(found))
+            reason = "null" if name in record else f"nothing: the record has {field_names(record)}"
+            raise RecordError(name, f"a value, which {asker} asks for", Found(reason))
         texts[name] = json_text(value, name, f"a value that JSON has, which {asker} asks for", ensure_ascii=True)
     return texts
 

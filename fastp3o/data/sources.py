@@ -58,7 +58,7 @@ def read_records(source: str, split: str) -> Iterator[Record]:
         return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
-        raise DataError(f"{source}: expected names with commas between, got an empty one")
+        raise DataError(f"{source}: expected comma-separated names, got an empty one")
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{source}: {twice[0]} comes more than once")
     # All files are found before the first record is read.

@@ -78,17 +78,17 @@ class Continuation:
         return []
 
     def ids(self, texts: list[str], last: int, *, control: bool) -> list[list[int]]:
-        """As `tokenise` gives them, of texts behind a token."""
-        found: dict[str, list[int]] = {}
+        """Token ids of texts that follow a token, as `tokenise` gives them for texts alone."""
+        ids_by_text: dict[str, list[int]] = {}
         for anchor, first in self.anchors if last not in self.begins else ():
-            left = [text for text in texts if text not in found]
+            left = [text for text in texts if text not in ids_by_text]
             anchored = tokenise(self.tokenizer, [anchor + text for text in left], control=control)
             whole = zip(left, anchored, strict=True)
-            found |= {text: ids[len(first) :] for text, ids in whole if ids[: len(first)] == first}
+            ids_by_text |= {text: ids[len(first) :] for text, ids in whole if ids[: len(first)] == first}
         # No anchor stays apart from these.
-        left = [text for text in texts if text not in found]
-        found |= zip(left, tokenise(self.tokenizer, left, control=control), strict=True)
-        return [list(found[text]) for text in texts]
+        left = [text for text in texts if text not in ids_by_text]
+        ids_by_text |= zip(left, tokenise(self.tokenizer, left, control=control), strict=True)
+        return [list(ids_by_text[text]) for text in texts]
 
     def text(self, ids: list[int], last: int) -> str:
         """The text without special tokens: what other text and the ids behind it decode to, without the other text."""

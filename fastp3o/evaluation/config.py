@@ -63,7 +63,7 @@ class JudgeConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.judge and self.judge_url:
-            raise UserError("--judge and --judge_url exclude each other")
+            raise UserError("--judge and --judge_url cannot be combined")
         if bool(self.judge_url) != bool(self.judge_model):
             raise UserError("--judge_url and --judge_model go together")
 
@@ -91,7 +91,7 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
             raise UserError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
         different = {name for name in self.checkpoints if name}
         if self.models and not 2 <= len(self.checkpoints) == len(different):
-            raise UserError(f"--models must be two or more different checkpoints and commas, got {self.models!r}")
+            raise UserError(f"--models must be two or more different checkpoints, comma-separated, got {self.models!r}")
 
     @property
     def checkpoints(self) -> list[str]:
@@ -118,7 +118,7 @@ class EvaluateConfig(SamplingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.greedy and self.truncates:
-            raise UserError("--greedy takes the likeliest token: leave out --top_k, --top_p and --min_p")
+            raise UserError("--greedy takes the most likely token: leave out --top_k, --top_p and --min_p")
         if self.greedy and self.responses_per_prompt > 1:
             raise UserError("--greedy gives one response to each prompt: leave out --responses_per_prompt")
 

@@ -25,7 +25,7 @@ EVALUATION = 2**32 - 1
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys are the names of
     their means. prompts: with the columns that rewards ask for. sets: places of prompts, whose own means are
-    `set/NAME/...`. greedy: samples the likeliest tokens, for `greedy/...`.
+    `set/NAME/...`. greedy: samples the most likely tokens, for `greedy/...`.
     """
 
     accelerator: Accelerator
@@ -77,10 +77,10 @@ class Evaluation:
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group], reference: Reference) -> Tensor:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
-        groups, own = with_tensor_group(self.policy, groups)
+        groups, local = with_tensor_group(self.policy, groups)
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
-        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[own]
+        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[local]
 
 
 def lengths_and_ends(groups: list[Group]) -> dict[str, Tensor]:

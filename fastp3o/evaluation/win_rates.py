@@ -51,7 +51,7 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
         if list(others["prompt"]) != texts_of_first:
             names = f"the tokenizers of {checkpoints[0]} and {name}"
             raise UserError(f"{names} make different texts of {config.prompts}, by template or --max_prompt_tokens")
-    return [respond(*one, config) for one in zip(checkpoints, tokenizers, prompts, strict=True)]
+    return [respond(*arguments, config) for arguments in zip(checkpoints, tokenizers, prompts, strict=True)]
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> Dataset:
@@ -100,10 +100,12 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
         if broken := [place for place, reward in enumerate(rewards) if not isfinite(reward)]:
             what = f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint"
             raise UserError(f"{what} are not finite, the first that of response {broken[0]}")
-        responses = [(one.text, one.finished, one.turns) for group in side.groups for one in group.responses]
+        responses = [
+            (response.text, response.finished, response.turns) for group in side.groups for response in group.responses
+        ]
         sides.append(zip(responses, rewards, strict=True))
     verdicts = []
-    for (one, reward), (other, others_reward) in zip(*sides, strict=True):
+    for (response, reward), (other, others_reward) in zip(*sides, strict=True):
         better = Verdict.FIRST if reward > others_reward else Verdict.SECOND
-        verdicts.append(Verdict.TIE if one == other or reward == others_reward else better)
+        verdicts.append(Verdict.TIE if response == other or reward == others_reward else better)
     return verdicts

@@ -46,13 +46,13 @@ TOGETHER = ModelReward | Cascade
 def generate(config: GenerateConfig) -> Generated:
     """Samples responses to all prompts and leaves in `config.output_dir`
 
-        samples.jsonl    a line a prompt: all responses with their rewards, see `Samples`
-        kept.jsonl       those that are kept, as demonstrations or as preferences
+    samples.jsonl a line a prompt: all responses with their rewards, see `Samples` kept.jsonl those that are kept, as
+    demonstrations or as preferences
 
-    A resumed run goes on after the last whole batch, and has the bits of an unbroken one; so has one on another number
-    of processes, which take whole batches in turns. It may keep other responses: nothing is sampled again. Without
-    `rollout_memory`, free memory decides how many prompts are sampled at once if it has no room for a batch, and the
-    bits are those of that number.
+    A resumed run continues after the last whole batch, and has the bits of an unbroken one; so has one on another
+    number of processes, which take whole batches in turns. It may keep other responses: nothing is sampled again.
+    Without `rollout_memory`, free memory decides how many prompts are sampled at once if it has no room for a batch,
+    and the bits are those of that number.
 
     With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not ask for it again.
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
@@ -158,7 +158,7 @@ def sample_rest(
     limits = (config.max_prompt_tokens, None, config.max_characters, config.template_settings)
     ends = checkpoint_ends(config.model, tokenizer, trust_remote_code=config.trust_remote_code)
     read = reads_back(Encoder(tokenizer, *limits, ends, context.clock))
-    one = partial(make_samples, continuation=Continuation(tokenizer), reads_back=read)
+    sampled = partial(make_samples, continuation=Continuation(tokenizer), reads_back=read)
     size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
     disable = None if accelerator.is_main_process else True
     with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:
@@ -176,8 +176,8 @@ def sample_rest(
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             if reward is not None:
                 require_finite_rewards(accelerator, reward, groups, rewards)
-            batch = gather_object(list(map(one, groups, rewards.tolist(), examples["given"])) if share else [])
+            batch = gather_object(list(map(sampled, groups, rewards.tolist(), examples["given"])) if share else [])
             on_main_process(accelerator, partial(samples.append, batch))
-            tokens += sum(sum(one.lengths) for one in batch)
+            tokens += sum(sum(sampled.lengths) for sampled in batch)
             bar.update(len(batch))
     return tokens / phases.read()["sampling"]

@@ -44,7 +44,7 @@ def reads_back(encoder: Encoder) -> ReadsBack:
 
     def check(given: Mapping[str, Any], responses: list[Response]) -> list[bool]:
         texts = rendered(given, [response.text for response in responses])
-        encoded = iter(encoder.encode([one for one in texts if one is not None]))
-        return [one is not None and same(next(encoded), r) for one, r in zip(texts, responses, strict=True)]
+        encoded = iter(encoder.encode([text for text in texts if text is not None]))
+        return [text is not None and same(next(encoded), r) for text, r in zip(texts, responses, strict=True)]
 
     return check

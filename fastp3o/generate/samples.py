@@ -72,7 +72,7 @@ def turns_alone(prompt: Prompt, trajectory: Response, continuation: Continuation
 
 class SamplesFile:
     """The samples of prompts 0, 1, ... in order. Lines are synced a batch at a time. Whatever ended the process, the
-    file begins with whole batches; lines after them are cut off before a resumed run goes on.
+    file begins with whole batches; lines after them are cut off before a resumed run continues.
     """
 
     def __init__(self, path: Path):

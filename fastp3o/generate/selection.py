@@ -158,12 +158,12 @@ def judged_records(samples: Iterable[Samples], judge: Judge, *, unfinished: bool
     it has answered is in its file.
     """
     pairs = []
-    for one in samples:
-        texts = valid_candidates(one, unfinished=unfinished).texts
-        drawn = disjoint_pairs(range(len(texts)), np.random.default_rng([seed, one.number]))
+    for sample in samples:
+        texts = valid_candidates(sample, unfinished=unfinished).texts
+        drawn = disjoint_pairs(range(len(texts)), np.random.default_rng([seed, sample.number]))
         # Texts that differ only in white space at their ends are no pair.
         differ = [(texts[i], texts[j]) for i, j in drawn if texts[i].strip() != texts[j].strip()]
-        pairs += [(one.number, one.prompt, *two) for two in differ]
+        pairs += [(sample.number, sample.prompt, *two) for two in differ]
     try:
         verdicts = judge(
             [plain_text(prompt) for _, prompt, *_ in pairs],

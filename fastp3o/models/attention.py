@@ -104,10 +104,10 @@ def segment_attention(
     """
     segments, cache = fastp3o_segments, fastp3o_cache
     if attention_mask is not None:
-        made = "it attends by a mask of its own making, which knows nothing of where responses begin"
+        made = "it builds its own attention mask, which ignores where responses begin"
         raise UserError(f'{made}: attention "{NAME}" takes one packed row with its segments instead')
     if segments is None and cache is None:
-        lost = "it does not hand the keywords of its call on to its attention"
+        lost = "it does not pass its keyword arguments on to its attention"
         raise UserError(f'{lost}: "{NAME}" takes one packed row with its segments, and never sees these')
     if len(query) != 1:
         raise UserError(f'attention "{NAME}" takes one packed row, got a batch of {len(query)}')

@@ -42,7 +42,9 @@ class LoadedModel(NamedTuple):
         )
         self.copy_generation_config(model)
         if own := own_code(self.model, model):
-            raise UserError(f"model has {own}, and the run would use a plain copy without it: take it off")
+            raise UserError(
+                f"model has {own}, which would be lost because training reloads it from its config: remove it first"
+            )
         return model, loading
 
     def copy_generation_config(self, model: Any) -> None:

@@ -72,7 +72,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template:
         if not has_tokenizer(name):
             if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
                 raise UserError(f"it has an adapter alone: name {name}/adapter")
-            raise UserError("it has no tokenizer's files")
+            raise UserError("no tokenizer files found")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **at(name))
         config = load_config(name, trust_remote_code)
     return usable_tokenizer(name, tokenizer, config, chat_template)
@@ -212,7 +212,7 @@ def load_reward_model(
         head = model.score
     if not new_head and not head.weight.any():
         lack = "it has no head `score`" if headless else "its head `score` is zero"
-        raise UserError(f"{name} is no trained reward model: {lack}; train one from it with scripts/reward_model.py")
+        raise UserError(f"{name} is not a trained reward model: {lack}; train one from it with scripts/reward_model.py")
     checked(model)
     scorer = PackedModel(named(model, name, base).to(device))
     with computed_in(dtype, scorer) if as_stored else nullcontext():

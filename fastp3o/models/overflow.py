@@ -36,19 +36,19 @@ class Overflow(NamedTuple):
 
     def __str__(self) -> str:
         if self.value == inf:
-            return f"{self.place} is beyond {LARGEST:,.0f}, where fp16 ends"
+            return f"{self.place} is beyond {LARGEST:,.0f}, fp16's maximum"
         if isnan(self.value):
             return f"{self.place} is NaN, in fp32 too"
         if self.happened and self.value <= LARGEST:
             return f"{self.place} is not finite in fp16, though in fp32 it reaches only {self.value:,.0f}"
-        return f"{self.place} reaches {self.value:,.0f}, and fp16 ends at {LARGEST:,.0f}"
+        return f"{self.place} reaches {self.value:,.0f}, and fp16's maximum is {LARGEST:,.0f}"
 
 
 class OverflowsError(UserError):
     """fp16 does not hold the weights or the activations of the model with this name."""
 
     def __init__(self, name: str, overflow: Overflow):
-        super().__init__(f"fp16 does not hold {name}: {overflow}: use another --precision")
+        super().__init__(f"{name} overflows fp16: {overflow}: use another --precision")
         self.overflow = overflow
 
 

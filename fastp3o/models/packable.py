@@ -63,7 +63,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     slides = SLIDING in layers if layers else window
     reached = window is None or model.longest_sequence is None or window < model.longest_sequence
     if slides and reached and not trial.windows:
-        raise UserError(f"{refused}transformers does not hand its sliding window on to the AttentionInterface")
+        raise UserError(f"{refused}transformers does not pass its sliding window to the AttentionInterface")
     return model
 
 

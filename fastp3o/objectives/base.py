@@ -134,7 +134,7 @@ class Objective(ABC):
 
     @property
     def adaptive_metrics(self) -> dict[str, float]:
-        """What an update changes beside its optimizer steps, such as settings, as metrics by name."""
+        """Values that an update changes beside its optimizer steps, such as the KL's weight, as metrics by name."""
         return {} if self.kl is None or self.kl.target is None else {"kl_coef": self.kl.value}
 
     @property
@@ -147,7 +147,7 @@ class Objective(ABC):
         return None
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
-        """What a row adds to its minibatch's divisor: its prompts, unless the loss is a mean over something else.
+        """The share of a row in its minibatch's divisor: its prompts, unless the loss is a mean over something else.
         loss_mask: [P, K] bool, on the CPU; None for all.
         """
         return len(row.groups)
@@ -232,8 +232,8 @@ def on_policy(sums: Callable[[Groups], LossAndMetrics]) -> Callable[[Groups], Lo
     """`sums` of groups whose old log-probs are those that the loss has just computed."""
 
     def with_own_as_old(groups: Groups) -> LossAndMetrics:
-        own = groups.token_logprobs.detach()
-        return sums(groups.having(old_tokens=own, old=groups.sums(own)))
+        logprobs = groups.token_logprobs.detach()
+        return sums(groups.having(old_tokens=logprobs, old=groups.sums(logprobs)))
 
     return with_own_as_old
 

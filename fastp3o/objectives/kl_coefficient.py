@@ -44,7 +44,7 @@ class KLCoefficient:
         return {"given": self.start, "value": self.value, "kl": self.kl, "updates": self.updates, "pace": self.pace}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A resumed run that gives another weight, or no target, starts anew."""
+        """A resumed run that gives another weight, or no target, starts again."""
         if self.target is not None and state_dict["given"] == self.start:
             self.value, self.kl = state_dict["value"], state_dict["kl"]
             self.updates, self.pace = state_dict["updates"], state_dict["pace"]

@@ -148,7 +148,9 @@ class Clipped(PolicyGradient):
         return self.formula(logprobs, old, advantages, clip_low=low, clip_high=high)
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        """Of tokens, [n], or of whole responses, [P, K], which are sampled as a whole also where means are clipped."""
+        """log π_old − log π_sampler of tokens, [n], or of whole responses, [P, K], which are sampled as a whole also
+        where means are clipped.
+        """
         of_tokens = self.compared(groups)[0].dim() == 1
         return sampler_log_ratios(groups) if of_tokens else super().sampler_log_ratios(groups)
 
@@ -205,10 +207,10 @@ class REINFORCE(RLOO):
     def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         batches = list(chain.from_iterable(minibatches))
-        rewards = torch.cat([one.rewards for one in batches])
+        rewards = torch.cat([microbatch.rewards for microbatch in batches])
         if self.subtracts_kl:
-            old = torch.cat([one.old_logprobs for one in batches])
-            rewards = self.less_kl(rewards, old, torch.cat([one.ref_logprobs for one in batches]))
+            old = torch.cat([microbatch.old_logprobs for microbatch in batches])
+            rewards = self.less_kl(rewards, old, torch.cat([microbatch.ref_logprobs for microbatch in batches]))
         rewards = rewards.double()
         total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])).tolist()
         self.baseline = total / count
@@ -278,7 +280,7 @@ class REBEL(PolicyGradient):
         return formulas.rebel(*compared, eta=self.config.eta)
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        """Of pairs, [P, M]."""
+        """log π_old − log π_sampler of pairs, [P, M]."""
         return pairs(super().sampler_log_ratios(groups)).sum(-1)
 
     def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -303,5 +305,5 @@ class OAPL(PolicyGradient):
     config: configs.OAPLConfig
 
     def losses(self, groups: Groups) -> Tensor:
-        given = groups.logprobs, groups["old"], groups["advantages"]
-        return formulas.oapl(*given, beta1=self.config.beta1, beta2=self.config.beta2)
+        inputs = groups.logprobs, groups["old"], groups["advantages"]
+        return formulas.oapl(*inputs, beta1=self.config.beta1, beta2=self.config.beta2)

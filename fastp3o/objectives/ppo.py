@@ -218,7 +218,7 @@ def ppo_loss(
 
 
 def clipped_value_loss(values: Tensor, microbatch: Microbatch, reach: float) -> dict[str, Tensor]:
-    """Of each token, [N] fp32: the loss of its value, and whether that has moved further than `reach`."""
+    """Returns for each token, [N] fp32, the loss of its value, and whether that has moved further than `reach`."""
     old_values, returns = microbatch.prepared["old_values"], microbatch.prepared["returns"]
     clipped_values = old_values + (values - old_values).clamp(-reach, reach)
     loss = torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2

@@ -74,8 +74,8 @@ class TRPO(ActorCritic):
                 break
         else:
             surrogate, kl, _ = near.at(nowhere)
-        found = {"surrogate_gain": surrogate - before, "trpo_kl": kl, "line_search_steps": tried + 1}
-        self.step_metrics = found | {"grad_norm": gradient.norm().item()}
+        line_search = {"surrogate_gain": surrogate - before, "trpo_kl": kl, "line_search_steps": tried + 1}
+        self.step_metrics = line_search | {"grad_norm": gradient.norm().item()}
 
 
 class Neighbourhood:
@@ -83,40 +83,42 @@ class Neighbourhood:
 
     def __init__(self, policy: nn.Module, microbatches: list[Microbatch]):
         self.policy, self.microbatches = policy, microbatches
-        trained = ((name, one) for name, one in policy.named_parameters() if one.requires_grad)
-        self.parameters = [one for name, one in trained if not name.startswith("critic.")]
-        self.start = torch.cat([one.detach().flatten() for one in self.parameters])
+        trained = ((name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad)
+        self.parameters = [parameter for name, parameter in trained if not name.startswith("critic.")]
+        self.start = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
         self.distance = 1e-3 * self.start.norm()  # to where the KL was last found to be about NEAR
-        self.tokens = sum(float(sum_and_count(one)[1]) for one in microbatches) or 1.0
+        self.tokens = sum(float(sum_and_count(microbatch)[1]) for microbatch in microbatches) or 1.0
         with torch.no_grad():
-            old = [policy(one.row, one.row.labelled_at, lambda *old: old) for one in microbatches]
+            old = [policy(microbatch.row, microbatch.row.labelled_at, lambda *old: old) for microbatch in microbatches]
         self.old_hidden, self.old_head = [hidden for hidden, _ in old], deepcopy(old[0][1])
 
     def at(self, offset: Tensor, gradient_of: int | None = None) -> tuple[float, float, Tensor]:
         """Moves the policy to this offset from the start. Returns the means of its surrogate ρ A (equation 14) and of
         KL(π_old ‖ π) over the vocabulary (12), and the gradient of one of the two.
         """
-        places = (self.start + offset).split([one.numel() for one in self.parameters])
+        places = (self.start + offset).split([parameter.numel() for parameter in self.parameters])
         with torch.no_grad():
             for parameter, place in zip(self.parameters, places, strict=True):
                 parameter.copy_(place.view_as(parameter))
         means, gradient = [0.0, 0.0], torch.zeros_like(offset)
-        for one, old in zip(self.microbatches, self.old_hidden, strict=True):
+        for microbatch, old in zip(self.microbatches, self.old_hidden, strict=True):
             with torch.set_grad_enabled(gradient_of is not None):
-                logprobs, kls = self.policy(one.row, one.row.labelled_at, partial(self.logprobs_kls, one, old))
-            surrogates = bounded_exp(logprobs - one.old_token_logprobs) * one.prepared["advantages"]
-            parts = [sum_and_count(one)[0](values) / self.tokens for values in (surrogates, kls)]
+                logprobs, kls = self.policy(
+                    microbatch.row, microbatch.row.labelled_at, partial(self.logprobs_kls, microbatch, old)
+                )
+            surrogates = bounded_exp(logprobs - microbatch.old_token_logprobs) * microbatch.prepared["advantages"]
+            parts = [sum_and_count(microbatch)[0](values) / self.tokens for values in (surrogates, kls)]
             means = [mean + part.item() for mean, part in zip(means, parts, strict=True)]
             if gradient_of is not None:
                 slopes = torch.autograd.grad(parts[gradient_of], self.parameters, materialize_grads=True)
                 gradient += torch.cat([slope.flatten() for slope in slopes])
         return means[SURROGATE], means[KL], gradient
 
-    def logprobs_kls(self, one: Microbatch, old: Tensor, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    def logprobs_kls(self, microbatch: Microbatch, old: Tensor, hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         from fastp3o.models.packed_model import label_logprobs
 
         kls = linear_distillation(hidden, head, old, self.old_head, divergence="forward_kl")
-        return label_logprobs(hidden, head, one.row), kls
+        return label_logprobs(hidden, head, microbatch.row), kls
 
     def fisher_product(self, vector: Tensor) -> Tensor:
         """The KL's Hessian times a vector, by a central difference of gradients: kernels have no second derivatives."""

@@ -48,14 +48,14 @@ def pack(
     numbers = range(len(prompts)) if groups is None else groups
     rows = []
     for members in first_fit_decreasing(group_sizes(prompts, responses, packing), packing.tokens_per_row):
-        given = [GivenGroup(prompts[m], responses[m], None if labelled is None else labelled[m]) for m in members]
+        row_groups = [GivenGroup(prompts[m], responses[m], None if labelled is None else labelled[m]) for m in members]
         row = packed_row(
             [numbers[member] for member in members],
-            given,
+            row_groups,
             share_prompts=packing.share_prompts,
             label_prompts=label_prompts,
         )
-        parts = parts_of(given[0], packing)
+        parts = parts_of(row_groups[0], packing)
         rows.append(replace(row, parts=parts, passes=len(parts)) if len(parts) > 1 else row)
     return rows
 
@@ -75,8 +75,8 @@ def parts_of(given: GivenGroup, packing: Packing) -> tuple[Part, ...]:
         left -= size
     parts = []
     for number, group in enumerate(members if len(members) > 1 else []):
-        one = GivenGroup(given.prompt, group, None)
-        row = packed_row([0], [one], share_prompts=packing.share_prompts, label_prompts=False)
+        part = GivenGroup(given.prompt, group, None)
+        row = packed_row([0], [part], share_prompts=packing.share_prompts, label_prompts=False)
         parts.append(Part(row.input_ids, row.position_ids, row.segments, prompt_once if number else 0))
     return tuple(parts)
 
@@ -94,7 +94,9 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
 
 def sums_by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
     """`by_group` of sums over the tokens of each response. values: of the rows' labelled tokens, [N] each."""
-    return by_group(rows, [sequence_logprobs(one, row.cu_seqlens) for row, one in zip(rows, values, strict=True)])
+    return by_group(
+        rows, [sequence_logprobs(logprobs, row.cu_seqlens) for row, logprobs in zip(rows, values, strict=True)]
+    )
 
 
 def group_sizes(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], packing: Packing) -> list[int]:

@@ -57,7 +57,7 @@ class RemoteConfig(Flags):
         super().__post_init__()
         columns = self.columns
         if not all(columns) or len(set(columns)) < len(columns):
-            raise UserError(f"--reward_columns must be different names and commas, got {self.reward_columns!r}")
+            raise UserError(f"--reward_columns must be different names, comma-separated, got {self.reward_columns!r}")
         if not set(columns).isdisjoint(TEXTS):
             raise UserError(f"--reward_columns must be other than {' and '.join(TEXTS)}, got {self.reward_columns!r}")
         if ENVIRONMENT in self.single_scorers and not getattr(self, "environment", True):
@@ -106,7 +106,7 @@ class RewardConfig(RemoteConfig):
         super().__post_init__()
         names = self.rewards
         if len(names) > 1 and not all(names):
-            raise UserError(f"--reward must be names separated by commas, none of them empty, got {self.reward!r}")
+            raise UserError(f"--reward must be comma-separated names, none of them empty, got {self.reward!r}")
         if len(set(names)) < len(names):
             raise UserError(f"--reward must be different names, got {self.reward!r}")
         try:

@@ -85,18 +85,20 @@ class FunctionReward:
         if self.takes_ids:
             further["completion_ids"] = [list(response.ids) for group in groups for response in group.responses]
         function = partial(self.function, **columns | further)
-        given = texts_or_messages(groups) if self.in_trls_form else texts(groups)
-        returned = call_for_list(function, self.name, *given, timeout=self.timeout)
+        texts_or_chats = texts_or_messages(groups) if self.in_trls_form else texts(groups)
+        returned = call_for_list(function, self.name, *texts_or_chats, timeout=self.timeout)
         responses = len(groups[0].responses)
         for start in range(0, len(returned), responses):
             if all(value is None for value in returned[start : start + responses]):
                 returned[start : start + responses] = [nan if self.passes else 0.0] * responses
         ids = [response.ids for group in groups for response in group.responses]
         self.of_tokens = [value if isinstance(value, list | tuple) else None for value in returned]
-        if any(one is not None and len(one) != len(its) for one, its in zip(self.of_tokens, ids, strict=True)):
+        if any(values is not None and len(values) != len(its) for values, its in zip(self.of_tokens, ids, strict=True)):
             raise FunctionError(f"{self.name} must return as many numbers for a response as it has completion_ids")
         try:
-            returned = [value if one is None else sum(one) for one, value in zip(self.of_tokens, returned, strict=True)]
+            returned = [
+                value if values is None else sum(values) for values, value in zip(self.of_tokens, returned, strict=True)
+            ]
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except BaseException as error:  # of an entry's own __float__, too
             kinds = ", ".join(sorted({type(value).__name__ for value in returned}))
@@ -104,7 +106,7 @@ class FunctionReward:
             raise FunctionError(f"{self.name} {wrong}") from error
 
     def at_tokens(self, groups: list[Group]) -> Iterator[AtTokens]:
-        """Of the last call."""
+        """The rewards of tokens in the last call."""
         answers = iter(self.of_tokens)
         for p, group in enumerate(groups):
             for k, response in enumerate(group.responses):

@@ -54,16 +54,16 @@ class ModelReward:
         self.translate = Translation(policy_tokenizer, tokenizer, **(reading or {}))
 
     def __call__(self, groups: list[Group]) -> Tensor:
-        groups, own = with_tensor_group(self.model.model, groups)
+        groups, local = with_tensor_group(self.model.model, groups)
         rows = self.rows(groups)
-        return by_group(rows, self.model.map_rows(rows, scores))[own].cpu()
+        return by_group(rows, self.model.map_rows(rows, scores))[local].cpu()
 
     def rows(self, groups: list[Group]) -> list[PackedRow]:
         prompt_ids, response_ids = self.closed(groups) if self.shares_vocabulary else self.translate(groups)
         return [row.to(self.device) for row in pack(prompt_ids, response_ids, self.packing)]
 
     def overflow(self, groups: list[Group]) -> Overflow | None:
-        """What fp16 does not hold where these groups are scored, on any process: all must call it."""
+        """The values that overflow fp16 where these groups are scored, on any process: all must call it."""
         groups, _ = with_tensor_group(self.model.model, groups)
         return first_overflow(self.model.map_rows(self.rows(groups), overflow_in_fp16))
 

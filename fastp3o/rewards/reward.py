@@ -141,7 +141,7 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
                 values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
             if isinstance(single, Cascade):
                 values |= {f"{name}/{part}_answered": table for part, table in single.answered.items()}
-            logged = [one for function in functions_in(single) for one in function.logged]
+            logged = [entry for function in functions_in(single) for entry in function.logged]
             if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
                 raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
@@ -165,10 +165,10 @@ def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: lis
     except NotFiniteError as error:
         for name, single in single_rewards({"reward": reward}).items():
             for model in single.rewards.values() if isinstance(single, Cascade) else [single]:
-                found = model.overflow(groups) if isinstance(model, ModelReward) else None
-                if found is not None:
-                    remedy = f"--precision {wider_precision(trains=False).name} holds it"
-                    raise NotFiniteError(f"{error}, since in {name} {found}: {remedy}") from error
+                overflow = model.overflow(groups) if isinstance(model, ModelReward) else None
+                if overflow is not None:
+                    remedy = f"--precision {wider_precision(trains=False).name} has a wider range"
+                    raise NotFiniteError(f"{error}, since in {name} {overflow}: {remedy}") from error
         raise
 
 
@@ -178,25 +178,29 @@ def functions_in(reward: Reward) -> list[FunctionReward]:
 
 
 def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
-    """What functions have logged with `log_metric` since the last call, as `name/NAME`: means over the values of all
-    processes, each of which must call it.
+    """The values that functions logged with `log_metric` since the last call, as `name/NAME`: means over the values of
+    all processes, each of which must call it.
     """
     singles = single_rewards(rewards).items()
-    functions = [(name, one) for name, single in singles for one in functions_in(single) if one.logs]
-    mine = [(f"{name.partition('/')[0]}/{metric}", value) for name, one in functions for metric, value in one.logged]
+    functions = [(name, function) for name, single in singles for function in functions_in(single) if function.logs]
+    logged = [
+        (f"{name.partition('/')[0]}/{metric}", value)
+        for name, function in functions
+        for metric, value in function.logged
+    ]
     values: dict[str, list[float]] = {}
-    for metric, value in gather_object(mine) if functions else []:
+    for metric, value in gather_object(logged) if functions else []:
         values.setdefault(metric, []).append(value)
-    for _, one in functions:
-        one.logged.clear()
+    for _, function in functions:
+        function.logged.clear()
     return {metric: sum(values[metric]) / len(values[metric]) for metric in sorted(values)}
 
 
 def penalised_rewards(
     reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int, *, by_token: bool = False
 ) -> dict[str, Tensor]:
-    """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
-    longest: tokens that a response may have. by_token: adds TOKEN_REWARDS. Raises as `rewarded` does.
+    """Returns tables [P, K] by name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward
+    that is a sum. longest: tokens that a response may have. by_token: adds TOKEN_REWARDS. Raises as `rewarded` does.
     """
     subtracted = penalties(groups, config, longest)
     values = rewarded({"reward": reward}, groups) | subtracted
@@ -207,9 +211,9 @@ def penalised_rewards(
         parts = reward if isinstance(reward, WeightedSum) else WeightedSum({"": reward}, [1.0])
         for single, weight in zip(parts.rewards.values(), parts.weights, strict=True):
             if weight and isinstance(single, EnvironmentReward | FunctionReward):
-                for one in single.at_tokens(groups):
-                    at_response = table[one.prompt, one.response]
-                    np.add.at(at_response, one.places, (weight * one.values).astype(np.float32))
+                for token in single.at_tokens(groups):
+                    at_response = table[token.prompt, token.response]
+                    np.add.at(at_response, token.places, (weight * token.values).astype(np.float32))
         values[TOKEN_REWARDS] = torch.from_numpy(table)
     return values
 

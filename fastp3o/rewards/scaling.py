@@ -101,7 +101,7 @@ class Scaler(ABC):
 
 
 def scaler_of_differences(kind: str, clip: float) -> "Scaler":
-    """For losses that see only differences. kind: what is divided, `difference`, `absolute` or `none`."""
+    """The scaler for losses that see only differences. kind: what is divided, `difference`, `absolute` or `none`."""
     scaler = AbsoluteScaler if kind == "absolute" else DifferenceScaler
     return scaler(clip, scale=kind != "none")
 

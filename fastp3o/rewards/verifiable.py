@@ -38,10 +38,10 @@ def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequen
     def equal(text: str, response: str) -> bool:
         try:
             with time_limit(ANSWER_SECONDS):
-                found = final_answer(response)
-                if found and not re.search("[a-zA-Z]", text):
-                    found = UNIT.sub("", found)
-                return found is not None and math_verify.verify(known[text], read(found), timeout_seconds=None)
+                final = final_answer(response)
+                if final and not re.search("[a-zA-Z]", text):
+                    final = UNIT.sub("", final)
+                return final is not None and math_verify.verify(known[text], read(final), timeout_seconds=None)
         except TookTooLongError as error:
             if error.args != (ANSWER_SECONDS,):  # the whole call has
                 raise
@@ -50,15 +50,15 @@ def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequen
     true_texts = [f"{Decimal(str(one)):f}" if isinstance(one, float) else str(one) for one in answer]
     known: dict[str, list] = {}
     for text in {*true_texts}:
-        found = final_answer(text)
-        known[text] = read(text if found is None else found)
+        final = final_answer(text)
+        known[text] = read(text if final is None else final)
         if all(isinstance(one, str) for one in known[text]):  # text that it could not read, or nothing
             raise UserError(f"math-verify reads no mathematics in the answer {text!r}")
     return [float(equal(true, response)) for response, true in zip(responses, true_texts, strict=True)]
 
 
 def final_answer(text: str) -> str | None:
-    """What the last `\\boxed{}` in a text holds, or else the rest of the line after its last `####`."""
+    """The content of the last `\\boxed{}` in a text, or else the rest of the line after its last `####`."""
     *before, rest = re.split(r"\\boxed\s*{", text)
     depth = 1
     for brace in re.finditer(r"\\.|[{}]", rest if before else ""):
@@ -75,4 +75,4 @@ def word_overlap(prompts: Sequence[str], responses: Sequence[str], label: Sequen
     """
     words = [Counter(re.findall(r"\w+", text.lower())) for text in (*responses, *label)]
     pairs = zip(words[: len(responses)], words[len(responses) :], strict=True)
-    return [2 * (one & other).total() / max(1, one.total() + other.total()) for one, other in pairs]
+    return [2 * (first & other).total() / max(1, first.total() + other.total()) for first, other in pairs]

@@ -20,7 +20,7 @@ class Best:
     """
 
     def __init__(self, metric: str, *, lowest: bool, folder: Path):
-        """lowest: whether lower values are better. folder: of the run, which may go on from a state before its best
+        """lowest: whether lower values are better. folder: of the run, which may continue from a state before its best
         evaluation: that one's model stays until a better one.
         """
         self.metric, self.lowest, self.since = metric, lowest, 0
@@ -34,7 +34,7 @@ class Best:
             self.best, self.since = best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
         except (ValueError, KeyError, TypeError) as error:
             path = from_here(path)
-            raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look anew") from error
+            raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to search again") from error
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN. Raises
@@ -57,7 +57,7 @@ class Best:
         return {BEST_EVALUATION: json.dumps(self.best, indent=1) + "\n"}
 
     def __str__(self) -> str:
-        """Its value and step, in words."""
+        """The best value and its step, in words."""
         if self.best is None:
             return f"{self.metric}: no evaluation"
         return f"{self.metric} {self.best[self.metric]:.4g} after step {self.best['step']}"

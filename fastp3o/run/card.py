@@ -29,7 +29,9 @@ ALWAYS = {
 
 @dataclass(frozen=True)
 class Training:
-    """What a card says of a run. stage: the loop's label. step: the last one, of `steps`. evaluations: eval.jsonl."""
+    """The facts about a run for its model card. stage: the loop's label. step: the last one, of `steps`. evaluations:
+    eval.jsonl.
+    """
 
     config: StageConfig
     stage: str
@@ -63,7 +65,7 @@ class Training:
         paper = PAPER.search(summary)
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
-        rewards = [one for name in reward_names(getattr(config, "reward", None) or "") for one in cascaded(name)]
+        rewards = [part for name in reward_names(getattr(config, "reward", None) or "") for part in cascaded(name)]
         named = {
             "base model": [public_name(config.model)],
             "its revision": [config.model_revision] if config.model_revision else [],

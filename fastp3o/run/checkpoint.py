@@ -114,13 +114,13 @@ class Progress:
 
 
 class Pending(Protocol):
-    """Work that goes on beside the steps, such as rollouts of later ones."""
+    """Work that continues beside the steps, such as rollouts of later ones."""
 
     def saved(self, step: int) -> dict[str, Any]:
-        """What a run that goes on after `step` needs of it, as JSON, the same on all processes."""
+        """The values that a run which continues after `step` needs, as JSON, the same on all processes."""
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Goes on from what `saved` has returned."""
+        """Continues from what `saved` has returned."""
 
     def close(self) -> None:
         """Gives up what is under way."""
@@ -140,7 +140,7 @@ class RunState:
 class States:
     """The states of a run in `folder`. The newest two stay, and files with other names are not touched.
 
-    `save` copies a state, which a thread of each process writes while the run goes on. `place` waits for the threads
+    `save` copies a state, which a thread of each process writes while the run continues. `place` waits for the threads
     of all processes, at the same point of the run on each. A state that is whole and was not placed, since the run was
     killed, is found all the same.
     """
@@ -264,7 +264,7 @@ class States:
             self.corrupt.append(path)
             problems.append(f"{from_here(path)} is corrupt: {problem}")
         if problems:
-            remedy = f"Remove {from_here(self.folder)} to begin anew, or restore a copy of it"
+            remedy = f"Remove {from_here(self.folder)} to start over, or restore a copy of it"
             problem = "; ".join(problems)
             raise CorruptStateError(f"--resume: no state is whole. {problem}. {remedy}")
         return None, []
@@ -294,9 +294,9 @@ class States:
             sums = on_every_process(self.accelerator, lambda: [(name, checksum(path / name)) for name in names])
         except OSError as error:
             return f"{Path(error.filename).name} cannot be read ({error.strerror})"
-        found = dict(gather_object(sums))
-        changed = sorted(name for name, expected in manifest.checksums.items() if found[name] != expected)
-        return f"{changed[0]} has another checksum than when it was written" if changed else None
+        written = dict(gather_object(sums))
+        changed = sorted(name for name, expected in manifest.checksums.items() if written[name] != expected)
+        return f"{changed[0]} has a different checksum than when it was written" if changed else None
 
     def load(self, manifest: Manifest) -> Progress:
         """Restores the state that was found. Renames corrupt ones, so that their steps can be saved again. Raises
@@ -308,7 +308,7 @@ class States:
         names = on_every_process(self.accelerator, lambda: set(reader.read_metadata().state_dict_metadata))
         if others.keys() - names:
             lacks = f"{from_here(newest)} lacks {min(others.keys() - names)}, which this run has"
-            raise UserError(f"--resume: {lacks}: was its --precision another? Give that one, or a new --output_dir")
+            raise UserError(f"--resume: {lacks}: did it use another --precision? Use that one, or a new --output_dir")
         on_main_process(self.accelerator, self.rename_corrupt)
         if (place := place_of(newest)) is not None:
             on_main_process(self.accelerator, lambda: put_in_place(newest, manifest))
@@ -330,7 +330,7 @@ class States:
     def read_numbers(self, folder: Path) -> None:
         counters = json.loads((folder / COUNTERS).read_text())
         for name, part in self.parts.items():
-            if name in counters:  # a part that an older fastp3o did not have begins anew
+            if name in counters:  # a part that an older fastp3o did not have begins again
                 part.load_state_dict(counters[name])
         generators = folder / f"{self.process}.json"
         if generators.exists():

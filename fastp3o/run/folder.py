@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its configuration, and its clean-up before a resumed run goes on."""
+"""The folder of a run: its lock, its configuration, and its clean-up before a resumed run continues."""
 
 import errno
 import fcntl
@@ -77,7 +77,7 @@ def require_usable(config: RunConfig) -> None:
     held = sorted(path.name for path in folder.iterdir() if not LEFTOVER.fullmatch(path.name))
     is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(held)  # a removed lock is made again
     if held and not is_a_run:
-        other = f"is no run of this version of fastp3o, and not empty ({held[0]})"
+        other = f"is not empty and was not written by this version of fastp3o ({held[0]})"
         raise FileExistsError(f"--output_dir {folder} {other}: name a new or empty folder")
     if config.overwrite:
         if others := [name for name in held if not WRITTEN.fullmatch(name)]:

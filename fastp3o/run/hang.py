@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-CHECKS = 20  # in `--hang_minutes`; counted, not timed: a job that was suspended as a whole goes on
+CHECKS = 20  # in `--hang_minutes`; counted, not timed: a job that was suspended as a whole continues
 
 
 class HangWatch:
@@ -61,23 +61,23 @@ class HangWatch:
             self.check += 1
             self.tell()
             try:
-                seen.append([json.loads(one) for one in self.store.multi_get([f"hang/{n}" for n in ranks])])
+                seen.append([json.loads(process) for process in self.store.multi_get([f"hang/{n}" for n in ranks])])
             except RuntimeError:
                 return
             finally:
                 late.cancel()
-            before, now, fewest = seen[0], seen[-1], min(one[1] for one in seen[-1])
-            still = all(one[1:] == other[1:] for one, other in zip(before, now, strict=True))
+            before, now, fewest = seen[0], seen[-1], min(process[1] for process in seen[-1])
+            still = all(process[1:] == other[1:] for process, other in zip(before, now, strict=True))
             silent = [n for n in ranks if now[n][0] == before[n][0]]
             hung = silent or [n for n in ranks if still and now[n][1:3] == [fewest, True]]
             if hung and len(seen) > CHECKS:
                 self.end(", ".join(f"process {n} on {now[n][3]}" for n in hung))
 
     def end(self, where: str) -> None:
-        said = f"error: the run hangs: nothing happens for {self.seconds / 60:g} minutes (--hang_minutes) in {where}; "
+        said = f"error: the run hangs: no progress for {self.seconds / 60:g} minutes (--hang_minutes) in {where}; "
         if not self.left.is_set():
             with suppress(OSError):
-                os.write(2, f"\n{said}--resume goes on from the newest state\n".encode())
+                os.write(2, f"\n{said}--resume continues from the newest state\n".encode())
         # The others say it, too, before they see that this one has ended.
         if not self.left.wait(2 * self.seconds / CHECKS):
             os._exit(1)  # the main thread waits in a collective, where no exception reaches it

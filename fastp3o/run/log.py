@@ -110,8 +110,8 @@ def read_updates(path: Path) -> Iterator[list[LoggedGroup]]:
         groups = []
         for values in update:
             with suppress(LookupError, TypeError):  # a line of something else
-                responses = [LoggedResponse(**one) for one in values["responses"]]
-                if responses and all(isinstance(one.reward, float | int) for one in responses):
+                responses = [LoggedResponse(**response) for response in values["responses"]]
+                if responses and all(isinstance(response.reward, float | int) for response in responses):
                     groups.append(LoggedGroup(**values | {"responses": responses}))
         if groups:
             yield groups

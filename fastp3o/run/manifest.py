@@ -1,4 +1,4 @@
-"""A state's manifest. It tells whether the state is whole, and which runs may go on from it.
+"""A state's manifest. It tells whether the state is whole, and which runs may continue from it.
 
 manifest.json is written last, and has a checksum of every file and of itself. Until then each process's files have one
 that is made in the same way, so that a state is known to be whole although no process could say so.
@@ -27,7 +27,7 @@ class CorruptStateError(UserError):
 
 
 class ResumeError(UserError):
-    """A run cannot go on from its state with the configuration, data or models that it is given."""
+    """A run cannot continue from its state with the configuration, data or models that it is given."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def read_unplaced(folder: Path) -> Manifest | None:
             return read_manifest(folder)
         first = read_manifest(folder, part_name(0))
         parts = [read_manifest(folder, part_name(process)) for process in range(first.processes)]
-        whole = replace(first, checksums={name: found for part in parts for name, found in part.checksums.items()})
+        whole = replace(first, checksums={name: value for part in parts for name, value in part.checksums.items()})
         require_files(folder, whole)
     except CorruptStateError:
         return None
@@ -86,7 +86,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
     if version != VERSION:
         raise CorruptStateError(f"{name} is of version {version}, and this fastp3o reads version {VERSION}")
     if content_checksum(content) != expected:
-        raise CorruptStateError(f"{name} is damaged: its checksum is another")
+        raise CorruptStateError(f"{name} is damaged: its checksum differs")
     return manifest
 
 
@@ -127,14 +127,16 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
     refused = sorted(changed - (config.changeable() - fixed))
     if refused:
         flags = ", ".join(f"--{name} ({before[name]} before, {now[name]} now)" for name in refused)
-        raise ResumeError(f"--resume: this would be another run: {flags}. Give what was before, or a new --output_dir")
+        raise ResumeError(
+            f"--resume: this would be a different run: {flags}. Use the previous values, or a new --output_dir"
+        )
     others = sorted(name for name in fingerprints.keys() & manifest.fingerprints.keys() if name not in same_content)
     contents = [name for name in others if not name.endswith(FUNCTION)]
     if contents:
         # A fingerprint of one of several rewards has the reward's name after the option.
         flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({getattr(config, name)})" for name in contents)
-        remedy = "Bring back what was there, or begin a new --output_dir"
-        raise ResumeError(f"--resume: the same name, the content another than when the run began: {flags}. {remedy}")
+        remedy = "Restore the old content, or use a new --output_dir"
+        raise ResumeError(f"--resume: same name, but the content has changed since the run began: {flags}. {remedy}")
     shown = sorted(changed - {"resume", "output_dir"})
     lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in shown]
     lines += [f"resuming with another source of the {name}" for name in others]

@@ -95,9 +95,17 @@ class Reporter:
         name, parts = "train/rollouts", groups[0].responses[0].parts
         columns = ["prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished"]
         rows = [
-            [group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished)]
+            [
+                group.prompt,
+                response.text,
+                response.reward,
+                *response.parts.values(),
+                response.log_ratio,
+                len(response.ids),
+                str(response.finished),
+            ]
             for group in groups
-            for one in group.responses
+            for response in group.responses
         ]
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":  # whose Markdown shows indented lines as they are

@@ -36,7 +36,7 @@ SHOWN = 3  # prompts in a notebook
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run has left in its folder. output_dir: the folder."""
+    """The results that a finished run left in its folder. output_dir: the folder."""
 
     output_dir: Path
 
@@ -70,16 +70,16 @@ class Result:
         return table(METRICS).join(table(EVALUATIONS).add_prefix("eval/"), how="outer")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the last metrics, the plot of them, and the responses that were logged last."""
+        """The view in a notebook: the last metrics, the plot of them, and the responses that were logged last."""
         last = self.history.ffill().tail(1).T.to_html(float_format="{:.4g}".format, header=False)
         plot = self.output_dir / PROGRESS
         image = f'<img src="data:image/png;base64,{b64encode(plot.read_bytes()).decode()}">' if plot.exists() else ""
         samples = ""
         if last_update := deque(read_updates(self.output_dir / ROLLOUTS), maxlen=1):
             rows = "".join(
-                f"<tr><td>{escape(group.prompt[-80:])}</td><td>{escape(one.text[:200])}</td><td>{one.reward:.3g}</td></tr>"
+                f"<tr><td>{escape(group.prompt[-80:])}</td><td>{escape(response.text[:200])}</td><td>{response.reward:.3g}</td></tr>"
                 for group in last_update[0][:SHOWN]
-                for one in group.responses[:1]
+                for response in group.responses[:1]
             )
             samples = f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{rows}</table>"
         return f"<p>{escape(str(self.output_dir))}</p>{image}{last}{samples}"

@@ -67,8 +67,8 @@ class Run:
         data: the examples, by the option that names them.
         state: what else goes from step to step and into a state.
 
-    Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError if the folder is not
-    this run's, ResumeError if the run would be another than the one it goes on from, and CorruptStateError if none of
+    Makes the folder of the run, or continues from the newest state in it. Raises FileExistsError if the folder is not
+    this run's, ResumeError if the run would be another than the one it continues from, and CorruptStateError if none of
     its states is whole; all of them leave the folder as it was.
     """
 
@@ -225,8 +225,8 @@ class Run:
 
     @contextmanager
     def saved_after_error(self, step: int) -> Iterator[None]:
-        """After a NotFiniteError, or an error of an endpoint or a user's function, saves the model if a step was made,
-        saves the state too if this step has not moved it, and says so in the error. A user's function that raised
+        """Handles a NotFiniteError, or an error of an endpoint or a user's function: saves the model if a step was
+        made, saves the state too if this step has not moved it, and says so in the error. A user's function that raised
         KeyboardInterrupt ends the run as SIGINT does.
         """
         try:
@@ -241,7 +241,7 @@ class Run:
             try:
                 self.require_finite_weights(step)
             except NotFiniteError:
-                raise NotFiniteError(f"{where}; so are the weights by now. {self.remedy()}") from error
+                raise NotFiniteError(f"{where}; the weights are already non-finite as well. {self.remedy()}") from error
             if self.progress.step == 0 and not self.moved:  # there is nothing that the start does not have
                 self.reporter.close()
                 raise type(error)(f"{where}; nothing was trained before that. {self.remedy()}") from error
@@ -252,9 +252,11 @@ class Run:
             raise type(error)(f"{where}; the model before that is in {from_here(stopped)}. {self.remedy()}") from error
 
     def overflow(self, error: Exception) -> str:
-        """What fp16 does not hold of the rows that were trained on, if that explains the error; else nothing."""
-        found = self.optimizer.overflow() if isinstance(error, NotFiniteError) else None
-        return "" if found is None else f", since {found}: --precision {wider_precision(trains=True).name} holds it"
+        """The values of the rows that were trained on which overflow fp16, if that explains the error; else nothing."""
+        overflow = self.optimizer.overflow() if isinstance(error, NotFiniteError) else None
+        if overflow is None:
+            return ""
+        return f", since {overflow}: --precision {wider_precision(trains=True).name} has a wider range"
 
     def report(
         self,
@@ -361,8 +363,8 @@ class Run:
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """The run ends after `step` if the callback returns True. Saves the state if it raises anything at all, such as
-        sys.exit's, or returns neither True, False nor None, so that the run can go on. Torch's defaults and the working
-        directory are as before it.
+        sys.exit's, or returns neither True, False nor None, so that the run can continue. Torch's defaults and the
+        working directory are as before it.
         """
 
         def asked() -> tuple[bool, BaseException | None]:
@@ -400,8 +402,8 @@ class Run:
 
     def remedy(self) -> str:
         if self.states.newest is None:
-            return "No state was saved before it: --resume begins anew"
-        return f"The last good state is {from_here(self.states.newest)}: --resume goes on from it"
+            return "No state was saved before it: --resume starts over"
+        return f"The last good state is {from_here(self.states.newest)}: --resume continues from it"
 
     def note_progress(self, step: int, *, evaluated: bool) -> None:
         self.progress, self.optimizer_steps = self.states.progress(step, evaluated=evaluated), self.optimizer.steps
@@ -434,7 +436,7 @@ class Run:
         self.save_state()
         self.reporter.close()
         place = f"{why}: stopped after {self.steps.name} {self.progress.step}"
-        self.accelerator.print(f"{place}; --resume goes on from there")
+        self.accelerator.print(f"{place}; --resume continues from there")
         raise StoppedError(number, place)
 
     def save_state(self, *, wait: bool = True) -> None:

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 class StoppedError(SystemExit):
     """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number. number: of
-    the signal. place: where the run goes on from, in words.
+    the signal. place: where the run continues from, in words.
     """
 
     def __init__(self, number: int, place: str):
@@ -78,8 +78,8 @@ class Stops:
         """
         if self.accelerator.num_processes == 1:
             return self.received, due, written
-        mine = torch.tensor([[float(self.received), float(due), float(not written)]])
-        mine = to_device(mine, self.accelerator.device)
-        before, self.exchange = self.exchange, LateNumbers(self.accelerator.gather(mine).amax(0))
+        flags = torch.tensor([[float(self.received), float(due), float(not written)]])
+        flags = to_device(flags, self.accelerator.device)
+        before, self.exchange = self.exchange, LateNumbers(self.accelerator.gather(flags).amax(0))
         number, any_due, any_writes = (0, False, True) if before is None else before.read()
         return int(number), bool(any_due), not any_writes

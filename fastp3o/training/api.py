@@ -72,9 +72,9 @@ class Objects(TypedDict, total=False):
 def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     """Runs the stage that a configuration is for: an online objective, fixed preferences, fine-tuning, a reward model.
 
-    The folder `config.output_dir` gets the files that the command writes, and `resume=True` goes on from them, whether
-    the command or Python began the run. A run that began with a loaded model or with functions goes on with equal ones;
-    functions of the module that Python was started with (`__main__`) are found from Python alone.
+    The folder `config.output_dir` gets the files that the command writes, and `resume=True` continues from them,
+    whether the command or Python began the run. A run that began with a loaded model or with functions continues with
+    equal ones; functions of the module that Python was started with (`__main__`) are found from Python alone.
 
     objects: model, tokenizer, prompts, eval_prompts, train_data, eval_data, ptx_data, environment, reward, gold_reward,
     peft_config, on_update, on_evaluation; `help(fastp3o.training.api.Objects)` says what each may be. The last two are
@@ -84,7 +84,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     Where this process has not used the GPU yet and PYTORCH_ALLOC_CONF is not set, memory comes in segments that grow.
 
     Raises what the commands print in one line, UserError or OSError; KeyboardInterrupt once an interrupted run has
-    saved its state, from which `resume=True` goes on; StoppedError after other signals.
+    saved its state, from which `resume=True` continues; StoppedError after other signals.
     """
     let_segments_grow()
     with as_the_command(), lasting_output():
@@ -101,7 +101,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             traceback.clear_frames(stopped.__traceback__)
             if stopped.number != signal.SIGINT:
                 raise
-            raise KeyboardInterrupt(f"{stopped.place}; resume=True goes on from there") from None
+            raise KeyboardInterrupt(f"{stopped.place}; resume=True continues from there") from None
         except UserError as error:  # the message says what to change, and our frames would hide it
             raise error.with_traceback(None) from users_error(error)
         except OSError as error:
@@ -111,7 +111,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
 
 
 def users_error(error: BaseException) -> BaseException | None:
-    """What a user's function has raised, with its own frames alone; None if it has raised nothing."""
+    """The error that a user's function raised, with its own frames alone; None if it has raised nothing."""
     cause = error.__cause__
     while isinstance(cause, FunctionError):
         cause = cause.__cause__
@@ -167,7 +167,7 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
     config = replace(config, **named)
     config.check_complete()
     if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
-        raise UserError("on_evaluation does nothing without eval_data or eval_prompts")
+        raise UserError("on_evaluation has no effect without eval_data or eval_prompts")
     return config
 
 
@@ -209,7 +209,7 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
     parts: list[str] = []
     for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
         if isinstance(reward, list | tuple):
-            cascade = [named_rewards(option, one, timeout) for one in reward]
+            cascade = [named_rewards(option, part, timeout) for part in reward]
             parts.append(Named(" else ".join(cascade), tuple(cascade)))
         elif isinstance(reward, str):
             parts.append(reward)
@@ -285,7 +285,7 @@ def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
 @contextmanager
 def as_the_command() -> Iterator[None]:
     """Computes as the command does, whatever the caller has set for torch, with accelerate's state of a new process:
-    another run may have another precision. Puts back the caller's at the end: a trainer of its may go on.
+    another run may have another precision. Puts back the caller's at the end: a trainer of its may continue.
 
     Raises UserError within another run, in any thread: they share generators, signals and accelerate's state.
     """

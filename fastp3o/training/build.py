@@ -100,6 +100,7 @@ def load_held(
     """
     if dtype != torch.float16:
         return load(name, dtype=dtype, **options)
+    # Only fp16 has a range that a model may leave: it is tried on a few tokens.
     loaded: list[PackedModel] = []
 
     def tried() -> Overflow | None:
@@ -109,14 +110,14 @@ def load_held(
         except OverflowsError as error:
             return error.overflow
 
-    found = on_main_process(context.accelerator, tried)
-    if found is None or not (found.happened or context.precision.automatic):
+    overflow = on_main_process(context.accelerator, tried)
+    if overflow is None or not (overflow.happened or context.precision.automatic):
         return loaded[0] if loaded else load(name, dtype=dtype, **options)
     if not context.precision.automatic:
-        raise UserError(f"--precision fp16 does not hold {name}: {found}: --precision auto loads it in another")
+        raise UserError(f"{name} overflows fp16: {overflow}: --precision auto loads it in another")
     loaded.clear()  # two of them may not fit
     wider = wider_precision(trains=False)
-    context.accelerator.print(f"--precision auto: {name} in {wider.name}, since in a trial {found}")
+    context.accelerator.print(f"--precision auto: {name} in {wider.name}, since in a trial {overflow}")
     return load(name, dtype=wider.weights, **options)
 
 
@@ -141,19 +142,21 @@ class SampledModel:
         assert self.copy is not None
         fits = not self.optional or self.copy.bytes < available_memory(self.copy.memory.device)
         if not fits:
-            logger.warning(f"no room to merge adapters ({self.copy.bytes / 1e9:.1f} GB): rollouts are slower without")
+            logger.warning(
+                f"no room to merge adapters ({self.copy.bytes / 1e9:.1f} GB): rollouts are slower when they are not"
+            )
         return fits
 
     def gathered(self, build: Callable[[PackedModel], Sampler]) -> Sampler:
         """A sampler of the copy, for which each process gathers the model's weights once a call. build: of a model."""
-        copy, own = self.copy, build(self.model)
+        copy, of_model = self.copy, build(self.model)
         if copy is None:
-            return own
+            return of_model
         of_copy = build(copy.model)
 
         def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
             if not self.has_room:
-                return own(prompts, responses_per_prompt, seed)
+                return of_model(prompts, responses_per_prompt, seed)
             return_unused_memory(copy.memory.device)
             with copy.gathered(self.model):
                 groups = of_copy(prompts, responses_per_prompt, seed)
@@ -173,6 +176,7 @@ def sampled_model(
     """The policy, which is not on its device yet, and the copy or the servers that are sampled in its place, if there
     must be any. bytes_per_parameter: of all that is spread over the processes. publishing: arguments of a Publisher.
     """
+    # Servers get whole models: adapters are merged into the weights that go there.
     if config.sampler == "vllm":
         if not policy.mergeable:
             raise UserError("--sampler vllm gets merged adapters, and those of --lora_targets cannot be merged")
@@ -180,12 +184,14 @@ def sampled_model(
             tied = "--sampler vllm: servers have one matrix for embeddings and head"
             raise UserError(f"{tied}, and --lora_targets adapts one of these: name other layers")
         return SampledModel(policy, None, Publisher(context, config, policy, **publishing))
+    # Quantized weights are sampled as they are, so that rollouts are the policy's own.
     if quantized_layers(policy):
         return SampledModel(policy, None)
     accelerator, precision, _, mesh, *_ = context
     on_gpu = context.device.type == "cuda"
     # A CPU gains nothing, and samples from the weights themselves.
     dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
+    # With adapters merged into its weights a GPU samples faster.
     merges = on_gpu and has_adapter(policy.model) and policy.mergeable
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     memory = available_memory(context.device)
@@ -195,8 +201,9 @@ def sampled_model(
         fits = parameters * (precision.weights.itemsize + dtype.itemsize) < memory
         if dtype == precision.weights and not (merges and fits):
             return SampledModel(policy, None)
+    # Spread weights are gathered in each process for a round of rollouts, beside what stays spread.
     elif bytes_per_parameter * parameters * replicas // mesh.size() + parameters * dtype.itemsize >= memory:
-        accelerator.print("warning: rollouts need a whole policy in each process; --sampler vllm takes them to servers")
+        accelerator.print("warning: rollouts need a whole policy in each process; --sampler vllm moves them to servers")
     copy = SamplingCopy(policy, context.device, dtype, merges=merges)
     return SampledModel(policy, copy, optional=mesh is None and dtype == precision.weights)
 
@@ -212,14 +219,16 @@ def sampled_frozen(config: PolicyConfig, frozen: PackedModel, context: Context, 
 def policy_sampler(
     config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int, *, greedy: bool = False
 ) -> Sampler:
-    """Builds the policy's sampler. batch_size: prompts at once in its own process. greedy: the likeliest tokens."""
+    """Builds the policy's sampler. batch_size: prompts at once in its own process. greedy: the most likely tokens."""
     longest, tokenizer, settings = config.max_response_tokens, context.tokenizer, sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
+    # Responses of one turn.
     if not isinstance(config, EnvironmentConfig) or not config.environment:
         if policy.publisher is not None:
             return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
         options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": batch_size}
         return policy.gathered(lambda model: named_sampler(config, model, tokenizer, settings, **options))
+    # Responses of several turns, which an environment answers.
     if policy.publisher is not None:
         tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
     ends = Ends(policy.model.model, tokenizer, settings.stops).ids
@@ -231,16 +240,18 @@ def policy_sampler(
     if policy.publisher is not None:
         turns = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=config.max_turn_tokens, settings=settings)
         return ServedTrajectories(turns, tokenizer, environments, observe, **options)
+    # First turns share their prompt among K responses; from then on each trajectory is a context of its own.
     contexts = batch_size * getattr(config, "responses_per_prompt", 1)
 
     def trajectories(model: PackedModel) -> Sampler:
         build = partial(named_sampler, config, model, tokenizer, settings, max_response_tokens=config.max_turn_tokens)
         first, further = (build(batch_size=size) for size in (batch_size, contexts))
-        given = dict(options)
+        turn_options = dict(options)
+        # The engine keeps keys and values from turn to turn; other samplers compute a trajectory again each turn.
         if isinstance(first, EngineSampler):
             kept = KeptTurns(first, further, longest)
-            first, further, given["end"] = kept, kept.go_on, kept.end
-        sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **given)
+            first, further, turn_options["end"] = kept, kept.go_on, kept.end
+        sampler = TrajectorySampler(first, further, tokenizer, environments, observe, **turn_options)
         # Processes need different numbers of turns: they meet at the end of a call alone, also after an error.
         return lambda *call: on_every_process(context.accelerator, lambda: sampler(*call))
 
@@ -272,9 +283,10 @@ def load_named_reward(
     *,
     passes: bool = False,
 ) -> Reward:
-    """Loads the reward of this name. An endpoint, and a function unless a run goes on, is tried on the first example
+    """Loads the reward of this name. An endpoint, and a function unless a run continues, is tried on the first example
     before anything is written. passes: whether it may leave responses to the next one of a cascade.
     """
+    # `A else B`: each part but the last may leave responses to the next one.
     parts, reading = cascaded(name), config.reading
     if len(parts) > 1:
         load = partial(load_named_reward, context, config)
@@ -296,7 +308,8 @@ def load_named_reward(
     if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
         reward.passes = passes
     elif passes:
-        raise UserError(f"the reward {name} answers for every response: `else` after it does nothing")
+        raise UserError(f"the reward {name} answers for every response: `else` after it has no effect")
+    # Tried before the run writes anything: a misspelt column or a server that is down ends it at once.
     if isinstance(reward, RemoteReward) or (
         isinstance(reward, FunctionReward) and not getattr(config, "resume", False)
     ):
@@ -324,8 +337,10 @@ def load_reference(
     """
     if not config.needs_reference:
         return NoReference(), None
+    # A fixed reference costs least: with LoRA it is the policy without its adapters.
     if not config.from_mixture and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
+    # One that is sampled, or moves, has weights of its own.
     frozen = load_reference_model(context, config)
     sampled = sampled_frozen(config, frozen, context) if config.from_mixture else None
     second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)

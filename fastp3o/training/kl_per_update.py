@@ -28,7 +28,7 @@ NEGLIGIBLE = 0.01
 
 @dataclass
 class Search:
-    """What is known of the rate, from update to update; a part of the run's state.
+    """The state of the search for a rate, from update to update; saved with the run.
 
     given: the rate that the search began at. lessons: updates that had a gradient. hidden: whether rounding has hidden
     what the last of the first ones moved. ratio_noise: what rounding adds to a response's log-ratio, in nats, as it was
@@ -63,7 +63,7 @@ class Search:
         return self.without_rounding(moved) <= self.rounding
 
     def learned(self, way: float, moved: float, target: float, *, tested: bool) -> float:
-        """What multiplies the rate after an update that had a gradient. way: the sum of its steps' rates, over that of
+        """The factor of the rate after an update that had a gradient. way: the sum of its steps' rates, over that of
         as many steps at the rate. moved, target: in nats per response. tested: whether it has tested rates.
         """
         self.lessons += 1
@@ -97,7 +97,7 @@ def adapted(
     order: Sequence[int],
     minibatches: Minibatches,
     step_metrics: Sequence[dict[str, Tensor]],
-    found: dict[str, float],
+    rate_metrics: dict[str, float],
     search: Search | None = None,
 ) -> Iterator[int]:
     """The minibatches of an update's steps, in this order. Adapts the policy's learning rate after the last one.
@@ -109,8 +109,8 @@ def adapted(
     What rounding makes of the movement is taken off. Where it hides the movement, as in bf16 at first, what was
     measured still bounds it: the rate rises as far as is safe by that, and the next update tests rates from there on.
 
-    search: what goes from update to update; None: nothing has. step_metrics: of the steps so far. found: gets
-    `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of one minibatch, which stands for all. With
+    search: what goes from update to update; None: nothing has. step_metrics: of the steps so far. rate_metrics:
+    gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of one minibatch, which stands for all. With
     `--old_logprobs sampler` and several steps one more before them gives log π_before.
     """
     target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
@@ -120,8 +120,11 @@ def adapted(
     watched = next(filter(None, minibatches))  # a process may have no row in the first
     if config.old_logprobs == "sampler" and config.steps_per_update > 1:
         with torch.no_grad(), accelerator.autocast():
-            before = policy_logprobs(optimizer.model, [one.row for one in watched])
-        watched = [replace(one, noted_token_logprobs=own) for one, own in zip(watched, before, strict=True)]
+            before = policy_logprobs(optimizer.model, [microbatch.row for microbatch in watched])
+        watched = [
+            replace(microbatch, noted_token_logprobs=logprobs)
+            for microbatch, logprobs in zip(watched, before, strict=True)
+        ]
     peak, rates, tested, moved = float(schedule.base_lrs[0]), list[float](), 0, 0.0
     search = search or Search(config.learning_rate)
     first = peak == config.learning_rate
@@ -135,13 +138,13 @@ def adapted(
         if tests or made == len(order):
             tested += step_metrics[-1]["grad_norm"].item() > 0
             with accelerator.autocast():
-                found["kl_moved"] = moved = kl_moved(optimizer, watched)
+                rate_metrics["kl_moved"] = moved = kl_moved(optimizer, watched)
             if tests and search.without_rounding(moved) > target:
                 which = "first update" if first else f"update {update}"
                 accelerator.print(f"--kl_per_update: the {which} ends after {made} steps and {moved:.3g} nats")
                 break
     # The KL grows with the square of the way, the sum of the steps' rates.
-    norms = torch.stack([one["grad_norm"] for one in step_metrics]).tolist()
+    norms = torch.stack([microbatch["grad_norm"] for microbatch in step_metrics]).tolist()
     way = sum(rate for rate, norm in zip(rates, norms, strict=True) if norm > 0)
     if way > 0:
         peak *= search.learned(way / (len(order) * peak), moved, target, tested=tests)
@@ -154,7 +157,7 @@ def adapted(
 def told_of_slowness(moved: float, target: float, rate: float) -> str:
     return (
         f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {rate:.2g}, rises by "
-        f"{RISE - 1:.0%} an update at most by now. To search anew, --resume with another --learning_rate"
+        f"{RISE - 1:.0%} an update at most by now. To restart the search, --resume with another --learning_rate"
     )
 
 
@@ -162,10 +165,10 @@ def told_of_slowness(moved: float, target: float, rate: float) -> str:
 def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
     """KL(π_old ‖ π) of the policy now, in nats per response, over the microbatches of all processes."""
     policy = optimizer.model
-    logprobs = torch.cat(policy_logprobs(policy, [one.row for one in microbatches]))
+    logprobs = torch.cat(policy_logprobs(policy, [microbatch.row for microbatch in microbatches]))
     if isinstance(policy, FSDPModule):
         policy.reshard()  # no backward pass does it, and a reference may follow the own parts
-    kls = step_kl(logprobs, torch.cat([one.policy_token_logprobs for one in microbatches])).double()
-    responses = sum(one.rewards.numel() for one in microbatches)
+    kls = step_kl(logprobs, torch.cat([microbatch.policy_token_logprobs for microbatch in microbatches])).double()
+    responses = sum(microbatch.rewards.numel() for microbatch in microbatches)
     kl, count = sum_over_processes(optimizer.accelerator, torch.stack([kls.sum(), kls.new_tensor(responses)])).tolist()
     return kl / count

@@ -65,13 +65,13 @@ def logprob_metrics(
     two are absent. microbatches: those whose log-probs by the policy are known.
     """
     metrics = {}
-    sums = [one.response_sums(one.policy_token_logprobs) for one in microbatches]
+    sums = [microbatch.response_sums(microbatch.policy_token_logprobs) for microbatch in microbatches]
     if again is not None:
         metrics["ratio/noise"] = (again - sums[0].flatten()[: len(again)]).square().mean().sqrt()
     if any(response.logprobs is None for group in groups for response in group.responses):
         return metrics
-    known = by_group([one.row for one in microbatches], [values.flatten() for values in sums])
-    numbers = sorted(number for one in microbatches for number in one.row.groups)
+    known = by_group([microbatch.row for microbatch in microbatches], [values.flatten() for values in sums])
+    numbers = sorted(number for microbatch in microbatches for number in microbatch.row.groups)
     sampled = torch.tensor([[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers])
     gaps = to_device(sampled, known.device) - known
     return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}

@@ -43,8 +43,10 @@ class Update(NamedTuple):
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     from_policy = config.responses_per_prompt - config.from_mixture
     if not config.rewards:  # minus the KL to the teacher, as it is sampled
-        mine = torch.cat([one.ref_logprobs - one.old_logprobs for one in update.microbatches]).cpu()
-        update = update._replace(rewards={"reward": gather_table(run.optimizer, update, mine)})
+        rewards = torch.cat(
+            [microbatch.ref_logprobs - microbatch.old_logprobs for microbatch in update.microbatches]
+        ).cpu()
+        update = update._replace(rewards={"reward": gather_table(run.optimizer, update, rewards)})
     metrics, log_ratios = update_metrics(run.optimizer, update, from_policy)
     if not config.needs_reference:
         metrics.pop("kl")
@@ -54,7 +56,9 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         metrics.pop("sampler_kl", None)  # rounding alone
     if config.dynamic_sampling:
         metrics["sampled_again"] = update.sampled_again / len(update.groups)
-    metrics["packing_efficiency"] = efficiency([one.row for one in update.microbatches], config.tokens_per_row)
+    metrics["packing_efficiency"] = efficiency(
+        [microbatch.row for microbatch in update.microbatches], config.tokens_per_row
+    )
     if run.accelerator.num_processes > 1:
         metrics["balance"] = balance(run.accelerator, update.minibatches)
     clip_range = objective.clip_range(metrics["response_length"])
@@ -65,7 +69,10 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if outlier := objective.scaler.outlier:
         run.warn_once("outlier", outlier_warning(outlier))
     if metrics["tied_prompts"] == 1 and config.reads_rewards:
-        run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
+        run.warn_once(
+            "tied",
+            "all responses to every prompt got the same reward, so this update has no gradient (tied_prompts is 1)",
+        )
     beside_bar = tuple(name for name in ("reward", "kl", "response_length") if name in metrics)
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=beside_bar)
     if config.log_rollouts and update.number % config.log_rollouts == 0:
@@ -156,8 +163,8 @@ def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> fl
 def gather_table(optimizer: Optimizer, update: Update, values: Tensor) -> Tensor:
     """The table of all processes, [P, K], from the values of this one's responses, [p, K] fp32. All are on the CPU."""
     places = (place for microbatch in update.microbatches for place in microbatch.row.groups)
-    found = dict(optimizer.share.gather([*zip(places, values.tolist(), strict=True)]))
-    return torch.tensor([found[place] for place in range(len(update.groups))])
+    by_place = dict(optimizer.share.gather([*zip(places, values.tolist(), strict=True)]))
+    return torch.tensor([by_place[place] for place in range(len(update.groups))])
 
 
 def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:

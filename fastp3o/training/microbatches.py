@@ -101,10 +101,10 @@ def make_microbatches(
 def with_token_rewards(minibatches: list[list[Microbatch]], rewards: Tensor) -> list[list[Microbatch]]:
     """Adds the rewards of tokens. rewards: [P, K, L] of all prompts, of each response's first tokens, on the CPU."""
 
-    def added(one: Microbatch) -> Microbatch:
-        table = to_device(rewards[list(one.row.groups)], one.rewards.device).flatten(0, 1)
+    def added(microbatch: Microbatch) -> Microbatch:
+        table = to_device(rewards[list(microbatch.row.groups)], microbatch.rewards.device).flatten(0, 1)
         places = torch.arange(table.shape[1], device=table.device)
-        return replace(one, token_rewards=table[places < one.row.cu_seqlens.diff()[:, None]])
+        return replace(microbatch, token_rewards=table[places < microbatch.row.cu_seqlens.diff()[:, None]])
 
     return [[added(one) for one in minibatch] for minibatch in minibatches]
 
@@ -148,7 +148,8 @@ def equal_passes(
     K] bool of all prompts, on the CPU.
     """
     sizes = [
-        sum(objective.divisor(one.row, masked(loss_mask, one.row)) for one in minibatch) for minibatch in minibatches
+        sum(objective.divisor(microbatch.row, masked(loss_mask, microbatch.row)) for microbatch in minibatch)
+        for minibatch in minibatches
     ]
     divisors = torch.tensor(sizes, dtype=torch.float32)
     if accelerator.num_processes > 1:

@@ -20,7 +20,7 @@ from fastp3o.training.microbatches import RowLogprobs, policy_logprobs
 def old_logprobs(
     config: OnlineConfig, objective: Objective, policy: PackedModel, groups: Sequence[Group]
 ) -> RowLogprobs | None:
-    """What gives the old log-probs of an update's rows before its steps; None: its only step's loss computes them.
+    """A function for the old log-probs of an update's rows before its steps; None: its only step's loss computes them.
 
     A pass for them alone would be a fifth of such an update. It is made where the loss must have them before, and
     where that has dropout, which makes its log-probs others than the policy's.
@@ -47,5 +47,8 @@ def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tupl
 
 def with_sampler_logprobs(groups: Sequence[Group], minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:
     """The microbatches with the log-probs of what sampled."""
-    sampled = iter(sampler_logprobs(groups, [one.row for minibatch in minibatches for one in minibatch]))
-    return [[replace(one, sampler_token_logprobs=next(sampled)) for one in minibatch] for minibatch in minibatches]
+    sampled = iter(sampler_logprobs(groups, [microbatch.row for minibatch in minibatches for microbatch in minibatch]))
+    return [
+        [replace(microbatch, sampler_token_logprobs=next(sampled)) for microbatch in minibatch]
+        for minibatch in minibatches
+    ]

@@ -1,4 +1,4 @@
-"""Learning from fixed preferences, without sampling: DPO, KTO and their kin (`fastp3o.objectives.preferences`)."""
+"""Learning from offline preferences: DPO, KTO and related objectives (`fastp3o.objectives.preferences`)."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
             self.samples = sampled_evaluation(context, config, model, LoadedForEachUse(load))
         if config.reference_logprobs and not config.needs_reference:
             # No error, since sweeps over objectives give all of them the same folder.
-            context.accelerator.print("warning: --reference_logprobs does nothing without a reference")
+            context.accelerator.print("warning: --reference_logprobs has no effect without a reference")
         if config.needs_reference:
             weights = on_main_process(context.accelerator, lambda: model_fingerprint(config.reference or config.model))
             tempered = () if config.temperature == 1 else (config.temperature,)
@@ -200,7 +200,7 @@ class UnpairedPreferences(Preferences):
 
 
 def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
-    """For each example the number of the last one before it, around the end, that has another prompt."""
+    """Returns for each example the number of the last one before it, around the end, that has another prompt."""
     last = next((n for n in reversed(range(len(prompts))) if prompts[n] != prompts[0]), None)
     if last is None:
         return None

@@ -85,14 +85,14 @@ class ReferenceLogprobs:
             require_finite(self.accelerator, "a log-probability of the reference", logprobs)
         except NotFiniteError as error:
             number = int((~logprobs.isfinite()).any(dim=1).nonzero()[0])
-            if found := self.overflow(reference, examples[number : number + 1]):
-                remedy = f"--precision {wider_precision(trains=True).name} holds it"
-                raise NotFiniteError(f"{error}, since {found}: {remedy}") from error
+            if overflow := self.overflow(reference, examples[number : number + 1]):
+                remedy = f"--precision {wider_precision(trains=True).name} has a wider range"
+                raise NotFiniteError(f"{error}, since {overflow}: {remedy}") from error
             raise
         return logprobs
 
     def overflow(self, reference: Reference, example: dict[str, list]) -> Overflow | None:
-        """What fp16 does not hold of an example, the same one on all processes."""
+        """The values of an example that overflow fp16, the same one on all processes."""
         responses = [[example[column][0] for names in self.columns for column in names]]
         (row,) = pack(example["prompt_ids"], responses, self.packing)
         return first_overflow([overflow_in_fp16(reference.model, row, self.accelerator.device)])

@@ -153,7 +153,7 @@ class RolloutBuffer:
 
     def saved(self, step: int) -> dict[str, Any]:
         """All processes' rollouts of updates after `step` from a policy that is gone by then, as JSON. Waits for them.
-        Those that servers or environments have failed to answer are left out: a resumed run samples them anew.
+        Those that servers or environments have failed to answer are left out: a resumed run samples them again.
         """
         saved = {}
         for number, sampled in sorted(self.buffered.items()):
@@ -175,14 +175,14 @@ class RolloutBuffer:
         return saved
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Goes on from what `saved` has returned, on any number of processes."""
+        """Continues from what `saved` has returned, on any number of processes."""
         continuation = Continuation(self.context.tokenizer)
         for number, content in saved.items():
             groups = []
             for prompt in self.prompts(int(number)):
                 ids, logprobs, finished, turns = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
-                texts = [continuation.text(one, prompt.ids[-1]) for one in ids]
+                texts = [continuation.text(part, prompt.ids[-1]) for part in ids]
                 computed = [array("f", values) if all(logprobs) else None for values in logprobs]
-                all_turns = [tuple(Turn(*turn) for turn in one) for one in turns]
+                all_turns = [tuple(Turn(*turn) for turn in part) for part in turns]
                 groups.append(Group(prompt, list(map(Response, ids, texts, finished, computed, all_turns))))
             self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))

@@ -52,7 +52,9 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     precision, trackers = choose_precision(config.precision, automatic), trackers_of(config)
     available = [tracker.value for tracker in get_available_trackers()]
     if missing := [name for name in trackers if name not in available]:  # accelerate would leave it out
-        raise UserError(f"--report_to: {', '.join(missing)} is none of the trackers {', '.join([*available, 'none'])}")
+        raise UserError(
+            f"unknown tracker {', '.join(missing)} in --report_to; available: {', '.join([*available, 'none'])}"
+        )
     accelerator = make_accelerator(config.seed, precision, log_with=trackers or None, project_dir=str(config.folder))
     choose_attention(config.attention, accelerator.device)
     if config.deterministic and accelerator.device.type == "cuda":
@@ -86,16 +88,18 @@ def holding(context: Context, config: StageConfig, model: PackedModel) -> Contex
     precision, accelerator = context.precision, context.accelerator
     if precision.weights != torch.float16:
         return context
-    found = on_main_process(accelerator, lambda: trial_overflow(model, context.device))
+    overflow = on_main_process(accelerator, lambda: trial_overflow(model, context.device))
     wider = wider_precision(trains=True)
-    if found is None:
+    if overflow is None:
         return context
     if not precision.automatic:
-        if found.happened:
-            raise UserError(f"--precision fp16 does not hold {config.model}: {found}: --precision {wider.name} does")
-        accelerator.print(f"warning: {config.model} may leave fp16: {found}; --precision {wider.name} has room")
+        if overflow.happened:
+            raise UserError(f"{config.model} overflows fp16: {overflow}: use --precision {wider.name}")
+        accelerator.print(
+            f"warning: {config.model} may overflow fp16: {overflow}; --precision {wider.name} has a wider range"
+        )
         return context
-    accelerator.print(f"--precision auto: {config.model} in {wider.name}, since in a trial {found}")
+    accelerator.print(f"--precision auto: {config.model} in {wider.name}, since in a trial {overflow}")
     AcceleratorState._reset_state()  # it refuses another autocast otherwise; nothing holds the old one yet
     trackers = {"log_with": trackers_of(config) or None, "project_dir": config.output_dir}
     return context._replace(accelerator=make_accelerator(config.seed, wider, **trackers), precision=wider)
@@ -186,7 +190,7 @@ def load_examples(
     if report.truncated_prompts > report.examples / 2:
         context.accelerator.print("warning: most prompts lost their beginning: --max_prompt_tokens keeps more")
     if config.template_settings and not report.templated:
-        context.accelerator.print("warning: --chat_template_kwargs does nothing here: no record holds messages")
+        context.accelerator.print("warning: --chat_template_kwargs has no effect here: no record has messages")
     if len(examples) < context.accelerator.num_processes:
         raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
     return examples

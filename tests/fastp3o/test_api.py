@@ -232,7 +232,7 @@ def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace, i
 
     settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts"), "reward": vowels}
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match=r"SIGINT: stopped after update 2; resume=True goes on from there"):
+    with pytest.raises(KeyboardInterrupt, match=r"SIGINT: stopped after update 2; resume=True continues from there"):
         train(settings, **given, on_update=interrupted_after_two)
     assert signal.getsignal(signal.SIGINT) is handler
     result = train(replace(settings, resume=True), **given)
@@ -304,7 +304,7 @@ def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workpla
         ({}, {"reward": lambda prompts, responses, answer, /: []}, "columns of the data after them, by name"),
         ({}, {"reward": "environment", "environment": dict}, "must be a class with the methods reset and step"),
         ({}, {"on_update": [print]}, "on_update must be a function, got a list"),
-        ({}, {"on_evaluation": print}, "on_evaluation does nothing without eval_data or eval_prompts"),
+        ({}, {"on_evaluation": print}, "on_evaluation has no effect without eval_data or eval_prompts"),
     ],
 )
 def test_mistakes_are_the_commands_errors(tiny_model, workplace, changes, given, message):

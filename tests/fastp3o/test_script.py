@@ -32,7 +32,7 @@ PEER = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9"
         (OSError(2, "No such file or directory", "a"), "error: [Errno 2] No such file or directory: 'a'"),
         (MemoryError(), f"{MEMORY}MemoryError"),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{MEMORY}CUDA out of memory."),
-        (RuntimeError(PEER), f"error: another process of this run has ended, and says why: {PEER}"),
+        (RuntimeError(PEER), f"error: another process of this run failed, and its message says why: {PEER}"),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -86,4 +86,4 @@ def test_output_that_nobody_takes_ends_nothing(tmp_path: Path, shell: str):
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     told = shell in ("| head -c 1", ">/dev/full")
-    assert done.stderr.count("standard output takes no more") == told
+    assert done.stderr.count("cannot write to stdout") == told

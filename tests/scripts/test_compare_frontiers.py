@@ -47,8 +47,8 @@ def test_arms_are_compared_seed_by_seed(compare, tmp_path):
     assert "6 seeds in both" in printed
     # Before the first evaluation after update 0 no gain was measured, and one seed has no interval.
     printed = compare("--first", *first[:3], "--second", *second[2:], "--kl", "0.25", "2")
-    assert "passed at once (3)" in printed
-    assert "passed at once (4)" in printed
+    assert "KL exceeded (3)" in printed
+    assert "KL exceeded (4)" in printed
     assert " 2.010 [1.985, 2.035] (3) │" in printed
     assert " 0.500 (1) │" in printed
     assert "1 seeds in both" in printed

@@ -64,8 +64,10 @@ class P3OConfig(GRPOConfig):
             if option.name in GRPO_ONLY and getattr(self, option.name) != option.default:
                 raise ValueError(f"{option.name} belongs to GRPO's losses, and P3O's would ignore it: leave it out")
         if self.scale_rewards not in ("none", "batch"):
-            what = f'scale_rewards="{self.scale_rewards}" gives every pair the same difference of rewards'
-            raise ValueError(f'{what}, and P3O is a loss on it: set it to "none" or "batch"')
+            raise ValueError(
+                f'scale_rewards="{self.scale_rewards}" gives every pair the same difference of rewards, which P3O '
+                'learns from: set it to "none" or "batch"'
+            )
         if self.vllm_importance_sampling_correction:
             raise ValueError("vllm_importance_sampling_correction is GRPO's, and P3O would ignore it: set it to False")
         if self.clipping == "token":
@@ -75,8 +77,10 @@ class P3OConfig(GRPOConfig):
             group_sizes["per_device_eval_batch_size"] = self.num_generations_eval or self.num_generations
         for name, K in group_sizes.items():
             if K < 2 or getattr(self, name) % K:
-                what = f"{name} ({getattr(self, name)}) must hold all {K} responses to a prompt, 2 or more"
-                raise ValueError(f"{what}: set it to a multiple of the number of generations")
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must hold all {K} responses to a prompt, 2 or more: set it to a "
+                    "multiple of the number of generations"
+                )
         # Raises ValueError for a value that is not allowed.
         self.settings()
 
@@ -119,8 +123,10 @@ class P3OTrainer(GRPOTrainer):
     def _calculate_rewards(self, *arguments, **options):
         rewards = super()._calculate_rewards(*arguments, **options)
         if (unknown := rewards.isnan().all(dim=1)).any():
-            what = f"{int(unknown.sum())} of {len(rewards)} completions have no reward"
-            raise ValueError(f"{what}: each reward function returned None or NaN, and P3O needs a number for each")
+            raise ValueError(
+                f"{int(unknown.sum())} of {len(rewards)} completions have no reward: each reward function returned "
+                "None or NaN, and P3O needs a number for each"
+            )
         return rewards
 
     def _get_per_token_logps_and_entropies(self, *arguments, **options):

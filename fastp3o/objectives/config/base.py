@@ -180,24 +180,24 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         if (margin := self.overlong_margin) > longest:
             raise UserError(f"--overlong_margin must be at most --max_response_tokens ({longest}), got {margin}")
         if self.environment and self.from_mixture:
-            raise UserError("--environment and --mixture exclude each other: a mixture samples responses of one turn")
+            raise UserError("--environment and --mixture cannot be combined: a mixture samples responses of one turn")
         if self.interrupt_rollouts and self.sampler != "vllm":
-            raise UserError("--interrupt_rollouts does nothing without --sampler vllm")
+            raise UserError("--interrupt_rollouts has no effect without --sampler vllm")
         if self.reference_every and self.reference_decay:
-            raise UserError("--reference_every and --reference_decay exclude each other")
+            raise UserError("--reference_every and --reference_decay cannot be combined")
         if self.reference_moves and self.lora_rank:
             raise UserError("--reference_every and --reference_decay need whole weights that train: no --lora_rank")
         if self.lora_dropout and self.compares_with_old:
             raise UserError("--lora_dropout would make ratios random: this objective compares the policy with itself")
         if self.eval_at and not all(part.strip().isdecimal() for part in self.eval_at.split(",")):
-            raise UserError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
+            raise UserError(f"--eval_at must be comma-separated whole numbers, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:
             raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
         if 0 < self.sampler_ratio_cap < 1:
             raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
         from_sampler = self.old_logprobs == "sampler"
         if self.sampler_ratio_cap and from_sampler:
-            raise UserError("--sampler_ratio_cap and --old_logprobs sampler exclude each other: both correct the same")
+            raise UserError("--sampler_ratio_cap and --old_logprobs sampler cannot be combined: both correct the same")
         flag = "--old_logprobs sampler" if from_sampler else "--sampler_ratio_cap"
         if self.sampler_ratio_cap or from_sampler:
             if self.sampler == "transformers":
@@ -211,7 +211,8 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         if self.prompts_per_update % self.prompts_per_minibatch:
             raise UserError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
-                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
+                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that every step uses "
+                "the same number of prompts"
             )
 
     @property
@@ -311,6 +312,6 @@ class MixtureConfig(OnlineConfig):
         if self.mixture and self.lora_rank and not self.reference:
             raise UserError("--mixture samples from a reference of its own: with --lora_rank, name one by --reference")
         if self.mixture and self.offload:
-            raise UserError("--mixture and --offload exclude each other: the reference is sampled from, too")
+            raise UserError("--mixture and --offload cannot be combined: the reference is sampled from, too")
         if self.mixture and self.sampler != "engine":
             raise UserError("--mixture needs --sampler engine")

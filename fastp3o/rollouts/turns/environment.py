@@ -160,7 +160,7 @@ def reward_weights(name: str, rewards: object) -> dict[str, float]:
     for one, weight in rewards.items() if isinstance(rewards, Mapping) else ():
         number = finite(weight)
         if not isinstance(one, str) or number is None:
-            raise UserError(f"the environment {name}: the weight of the reward {shown(one)} is no finite number")
+            raise UserError(f"the environment {name}: the weight of the reward {shown(one)} is not a finite number")
         weights[one] = number
     if not weights:
         raise UserError(f"the environment {name}: rewards must be a dict of names and weights, got {shown(rewards)}")

@@ -131,7 +131,7 @@ class NCCLTransfer:
 
     def fail(self, what: str) -> None:
         with suppress(InvalidStateError):  # it has ended before
-            self.running.set_exception(EndpointError(f"{what}. The servers must be started anew"))
+            self.running.set_exception(EndpointError(f"{what}. The servers must be restarted"))
 
     def sent(self) -> Iterator[tuple[str, Tensor]]:
         """What vLLM's engine asks for."""

@@ -110,7 +110,7 @@ class Publisher:
         found = on_main_process(self.accelerator, lambda: self.servers.found_again(self.servers.lost - busy))
         self.servers.lost -= found
         if not self.servers.present:
-            raise EndpointError(f"no server answers any more: {', '.join(self.servers.urls)}")
+            raise EndpointError(f"no server responds anymore: {', '.join(self.servers.urls)}")
         if self.transfer:
             self.change_weights(partial(self.transfer, anew=bool(found)))
         else:
@@ -196,7 +196,7 @@ class Publisher:
                 for n in range(len(prefix))
             ]
             if sum(map(bool, same)) < len(pairs) / 2 or fmean(gaps) > self.tolerance:
-                raise OtherWeightsError(f"{url} has lost the policy's weights: was it started anew?")
+                raise OtherWeightsError(f"{url} has lost the policy's weights: was it restarted?")
 
     def require_small(self, gaps: dict[str, float]) -> None:
         for url, gap in gaps.items():

@@ -73,7 +73,7 @@ def test_other_choices_and_flags_without_what_they_need_are_refused_and_what_is_
         present = [need for need in conditions(needed) if need.flag in flags]
         if present and getattr(config, flag) == flags[flag].default and not any(need.holds(config) for need in present):
             said = refusal(config, flag, another(flags[flag], field_type(hints[flag])))
-            assert said.startswith(f"--{flag} does nothing without "), said
+            assert said.startswith(f"--{flag} has no effect without "), said
 
 
 def another(flag: Field, kind: type) -> Any:

@@ -103,7 +103,7 @@ WORDS.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 @pytest.mark.parametrize(
     ("tokenizer", "item", "said"),
     [
-        (WORDS, texts("a", f"a {EOS}"), "'chosen': expected text that the tokenizer has text tokens for"),
+        (WORDS, texts("a", f"a {EOS}"), "'chosen': expected text that encodes to ordinary tokens"),
         (LETTER, texts("é", "a"), "'prompt': expected text that the tokenizer knows"),
         (LETTER, texts("a", "é"), "'chosen': expected text that the tokenizer knows"),
     ],

@@ -26,7 +26,7 @@ def test_each_set_has_means_of_its_own_and_all_of_them_together_have_todays(tiny
         assert (two["set/first/prompts"], two["set/last/prompts"]) == (3, 5)
         greedy = (3 * two["set/first/greedy/reward"] + 5 * two["set/last/greedy/reward"]) / 8
         assert greedy == pytest.approx(two["greedy/reward"])
-    # A model that has learned nothing yet repeats itself where it takes the likeliest token.
+    # A model that has learned nothing yet repeats itself where it takes the most likely token.
     assert metrics("two", "eval.jsonl")[0]["greedy/response_length"] == 6
 
 

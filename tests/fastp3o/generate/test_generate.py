@@ -79,7 +79,7 @@ def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny
     assert contents("run") == [marked, kept]
     # Samples of something else, or of nothing known, are not gone on with.
     for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
-        with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
+        with pytest.raises(ResumeError, match=f"this would be a different run: --{next(iter(changes))}"):
             generate(config(tiny_model, "run", resume=True, **changes))
     manifest = Path("run/manifest.json").rename("elsewhere")
     with pytest.raises(CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "):

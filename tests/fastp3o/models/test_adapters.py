@@ -95,7 +95,7 @@ def test_a_reward_models_head_goes_with_its_adapter_and_may_be_new(tiny_model, t
     begun = load_reward_model(folder, new_head=True).model.base_model.state_dict()
     for name, weight in load_policy(folder).model.base_model.state_dict().items():
         assert torch.equal(begun[name], weight)
-    with pytest.raises(ValueError, match="is no trained reward model"):
+    with pytest.raises(ValueError, match="is not a trained reward model"):
         load_reward_model(folder)
 
 

@@ -132,7 +132,7 @@ def test_a_tokenizer_fits_the_model_and_has_an_end(untied: Path):
 
 def test_no_tokenizer_is_made_up_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     random_model("gpt2").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: it has no tokenizer's files"):
+    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: no tokenizer files found"):
         load_tokenizer(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fastp3o.models.loading.cached_file", lambda *_, **__: None)  # as without a network

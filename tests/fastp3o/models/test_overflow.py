@@ -54,7 +54,7 @@ def test_a_family_holds_in_a_precision_or_is_told_and_served(family: str, reach:
     assert expected.isfinite().all()
     for precision in map(named_precision, ("fp32", "bf16-autocast", "bf16", "fp16")):
         if precision.name == "fp16" and overflows:
-            with pytest.raises(ValueError, match=rf"fp16 does not hold {name}: .* ends at 65,504: --precision auto"):
+            with pytest.raises(ValueError, match=rf"{name} overflows fp16: .* maximum is 65,504: --precision auto"):
                 load_held(context_in(precision), load_policy, name, dtype=precision.weights)
             precision = precision._replace(automatic=True)
         model = load_held(context_in(precision), load_policy, name, dtype=precision.weights)
@@ -71,7 +71,7 @@ def test_a_weight_beyond_fp16_is_told_by_its_value_and_one_that_is_broken_is_no_
     with torch.no_grad():
         model.model.embed_tokens.weight[21, 7] = -70_000.0  # which the tokens of a trial do not read
     model.save_pretrained(tmp_path / "large")
-    says = r"fp16 does not hold .*: the weight model.embed_tokens.weight reaches 70,000, and fp16 ends at 65,504: "
+    says = r".* overflows fp16: the weight model.embed_tokens.weight reaches 70,000, and fp16's maximum is 65,504: "
     fp16 = named_precision("fp16")
     with pytest.raises(OverflowsError, match=says + "use another --precision"):
         load_policy(str(tmp_path / "large"), dtype=torch.float16)
@@ -103,7 +103,7 @@ def test_what_a_model_computes_in_fp32_does_not_overflow():
 
 def test_the_engine_tells_where_a_policy_is_not_finite_and_names_no_other_cause():
     policy = PackedModel(with_large_stream(random_model("llama"), REACH).half())
-    with pytest.raises(ValueError, match=r"^fp16 does not hold LlamaForCausalLM: .* ends at 65,504: use another --pre"):
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM overflows fp16: .* maximum is 65,504: use another --pre"):
         decodable_shapes(policy)
     decodable_shapes(PackedModel(with_large_stream(random_model("gemma3"), REACH).half()))
     with torch.no_grad():

@@ -153,8 +153,8 @@ def test_a_student_learns_what_a_context_makes_the_teacher_do_and_resumes(outspo
 def test_what_does_not_fit_is_refused(outspoken):
     for changes, message in (
         ({"kl": "sampled", "top_k": 5}, "--kl sampled needs samples of the policy: no --top_k"),
-        ({"length_penalty": 0.1}, "--length_penalty does nothing without another objective: distillation reads"),
-        ({"sampler_ratio_cap": 2.0}, "--sampler_ratio_cap does nothing without another objective"),
+        ({"length_penalty": 0.1}, "--length_penalty has no effect without another objective: distillation reads"),
+        ({"sampler_ratio_cap": 2.0}, "--sampler_ratio_cap has no effect without another objective"),
         ({"teacher_context": "  "}, "--teacher_context must not be empty"),
         ({"teacher_context": "<end>" * 2000}, "a context of 2000 tokens, prompt and response take up to 2518 tokens"),
     ):

@@ -172,7 +172,7 @@ def test_ppo_sees_rewards_at_their_tokens(workplace, tiny_model):
 def test_a_reward_that_always_answers_is_the_last(workplace, tiny_model, tokenizer):
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("judge")
     tokenizer.save_pretrained("judge")
-    with pytest.raises(UserError, match="answers for every response: `else` after it does nothing"):
+    with pytest.raises(UserError, match="answers for every response: `else` after it has no effect"):
         run(tiny_model, "run", [["judge", silent]])
     line, _ = run(tiny_model, "cascade", [[silent, "judge"]])
     assert (line["reward/silent_answered"], line["reward/judge_answered"]) == (0.0, 1.0)

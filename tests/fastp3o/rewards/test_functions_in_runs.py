@@ -80,7 +80,7 @@ def test_two_processes_share_what_one_logs_and_stop_with_a_state_if_one_is_inter
     flags = f"--model {tiny_model} --prompts prompts.jsonl --reward functions:logs,functions:interrupts"
     flags = f"{flags} {sizes} --report_to none --output_dir run"
     done = together(ROOT / "scripts" / "p3o.py", *flags.split())
-    said = "functions:interrupts raised KeyboardInterrupt: stopped after update 2; --resume goes on from there"
+    said = "functions:interrupts raised KeyboardInterrupt: stopped after update 2; --resume continues from there"
     assert (done.returncode, said in done.stdout) == (130, True), done.stdout
     assert Path("run/state/step-000002").is_dir()
     assert [line["reward/calls"] for line in metrics("run")] == [3, 4]  # after the trial of the first process

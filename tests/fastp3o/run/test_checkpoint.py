@@ -195,10 +195,10 @@ def put_a_folder_there(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda folder: edit(folder, False, step=99), "manifest.json is damaged: its checksum is another"),
-        (lambda folder: edit(folder, False, evaluated=False), "manifest.json is damaged: its checksum is another"),
+        (lambda folder: edit(folder, False, step=99), "manifest.json is damaged: its checksum differs"),
+        (lambda folder: edit(folder, False, evaluated=False), "manifest.json is damaged: its checksum differs"),
         (lambda folder: edit(folder, True, version=1), "is of version 1, and this fastp3o reads version 2"),
-        (lambda folder: flip(folder / "counters.json"), "counters.json has another checksum"),
+        (lambda folder: flip(folder / "counters.json"), "counters.json has a different checksum"),
         (lambda folder: flip(folder / "manifest.json"), "manifest.json is damaged"),
         (lambda folder: (folder / "counters.json").unlink(), "counters.json is missing"),
         (lambda folder: put_a_folder_there(folder / "counters.json"), "counters.json cannot be read"),
@@ -276,15 +276,17 @@ def test_what_takes_effect_is_said_in_one_line_each():
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 4}])
 def test_what_would_be_another_run_is_refused_by_name(changes):
-    with pytest.raises(ResumeError, match=r"--resume: this would be another run: .*or a new --output_dir") as refused:
+    with pytest.raises(
+        ResumeError, match=r"--resume: this would be a different run: .*or a new --output_dir"
+    ) as refused:
         resume(**changes)
     assert all(f"--{name}" in str(refused.value) for name in changes)
-    with pytest.raises(ResumeError, match=r"the content another .*: --model \(m\), --prompts \(p\)"):
+    with pytest.raises(ResumeError, match=r"the content has changed since .*: --model \(m\), --prompts \(p\)"):
         resume(hashes=HASHES | {"prompts": "9", "model": "8"})
 
 
 def test_a_reference_that_is_a_mean_keeps_its_precision():
     changed = ["resuming with another precision: fp32 before, fp16 now"]
     assert resume(before=BEFORE | {"precision": "fp32"}, precision="fp16") == changed
-    with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Give what was before"):
+    with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Use the previous values"):
         resume(before=BEFORE | {"precision": "fp32", "reference_decay": 0.9}, precision="fp16")

@@ -62,7 +62,7 @@ def test_overwrite_removes_what_runs_have_written_and_nothing_else():
     start(overwrite=True)
     assert "overwrite" not in Path("run/config.yaml").read_text()  # read again, it would remove the run
     assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
-    with pytest.raises(UserError, match="--resume and --overwrite exclude each other"):
+    with pytest.raises(UserError, match="--resume and --overwrite cannot be combined"):
         config(overwrite=True, resume=True)
 
 
@@ -73,7 +73,9 @@ def test_a_folder_that_is_no_run_is_not_touched(name, resume):
     Path("run", name).write_text("x")
     before = tree()
     for function in (check_output_dir, claim):
-        with pytest.raises(FileExistsError, match=r"no run of this version of .*, and not empty \(.*\): name a new"):
+        with pytest.raises(
+            FileExistsError, match=r"is not empty and was not written by this version of .* \(.*\): name a new"
+        ):
             function(Accelerator(cpu=True), config(resume=resume))
     assert tree() == before
 

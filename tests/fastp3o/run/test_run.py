@@ -130,7 +130,7 @@ def test_a_state_is_placed_after_the_next_step_or_before_its_error_names_it(work
     assert [name[:23] for name in os.listdir("run/state")] == ["step-000002.unfinished-"]
     take_step(run)
     if fails:
-        says = "step 3: a loss is NaN; .* The last good state is run/state/step-000002: --resume goes on"
+        says = "step 3: a loss is NaN; .* The last good state is run/state/step-000002: --resume continues"
         with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(3):
             raise NotFiniteError("a loss is NaN")
     else:
@@ -188,7 +188,7 @@ def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, token
     assert signal.getsignal(number) == handler
     after = 1 if phase == "rollout" else 2
     out, err = capfd.readouterr()
-    assert f"{number.name}: stopped after step {after}; --resume goes on from there\n" in out
+    assert f"{number.name}: stopped after step {after}; --resume continues from there\n" in out
     assert f"{number.name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once" in err
     assert os.listdir("run/state") == [f"step-{after:06}"]
     assert not Path("run/model").exists()

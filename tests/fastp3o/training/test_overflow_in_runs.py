@@ -35,7 +35,7 @@ from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, we
 from tests.fastp3o.together import together
 
 PLACE = r"(what enters )?model\.layers\.\d[\w.]*"
-REACHES = PLACE + r" reaches \d+,\d+, and fp16 ends at 65,504"
+REACHES = PLACE + r" reaches \d+,\d+, and fp16's maximum is 65,504"
 RUNS = Path(__file__).with_name("runs_with_automatic_fp16.py")
 
 
@@ -89,12 +89,12 @@ def test_auto_leaves_fp16_for_what_holds_and_the_run_is_one_that_names_it(
 
 def test_fp16_by_name_is_refused_where_it_does_not_hold_and_warned_of_where_it_may_not(models, automatic_fp16, capsys):
     taken = wider_precision(trains=True).name
-    with pytest.raises(ValueError, match=f"--precision fp16 does not hold beyond: {REACHES}: --precision {taken} does"):
+    with pytest.raises(ValueError, match=f"beyond overflows fp16: {REACHES}: use --precision {taken}"):
         train(config(models["beyond"], "refused", precision="fp16"))
     assert not Path("refused").exists()
     once = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
     train(config(models["near"], "warned", precision="fp16", **once))
-    assert "warning: near may leave fp16: " in capsys.readouterr().out
+    assert "warning: near may overflow fp16: " in capsys.readouterr().out
     train(config(models["near"], "auto", precision="auto", **once))
     assert f"--precision auto: near in {taken}" in capsys.readouterr().out
     train(config(models["plain"], "plain", precision="auto", **once))
@@ -108,7 +108,7 @@ def test_what_does_not_train_gets_what_holds_it_alone(models, automatic_fp16, ca
     train(config(models["plain"], "run", precision="auto", **once))
     assert f"--precision auto: judge in {taken}, since" in capsys.readouterr().out
     assert "loss_scale" in metrics("run")[0]  # the policy is in fp16
-    with pytest.raises(ValueError, match=f"--precision fp16 does not hold judge: {REACHES}: --precision auto loads"):
+    with pytest.raises(ValueError, match=f"judge overflows fp16: {REACHES}: --precision auto loads"):
         train(config(models["plain"], "refused", precision="fp16", **once))
     generate(test_generate.config(models["beyond"], "generated"))
     assert f"--precision auto: beyond in {taken}, since" in capsys.readouterr().out
@@ -157,7 +157,9 @@ def test_what_leaves_fp16_in_the_middle_of_a_run_is_told_by_its_place(models, st
         return done
 
     monkeypatch.setattr(Optimizer, "step", step)
-    says = rf"update {update}: {what} is NaN or infinite .*, since {PLACE} reaches .*, and fp16 ends at 65,504: --prec"
+    says = (
+        rf"update {update}: {what} is NaN or infinite .*, since {PLACE} reaches .*, and fp16's maximum is 65,504: --pr"
+    )
     with pytest.raises(NotFiniteError, match=says):
         train(config(models["plain"], "run", precision="fp16"))
 

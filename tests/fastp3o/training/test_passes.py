@@ -214,7 +214,7 @@ def test_the_first_loss_leaves_the_bits_that_a_pass_of_its_own_would(name, chang
 def test_a_server_with_other_weights_ends_a_run_before_its_only_step(workplace, tiny_model):
     """The loss has the log-probs that the server's are compared with; state and model are those before the update."""
     run = partial(config, tiny_model, "run", updates=2, **ONE_STEP)
-    says = r"update 2: .*the servers' log-probs of .* nats off .*--resume goes on"
+    says = r"update 2: .*the servers' log-probs of .* nats off .*--resume continues"
     off = StandIn(tiny_model, fault="off", from_completion=2 + 8 + 2 + 6)
     with off as server, pytest.raises(EndpointError, match=says):
         loop.train(run(**served_by(server)))

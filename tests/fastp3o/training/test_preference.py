@@ -207,7 +207,7 @@ def test_adapters_and_objectives_without_a_reference_load_no_second_model(workpl
     run("dpo", "adapters", tiny_model, lora_rank=2)
     for objective in ("simpo", "orpo", "cpo", "slic"):
         run(objective, objective, tiny_model, reference_logprobs="shared")
-        assert "--reference_logprobs does nothing without a reference" in capsys.readouterr().out
+        assert "--reference_logprobs has no effect without a reference" in capsys.readouterr().out
     assert not Path("shared").exists()
     assert loads.references == 0
     assert reference_files("adapters")

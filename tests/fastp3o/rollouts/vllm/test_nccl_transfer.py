@@ -240,7 +240,7 @@ def test_a_server_that_fails_ends_the_wait_for_all(workplace, tiny_model, versio
     """The other one has no end of the weights, as vLLM's engine has none."""
     limit, begun = {"vllm_time_limit": 2.0 if "hangs" in fault else 60.0}, time.monotonic()
     with NCCLStandIn(tiny_model, version=version) as first, NCCLStandIn(tiny_model, version=version, **fault) as last:
-        with pytest.raises(EndpointError, match=f"{says}.*must be started anew"):
+        with pytest.raises(EndpointError, match=f"{says}.*must be restarted"):
             train(config(tiny_model, "run", **served_by(first, last) | limit, vllm_weights="nccl"))
         assert time.monotonic() - begun < 30.0
 

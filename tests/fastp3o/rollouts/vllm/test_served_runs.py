@@ -150,7 +150,7 @@ WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
     ("fault", "options", "changes", "says"),
     [
         ("cut", WITHIN_THE_SECOND, {}, "update 2: .*1 tokens, cut short: is its --max-model-len.*--resume goes"),
-        ("dead", WITHIN_THE_SECOND, {}, "update 2: .*does not answer.*--resume goes on"),
+        ("dead", WITHIN_THE_SECOND, {}, "update 2: .*does not answer.*--resume continues"),
         ("off", WITHIN_THE_SECOND, {}, "update 2: .*the servers' log-probs of .* nats off the policy's own.*--resume"),
         ("stale", {}, {}, "update 2: .* does not sample from the policy: its log-probs are"),
         ("stale", {}, {"rounds_ahead": 1}, "update 2: .* does not sample from the policy: its log-probs are"),
@@ -283,7 +283,7 @@ def test_a_server_of_one_process_ends_both(workplace, tiny_model):
         done = run("run", tiny_model, server)
     assert done.returncode != 0
     assert "update 2" in done.stdout
-    assert "--resume goes on" in done.stdout
+    assert "--resume continues" in done.stdout
     assert "Traceback" not in done.stdout
     assert Path("run/state/step-000001").is_dir()
 

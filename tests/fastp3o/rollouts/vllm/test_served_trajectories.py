@@ -82,7 +82,7 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_mode
             return StandIn.complete(server, body)
 
         server.complete = complete
-        with pytest.raises(EndpointError, match=f"update {2 + ahead}: .*does not answer.*--resume goes on"):
+        with pytest.raises(EndpointError, match=f"update {2 + ahead}: .*does not answer.*--resume continues"):
             train(game(tiny_model, "run", server, **changes))
     with StandIn(tiny_model) as server:
         train(game(tiny_model, "run", server, resume=True, **changes))

@@ -69,7 +69,7 @@ def test_a_fault_before_a_file_system_call(scene: MakeScene, fault: str, resumes
         told = ""
         if fault == "SIGTERM":
             statuses = run.do_with_fault(work, process, stop_before=number)
-            said = "--resume goes on from there" in run.told()
+            said = "--resume continues from there" in run.told()
             assert not said or statuses == [128 + signal.SIGTERM] * processes
             told = "stopped with a line, " if said else "outside of the loop, "
         elif fault == "disk full":  # from then on; it has space again for `result`
@@ -142,7 +142,7 @@ def test_asked_to_stop_at_random(scene: MakeScene, name, to, number, tmp_path_fa
             if process is not None:
                 os.kill(pids[process], number)
         statuses = wait_together(pids)
-        said = "--resume goes on from there" in run.told()
+        said = "--resume continues from there" in run.told()
         # Before the loop there is nothing to save, and after it nothing to stop.
         assert (statuses == [128 + number] * len(to)) == said, run.told()
         assert not list(scratch.iterdir())
@@ -252,7 +252,7 @@ def test_a_process_that_hangs_is_named_and_one_that_works_alone_is_not(scene, na
         wait_together([pids[process]])
     said = run.logs[1 - process].read_text()
     assert says in said
-    assert ("nothing happens for 0.03 minutes" in said) == (hangs != "asleep in a reward")
+    assert ("no progress for 0.03 minutes" in said) == (hangs != "asleep in a reward")
     assert f" process {1 - process} " not in said
 
 
