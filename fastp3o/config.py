@@ -55,6 +55,9 @@ KINDS: dict[type, tuple[Any, str]] = {
 }
 
 
+# --- values that a caller has in the place of text --------------------------------------------------------------------
+
+
 class Named(str):
     """The name of an object that a caller from Python has in the place of an option's text, with the object itself."""
 
@@ -85,6 +88,9 @@ class Revised(str):
 
 # A flag ("lora_rank"), a flag with a value ("sampler=vllm") or a condition; or several, one of which is enough.
 Needs = str | Condition | tuple[str | Condition, ...]
+
+
+# --- declaring an option ----------------------------------------------------------------------------------------------
 
 
 class Rules(TypedDict, total=False):
@@ -123,6 +129,9 @@ def field_type(hint: Any) -> Any:
 def literals(hint: Any) -> tuple[str, ...]:
     """The choices of a field, which its type names as a Literal, for editors, too; none for any other type."""
     return next((get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), ())
+
+
+# --- a configuration: checks, and values as files hold them -----------------------------------------------------------
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -229,6 +238,9 @@ class ObjectiveConfig(Flags):
         super().__init_subclass__()
 
 
+# --- rules: what an option needs, its type and its bounds -------------------------------------------------------------
+
+
 def conditions(needs: Needs) -> list[Condition]:
     def condition(need: str | Condition) -> Condition:
         if isinstance(need, Condition):
@@ -279,6 +291,9 @@ def bounds(rules: Mapping[str, Any]) -> str:
     if words == {"at least": 0}:
         return "0 or more"
     return " and ".join(f"{name} {'2**32' if bound == LARGEST_INT else bound}" for name, bound in words.items())
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 class SamplerConfig(Flags):
@@ -386,6 +401,9 @@ class SamplerConfig(Flags):
         return [url.strip().rstrip("/") for url in (self.vllm_url or "").split(",") if url.strip()]
 
 
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
 class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
@@ -436,6 +454,9 @@ class OptimizerConfig(Flags):
     max_grad_norm: float = option(
         1.0, "Maximum gradient norm: larger gradients are scaled down to it.", above=0, changeable=True
     )
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 class DataConfig(Flags):
@@ -492,6 +513,9 @@ class DataConfig(Flags):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
+# --- which parameters train -------------------------------------------------------------------------------------------
+
+
 class TrainableConfig(Flags):
     """Options that choose the parameters of a policy that train."""
 
@@ -538,6 +562,9 @@ class TrainableConfig(Flags):
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
             raise UserError("--trainable_layers and --lora_rank cannot be combined: adapters train in every layer")
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
 class LoadingConfig(Flags):
@@ -633,6 +660,9 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
     """A policy that is loaded and sampled."""
 
 
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
 class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
@@ -665,6 +695,9 @@ class EnvironmentConfig(PolicyConfig):
         "stops. end: only that trajectory ends. A reset that fails stops the run in both cases.",
         needs="environment",
     )
+
+
+# --- evaluations during a run -----------------------------------------------------------------------------------------
 
 
 class EvaluationConfig(Flags):
@@ -703,6 +736,9 @@ class EvaluationConfig(Flags):
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
+
+
+# --- the run and its folder -------------------------------------------------------------------------------------------
 
 
 class RunConfig(Flags):
@@ -779,6 +815,9 @@ class TrainingRunConfig(RunConfig):
         changeable=True,
     )
     hub_private: bool = option(False, "Make the repository private if it is new.", needs="push_to_hub", changeable=True)
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
 
 
 class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, EvaluationConfig, TrainingRunConfig):

@@ -30,6 +30,9 @@ EXCERPT = 300  # characters
 KEEPALIVE = 2.0  # seconds; servers close what is idle for 5 or more, and one of the two must be sure to be first
 
 
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
 class EndpointError(UserError):
     """The endpoint refuses the request, or fails after all retries. The message names URL, status and answer."""
 
@@ -48,6 +51,9 @@ class AttemptError(Exception):
 
 class AnswerError(ValueError):
     """An answer that is not what was asked for, and would not be if it were asked again."""
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Endpoint:
@@ -162,6 +168,9 @@ class Endpoint:
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
 
+# --- the thread of requests -------------------------------------------------------------------------------------------
+
+
 @cache
 def background(process: int, proxied: bool) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient]:
     """The client whose connections all requests of a process share, which keeps no cookies; and its event loop, in a
@@ -221,6 +230,9 @@ class Answers(Generic[Question, Answer]):
         """Sends no more requests, and does not wait for those under way."""
         self.stopped.set()
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+# --- what answers and URLs say ----------------------------------------------------------------------------------------
 
 
 def seconds_asked(headers: Mapping[str, str]) -> float:

@@ -29,6 +29,9 @@ OF_TASKS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASY
 end_process = os._exit  # while users' code runs, `os._exit` is `end_by_error`
 
 
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
 class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
@@ -65,6 +68,9 @@ class Background(threading.Thread):
         """Makes an error the result of a call that nobody waits for any more."""
         self.result.set_exception(error)
         defaults.leave_behind(self)
+
+
+# --- import and call --------------------------------------------------------------------------------------------------
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -151,6 +157,9 @@ def told(error: BaseException) -> str:
     return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
 
+# --- time limits ------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TookTooLongError after this many seconds in the context: where the code is, and at its end if it has
@@ -219,6 +228,9 @@ def raised_by_itself(error: BaseException) -> bool:
             task = asyncio.current_task()
             return task is None or not task.cancelling()
     return not isinstance(error, TookTooLongError)
+
+
+# --- coroutines, in a loop and threads of their own -------------------------------------------------------------------
 
 
 class LoopThread(threading.Thread):
@@ -311,6 +323,9 @@ def goes_on(thread: LoopThread, given_up: Future) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+# --- a process as users' code found it --------------------------------------------------------------------------------
 
 
 class Defaults:

@@ -100,6 +100,8 @@ class Optimizer:
         """The factor of the loss in a backward pass, 0-d fp32; None but in fp16."""
         return self.guard.scale
 
+    # --- steps --------------------------------------------------------------------------------------------------------
+
     def step(self, loss: Tensor) -> dict[str, Tensor]:
         """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
         Does not wait for the device. If `loss` or the gradient is not finite, neither this step nor a later one moves
@@ -138,6 +140,8 @@ class Optimizer:
         squares = sum_over_processes(self.accelerator, norms.square()) / counts
         return squares.new_zeros(len(self.optimizer.param_groups)).index_add(0, numbers, squares).sqrt()
 
+    # --- gradients that are not finite --------------------------------------------------------------------------------
+
     def require_finite(self) -> None:
         """Waits for the steps so far. Raises NotFiniteError if a loss or a gradient was not finite: that step and those
         after it have changed no weight, and do not count as `steps`.
@@ -164,6 +168,8 @@ class Optimizer:
             return first_overflow(map(look, self.recent))
         return first_overflow(map_rows_in_lockstep([*self.recent], look) if self.recent else [])
 
+    # --- the learning rate --------------------------------------------------------------------------------------------
+
     def next_learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
@@ -171,6 +177,8 @@ class Optimizer:
         """Sets the rate that the schedule multiplies for the first group, from the next step on."""
         self.schedule.base_lrs[0] = rate
         self.optimizer.param_groups[0]["lr"] = rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+
+    # --- the state ----------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
@@ -213,6 +221,9 @@ class Optimizer:
             self.schedule.step()
             self.learning_rate = self.next_learning_rate()
         self.guard.load_state_dict(state["loss_scale"])
+
+
+# --- losses and gradients that are not finite -------------------------------------------------------------------------
 
 
 class StepGuard:
@@ -281,6 +292,9 @@ class StepGuard:
         self.scale_read = [scale, float(finite_steps)]
         self.scale = torch.full((), scale, device=device)
         self.finite_steps = torch.full((), finite_steps, dtype=torch.int32, device=device)
+
+
+# --- AdamW, and masters of half-precision weights ---------------------------------------------------------------------
 
 
 class DividingAdamW(torch.optim.AdamW):

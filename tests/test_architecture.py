@@ -145,6 +145,8 @@ def test_importing_the_kernels_loads_torch_and_triton_alone():
 
 
 LONGEST_FUNCTION = 60  # lines
+# The online loop and what it is made of are read from top to bottom, with a comment to each block.
+READ_WHOLE = {("training/loop.py", "train"), ("training/online.py", "set_up")}
 MOST_PARAMETERS = 8  # without self and cls
 # Called by transformers, which gives it this signature.
 GIVEN_SIGNATURES = {("models/attention.py", "segment_attention")}
@@ -161,7 +163,8 @@ def test_functions_of_the_trainer_are_short_and_take_few_parameters():
                 parameters = {each.arg for each in (*own.posonlyargs, *own.args, *own.kwonlyargs)} - {"self", "cls"}
                 given = (name, node.name) in GIVEN_SIGNATURES
                 assert given or len(parameters) <= MOST_PARAMETERS, f"{name}: {node.name}"
-                assert node.end_lineno - node.lineno < LONGEST_FUNCTION, f"{name}: {node.name}"
+                is_short = node.end_lineno - node.lineno < LONGEST_FUNCTION
+                assert is_short or (name, node.name) in READ_WHOLE, f"{name}: {node.name}"
 
 
 # A line of a map: a file or folder, or several with commas between, then what they hold.

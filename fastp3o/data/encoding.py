@@ -57,6 +57,9 @@ class BetweenTurns(NamedTuple):
     after: str
 
 
+# --- messages: what a chat template writes ----------------------------------------------------------------------------
+
+
 class ChatTemplate:
     """The chat template of a tokenizer.
 
@@ -84,6 +87,8 @@ class ChatTemplate:
                 self.require_read({}, [])
             except RecordError as unread:
                 raise UserError(f"--chat_template_kwargs: {unread.reason}, got {unread.got}") from None
+
+    # --- what the template reads and how it ends ----------------------------------------------------------------------
 
     def closing(self) -> int | None:
         """The token with which the template ends a reply: the first special one that it writes after it. None if it
@@ -147,6 +152,8 @@ class ChatTemplate:
             return True
         return texts[0] != texts[1]
 
+    # --- what it writes -----------------------------------------------------------------------------------------------
+
     def prompt(self, prompt: Part, variables: Fields = NO_FIELDS) -> str:
         """The text of the messages and of the beginning of the reply."""
         conversation = cast(list[Message], prompt.value)
@@ -208,6 +215,8 @@ class ChatTemplate:
         start = turns.written_before + turns.between
         as_expected = whole.startswith(start) and whole[len(start) :].endswith(turns.after)
         return whole[len(start) : len(whole) - len(turns.after)] if as_expected else text
+
+    # --- what it refuses, drops or changes ----------------------------------------------------------------------------
 
     def check(
         self, messages: list[Message], first: int, field: str, text: str, variables: Fields, add_generation_prompt: bool
@@ -287,6 +296,9 @@ class ChatTemplate:
             raise RecordError(field, "messages that the chat template accepts", refusal) from error
 
 
+# --- ends of responses ------------------------------------------------------------------------------------------------
+
+
 class ResponseEnds(NamedTuple):
     """How responses end. ids: the tokens that end one wherever they stand, those of a model's settings first. text,
     chat: the one that closes a written response, to plain text and to messages, where the template writes none; None
@@ -328,6 +340,9 @@ def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
     if value is not None and not isinstance(value, kind):
         raise RecordError(field, expected, value)
     return kind() if value is None else value
+
+
+# --- token ids of prompts and responses -------------------------------------------------------------------------------
 
 
 class Texts(NamedTuple):
@@ -487,6 +502,9 @@ class Encoder:
             raise RecordError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
         closing = self.ends.chat if templated else self.ends.text
         return [*content, ids[place] if place < len(ids) else cast(int, closing)]
+
+
+# --- tokens that a tokenizer adds by itself ---------------------------------------------------------------------------
 
 
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -37,6 +37,9 @@ class Layout:
         return "/".join(self.fields)
 
 
+# --- values of fields -------------------------------------------------------------------------------------------------
+
+
 def text(record: Fields, field: str, name: str | None = None) -> str:
     """The string in a field. name: the field's name in errors, if it is nested."""
     value, name = record.get(field, MISSING), name or field
@@ -84,6 +87,9 @@ def ends_with(conversation: list[Message], roles: tuple[str, ...], field: str) -
     return conversation
 
 
+# --- prompts and single responses -------------------------------------------------------------------------------------
+
+
 def prompt_field(record: Fields) -> Part:
     if isinstance(record.get("prompt"), list):
         return Part("prompt", ends_with(messages(record, "prompt"), ("user", "tool"), "prompt"))
@@ -123,6 +129,9 @@ def desirable(record: Fields) -> bool:
     return label
 
 
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
 def messages_prompt(record: Fields) -> Part:
     conversation = ends_with(messages(record, "messages"), ("assistant", "user", "tool"), "messages")
     if conversation[-1]["role"] == "assistant":
@@ -158,6 +167,9 @@ def pair_responses(record: Fields) -> tuple[Part, ...]:
     return response_field(record, "chosen"), response_field(record, "rejected")
 
 
+# --- pairs of Anthropic's HH ------------------------------------------------------------------------------------------
+
+
 def holds_dialogues(record: Fields) -> bool:
     """Whether 'chosen' repeats the prompt's messages before the reply."""
     chosen = record.get("chosen")
@@ -191,9 +203,15 @@ def hh_reply(dialogue: str, shared: str, field: str) -> Part:
     return Part(field, text({field: reply}, field))
 
 
+# --- pairs that begin with the same text ------------------------------------------------------------------------------
+
+
 def implicit_pair(record: Fields) -> tuple[Part, Part, Part]:
     """Prompt, chosen reply and rejected reply of a record that has its prompt only inside its two dialogues."""
     return dialogues(record) if isinstance(record.get("chosen"), list) else hh_dialogues(record)
+
+
+# --- rankings ---------------------------------------------------------------------------------------------------------
 
 
 def ranked_responses(record: Fields) -> tuple[Part, ...]:
@@ -215,6 +233,9 @@ def margin(record: Fields) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FP32:
         raise RecordError("margin", "a finite number, 0 or more", value)
     return float(value)
+
+
+# --- comparisons of summaries -----------------------------------------------------------------------------------------
 
 
 def comparison_prompt(record: Fields) -> Part:
@@ -270,6 +291,9 @@ RANKINGS = (
 UNPAIRED_PREFERENCES = (
     Layout(("prompt", "completion", "label"), 1, prompt_field, lambda record: (response_field(record, "completion"),)),
 )
+
+
+# --- choice of the layout ---------------------------------------------------------------------------------------------
 
 
 def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:

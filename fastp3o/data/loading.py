@@ -43,6 +43,9 @@ PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
 Asked = Mapping[str, str]
 
 
+# --- what is told of the data -----------------------------------------------------------------------------------------
+
+
 @dataclass
 class DataReport:
     """Counts of one pass over a source.
@@ -84,6 +87,9 @@ class DataReport:
 
 
 Loaded = tuple[Dataset, DataReport]
+
+
+# --- one function for each kind of data -------------------------------------------------------------------------------
 
 
 def load_prompts(
@@ -138,6 +144,9 @@ def load_unpaired_preferences(source: str, tokenizer: Tokenizer, **options: Any)
     return Loader(tokenizer, {"response_ids": IDS}, UNPAIRED_PREFERENCES, labels, **options).load(source)
 
 
+# --- from records to a data set ---------------------------------------------------------------------------------------
+
+
 @dataclass
 class Loader:
     """One pass over the records of a source.
@@ -184,6 +193,8 @@ class Loader:
         self.examples: Counter[str] = Counter()  # by their file
         self.repeated: Counter[str] = Counter()
 
+    # --- the data set -------------------------------------------------------------------------------------------------
+
     def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
@@ -223,6 +234,8 @@ class Loader:
             encoded = self.encoder.encode([texts for _, texts, _ in batch])
             examples = [self.example(*read, result) for read, result in zip(batch, encoded, strict=True)]
             yield [example for example in examples if example is not None]
+
+    # --- one record after the other -----------------------------------------------------------------------------------
 
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, Any]]]:
         """The records that fit the layout of their file, with their texts and the further values that are kept."""
@@ -303,6 +316,9 @@ class Loader:
             raise problem.at(record.file, record.number) from problem
         self.report.skipped += 1
         self.report.reasons[problem.reason] += 1
+
+
+# --- columns that rewards and environments ask for --------------------------------------------------------------------
 
 
 def fields_json(record: Fields, asked: Asked) -> dict[str, str]:

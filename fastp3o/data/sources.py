@@ -85,6 +85,9 @@ def read_records(source: str, split: str) -> Iterator[Record]:
                 raise DataError(f"{file}: cannot be read: {error}") from error
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
 def local_files(source: str, split: str) -> list[Path] | None:
     """The files that `source` means, or None if it can only be a hub name."""
     path = Path(source).expanduser()
@@ -132,6 +135,9 @@ def split_files(folder: Path, split: str) -> list[Path]:
         names = ", ".join(str(file.relative_to(place)) for file in sorted(files))
         raise DataError(f"{folder}: no file is named after the split '{split}'; found {names}")
     return [folder / file.relative_to(place) for file in sorted(splits[split])]
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def file_records(file: Path) -> Iterator[tuple[int, object]]:
@@ -187,6 +193,9 @@ def as_written(row: dict[str, Any], schema: pa.Schema | None, *, json_is_text: b
         return value
 
     return {name: written(value, kinds.get(name)) for name, value in row.items()}
+
+
+# --- reading JSON strictly --------------------------------------------------------------------------------------------
 
 
 def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:

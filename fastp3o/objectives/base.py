@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # types alone: their import takes seconds
     from fastp3o.models.packed_model import PackedModel
 
 
+# --- the rows of a step -----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """A packed row of rollouts with everything that a loss takes."""
@@ -110,6 +113,9 @@ def with_count(sums: Mapping[str, Tensor], count: Tensor | float) -> dict[str, T
 
 Minibatches = list[list[Microbatch]]
 SumOverProcesses = Callable[[Tensor], Tensor]
+
+
+# --- objectives -------------------------------------------------------------------------------------------------------
 
 
 class Objective(ABC):
@@ -226,6 +232,9 @@ class GroupwiseObjective(Objective):
             )
 
         return policy(row, row.labelled_at, head_loss)
+
+
+# --- importance weights and the KL ------------------------------------------------------------------------------------
 
 
 def on_policy(sums: Callable[[Groups], LossAndMetrics]) -> Callable[[Groups], LossAndMetrics]:

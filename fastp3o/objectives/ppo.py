@@ -36,6 +36,9 @@ if TYPE_CHECKING:  # functions import what they need of `models`: with transform
     from fastp3o.models.packed_model import PackedModel
 
 
+# --- objectives with a critic -----------------------------------------------------------------------------------------
+
+
 class ActorCritic(Objective):
     """Advantages of tokens by a critic, which trains beside the policy. `prepare` adds, [N] fp32 each: `old_values`,
     the values before each token at the rollout; `advantages`, whitened over the update; `returns`, targets of values.
@@ -114,6 +117,9 @@ class PPO(ActorCritic):
         return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy)
 
 
+# --- the critic and its advantages ------------------------------------------------------------------------------------
+
+
 class Critic(nn.Module):
     """A separate model of values, so that learning them does not move the policy. It is a copy of the starting policy,
     with the same trainable parameters, and a value head in place of the language head. The value head starts at zero:
@@ -173,6 +179,9 @@ def whiten(values: list[Tensor], sum_over_processes: SumOverProcesses) -> list[T
     mean = total / count
     deviation = (squares / count - mean.square()).clamp(min=0.0).sqrt()
     return [(value - mean) / (deviation + 1e-8) for value in values]
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 def ppo_loss(

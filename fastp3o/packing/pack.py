@@ -20,6 +20,8 @@ from fastp3o.packing.settings import Packing
 from fastp3o.processes import Share
 from fastp3o_kernels import sequence_logprobs
 
+# --- groups to rows ---------------------------------------------------------------------------------------------------
+
 
 def pack(
     prompts: Sequence[Ids],
@@ -81,6 +83,9 @@ def parts_of(given: GivenGroup, packing: Packing) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+# --- tables [P, K] ----------------------------------------------------------------------------------------------------
+
+
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
     """Values of the rows' responses, [S] each -> [P, K], in the order in which the groups were given to `pack`. Raises
     ValueError if groups differ in their number of responses.
@@ -108,6 +113,9 @@ def group_sizes(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], pack
 def group_tokens(prompt_length: int, response_lengths: Sequence[int], *, share_prompts: bool) -> int:
     """Tokens that a group takes in a row."""
     return prompt_length * (1 if share_prompts else len(response_lengths)) + sum(response_lengths)
+
+
+# --- which row gets which group ---------------------------------------------------------------------------------------
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -159,6 +167,9 @@ def efficiency(rows: Sequence[PackedRow], tokens_per_row: int) -> float:
 Examples = dict[str, list]  # columns of a data set
 
 
+# --- seeds and orders -------------------------------------------------------------------------------------------------
+
+
 def derived_seed(*parts: int) -> int:
     """A well-mixed 63-bit seed from a few small integers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
@@ -189,6 +200,9 @@ def order_of_pass(total: int, seed: int) -> Tensor:
 def shuffled(total: int, seed: int) -> Tensor:
     """[total] int64: the numbers below `total` in random order."""
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+
+
+# --- shares of the processes ------------------------------------------------------------------------------------------
 
 
 def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:

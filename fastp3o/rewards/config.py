@@ -22,6 +22,9 @@ URL_OR_FUNCTION = Condition(
 )
 
 
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
 class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
@@ -179,6 +182,9 @@ class PenaltyConfig(Flags):
         at_least=0,
         changeable=True,
     )
+
+
+# --- names of rewards -------------------------------------------------------------------------------------------------
 
 
 def reward_names(names: str) -> list[str]:

@@ -28,6 +28,9 @@ logger = get_logger(__name__)
 NAME = "\ue002"
 
 
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
 class ModelReward:
     """Scores of a reward model. device: of the computation. mesh: of processes over which the model is spread; None for
     one. offload: keeps the model on the CPU between uses. reading: how a Translation reads prompts that are messages.
@@ -79,6 +82,9 @@ class ModelReward:
                     ended = response.ids[-1] in self.translate.no_text  # otherwise by a text
                     ids[place] = [*(response.ids[:-1] if ended else response.ids), closing]
         return prompt_ids, response_ids
+
+
+# --- responses in the vocabulary of another tokenizer -----------------------------------------------------------------
 
 
 class Translation:

@@ -40,6 +40,9 @@ Reward = Callable[[list[Group]], Tensor]
 TOKEN_REWARDS = "token_rewards"
 
 
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
 def load_reward(
     name: str,
     policy_tokenizer: PreTrainedTokenizerBase,
@@ -101,6 +104,9 @@ def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, An
     }
 
 
+# --- sums of rewards --------------------------------------------------------------------------------------------------
+
+
 class WeightedSum:
     """A sum of rewards by name, each times its weight, not all 0. One of weight 0 is only logged, and may be NaN."""
 
@@ -156,6 +162,9 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     return sums | values
 
 
+# --- checks and logs --------------------------------------------------------------------------------------------------
+
+
 def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: list[Group], values: Tensor) -> None:
     """Raises NotFiniteError on every process if a reward of the groups is not finite on any of them. It says what a
     reward model in fp16 does not hold, if one is the reason.
@@ -194,6 +203,9 @@ def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
     for _, function in functions:
         function.logged.clear()
     return {metric: sum(values[metric]) / len(values[metric]) for metric in sorted(values)}
+
+
+# --- penalties --------------------------------------------------------------------------------------------------------
 
 
 def penalised_rewards(

@@ -48,6 +48,8 @@ from fastp3o.run.manifest import (
 )
 from fastp3o.run.tensors import copied_to_write, load_tensors
 
+# --- random generators ------------------------------------------------------------------------------------------------
+
 
 def generator_states() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
@@ -79,6 +81,9 @@ NAME = re.compile(r"step-(\d{6,})")
 CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 
 
+# --- folders that appear whole ----------------------------------------------------------------------------------------
+
+
 def put_in_place(unfinished: Path, manifest: Manifest) -> None:
     """Writes the manifest of a state that is whole, and gives the state its name."""
     place = place_of(unfinished)
@@ -99,6 +104,9 @@ def newest_first(states: Path) -> list[Path]:
 def placed_name(state: Path) -> str:
     """The name that a state has once it is in its place."""
     return (place_of(state) or state).name
+
+
+# --- the state of a run -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,8 @@ class States:
         """The progress with the loss scale as the host has read it since."""
         optimizer = progress.counters["optimizer"] | {"loss_scale": self.optimizer.guard.state_dict()}
         return replace(progress, counters=progress.counters | {"optimizer": optimizer})
+
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]) -> None:
         """Copies a state, which is then written until `place`. The optimizer must stand where `progress` was taken.
@@ -240,6 +250,8 @@ class States:
         """The name of this process's files."""
         return f"process-{self.accelerator.process_index:05}"
 
+    # --- finding ------------------------------------------------------------------------------------------------------
+
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""
         names = sorted(path.name for path in self.folder.iterdir())
@@ -297,6 +309,8 @@ class States:
         written = dict(gather_object(sums))
         changed = sorted(name for name, expected in manifest.checksums.items() if written[name] != expected)
         return f"{changed[0]} has a different checksum than when it was written" if changed else None
+
+    # --- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, manifest: Manifest) -> Progress:
         """Restores the state that was found. Renames corrupt ones, so that their steps can be saved again. Raises

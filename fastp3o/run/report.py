@@ -35,6 +35,9 @@ IN_NOTEBOOK = "ipykernel" in sys.modules
 tqdm.set_lock(threading.RLock())
 
 
+# --- lines and trackers -----------------------------------------------------------------------------------------------
+
+
 class Reporter:
     """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only.
     ends_processes: whether their group is destroyed at the end.
@@ -172,6 +175,9 @@ def with_deviations(metrics: dict[str, float]) -> str:
     )
 
 
+# --- clocks of a device -----------------------------------------------------------------------------------------------
+
+
 class Moment:
     """When the device has done all that was launched before; on a CPU that is when this is made."""
 
@@ -201,6 +207,9 @@ class LateNumbers(Moment):
         if self.event is not None:
             self.event.synchronize()
         return self.numbers.tolist()
+
+
+# --- phases of a step -------------------------------------------------------------------------------------------------
 
 
 class Phases:

@@ -72,6 +72,8 @@ class Run:
     its states is whole; all of them leave the folder as it was.
     """
 
+    # --- beginning, and the loop over steps ---------------------------------------------------------------------------
+
     def __init__(
         self,
         context: Context,
@@ -208,6 +210,8 @@ class Run:
         model, adapter = self.folder / FINISHED_MODEL, self.folder / ADAPTER
         self.accelerator.print(f"model: {from_here(model if model.exists() else adapter)}")
 
+    # --- within a step ------------------------------------------------------------------------------------------------
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of a step. Stops or saves before it if that is due and the model has not moved in this step."""
@@ -257,6 +261,8 @@ class Run:
         if overflow is None:
             return ""
         return f", since {overflow}: --precision {wider_precision(trains=True).name} has a wider range"
+
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def report(
         self,
@@ -328,6 +334,8 @@ class Run:
             self.reporter.print(message)
         self.warned.add(about)
 
+    # --- evaluations and callbacks ------------------------------------------------------------------------------------
+
     def evaluate_after(self, step: int) -> None:
         """Makes the evaluation if it is due and was not made before the run was resumed."""
         due = step == 0 or self.config.evaluates_after(step, last=self.last)
@@ -387,6 +395,8 @@ class Run:
             self.reporter.print(f"the callback has ended the run after {self.steps.name} {step}")
             self.last = step
 
+    # --- weights that are not finite ----------------------------------------------------------------------------------
+
     def require_finite_weights(self, step: int) -> None:
         """Raises NotFiniteError if the step has ruined the model, before a state can replace a good one."""
         try:
@@ -404,6 +414,8 @@ class Run:
         if self.states.newest is None:
             return "No state was saved before it: --resume starts over"
         return f"The last good state is {from_here(self.states.newest)}: --resume continues from it"
+
+    # --- stopping and saving ------------------------------------------------------------------------------------------
 
     def note_progress(self, step: int, *, evaluated: bool) -> None:
         self.progress, self.optimizer_steps = self.states.progress(step, evaluated=evaluated), self.optimizer.steps

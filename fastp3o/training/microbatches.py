@@ -30,6 +30,9 @@ RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of 
 Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
 
 
+# --- rows of an update ------------------------------------------------------------------------------------------------
+
+
 def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
     """All processes' groups and rewards, by the numbers of their prompts. What only rewards read is not sent."""
     if accelerator.num_processes == 1:
@@ -114,6 +117,9 @@ def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
     return None if loss_mask is None else loss_mask[list(row.groups)]
 
 
+# --- log-probs before a step ------------------------------------------------------------------------------------------
+
+
 def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
     """The policy's log-probs of the rows' tokens, [N] fp32 for each row."""
     return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
@@ -125,6 +131,9 @@ def unknown_logprobs(row: PackedRow) -> Tensor:
 
 
 Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss
+
+
+# --- passes of a step -------------------------------------------------------------------------------------------------
 
 
 class Passes(NamedTuple, Generic[Item]):
@@ -194,6 +203,9 @@ def add_gradients(
         metrics.add(row_metrics, counts=counts)
     further = {} if further_passes is None else further_passes()
     return {"loss": total if scale is None else total / scale, **metrics.read(), **further}
+
+
+# --- metrics of a step ------------------------------------------------------------------------------------------------
 
 
 class MetricSums:

@@ -54,9 +54,12 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     context = make_context(
         config, "fp16", caller, prompts_per_update=config.prompts_per_update, ptx_batch_size=ptx_batch_size
     )
+    # Data before models: what is wrong in them is told in seconds.
     objective = config.build()
     prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
+    # The policy, whole and on the CPU. What is sampled in its place, a copy or servers, is chosen before the optimizer
+    # spreads it over the processes and takes its memory.
     policy, context = load_trained(context, config, partial(load_policy, trains=True))
     sampled = sampled_model(
         config,
@@ -69,13 +72,16 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         logprobs_as_drawn=config.temperature != 1 or config.truncates,
         interrupts=config.interrupt_rollouts,
     )
+    # A critic, if the objective has one, is there before the optimizer lists what trains.
     objective.add_to(policy)
     rewards = load_rewards(context, config, prompts, held_out.examples)
     accelerator, precision, _, mesh, *_ = context
     steps = config.updates * config.steps_per_update
     optimizer: Optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
+    # log π_ref comes from a second model, which may move, or from the policy without its adapters; or nothing needs it.
     reference, sampled_reference = load_reference(context, config, policy)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
+    # Some objectives also sample a mixture of policy and reference, token by token, which needs both on the device.
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         teacher, memory, longest = sampled_reference, rollout_bytes(config), config.max_response_tokens
         options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": config.rollout_batch_size}
@@ -84,10 +90,13 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         mixed = sampled.gathered(lambda model: teacher.gathered(lambda other: mix(policy=model, other=other)))
         sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
     buffer = RolloutBuffer(context, config, sampler, prompts)
+    # A reference that moves is a part of the run's state; a fixed one is read again.
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
     reference = in_context(context, config, reference)
     objective.reference_values = reference.map_rows
+    # Distillation needs no reward: the loop has a table of zeros then.
     reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
+    # The run restores a resumed state into all of these, and checks that data and options are those of the state.
     search = Search(config.learning_rate)
     run = Run(
         context,
@@ -100,6 +109,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
+    # What the loop calls, with all that stays the same already filled in.
     score = partial(finite_rewards, context, config, reward)
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
     gradients = partial(add_gradients, optimizer, further_passes=pretraining)
@@ -118,14 +128,15 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
         )
     if total < config.prompts_per_update:
         context.accelerator.print(
-            f"--prompts_per_update is {config.prompts_per_update}, of {total} prompts: some come again"
+            f"warning: --prompts_per_update ({config.prompts_per_update}) exceeds the {total} prompts, so some repeat "
+            "within an update"
         )
     corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
     if config.truncates and config.assumes_own_samples and not corrected:
         remedies = "--sampler_ratio_cap" + (" or --old_logprobs sampler" if config.compares_with_old else "")
         context.accelerator.print(
-            "warning: with --top_k, --top_p or --min_p rollouts are no samples of the policy, and the gradient is "
-            f"biased towards what they leave of it: {remedies} corrects for that (fastp3o/objectives/off_policy.md)"
+            "warning: truncated sampling (--top_k, --top_p or --min_p) does not draw from the policy, which biases the "
+            f"gradient: {remedies} corrects for that (fastp3o/objectives/off_policy.md)"
         )
 
 
@@ -156,6 +167,7 @@ def make_evaluation(
     """Builds the evaluation, which measures how far the policy is from where the reference began, if there is one."""
     if held_out.examples is None:
         return None
+    # A reference that moves is not where it began: evaluations have a second one, which stays.
     if config.reference_moves:
         frozen = load_reference_model(context, config)
         reference = in_context(context, config, SecondModel(frozen, context.device, context.mesh, offload=True))

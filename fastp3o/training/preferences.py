@@ -36,6 +36,8 @@ from fastp3o.training.supervised import SupervisedTask, train_supervised
 from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss
 from fastp3o_kernels.losses import kto_reference_point
 
+# --- the run ----------------------------------------------------------------------------------------------------------
+
 
 def train(config: PreferenceConfig, caller: Caller | None = None) -> None:
     """Trains a policy on preferences with its configuration's objective; `loss` is a mean over pairs, or responses."""
@@ -48,6 +50,9 @@ class PreferenceRow(PackedRow):
     """A packed row of P groups of K responses, and the other inputs of its loss."""
 
     response_tensors: dict[str, Tensor]  # [P, K] each
+
+
+# --- objectives as a stage sees them ----------------------------------------------------------------------------------
 
 
 class Preferences(SupervisedTask[PreferenceRow]):
@@ -211,6 +216,9 @@ def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
         others.append(last)
         before = prompt
     return others
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
 
 
 def sampled_evaluation(

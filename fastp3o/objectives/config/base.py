@@ -17,6 +17,9 @@ FIRST_RATE, KL_PER_UPDATE = 1e-6, 0.3  # where no rate is named
 ONE_STEP_RATE = 8e-6
 
 
+# --- options of all online objectives ---------------------------------------------------------------------------------
+
+
 class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
@@ -253,6 +256,9 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         """The objective that this configuration trains with."""
         module, _, name = self.objective_class.partition(":")
         return getattr(import_module(f"fastp3o.objectives.{module}"), name)(self)
+
+
+# --- options that some objectives share -------------------------------------------------------------------------------
 
 
 class KLConfig(OnlineConfig):

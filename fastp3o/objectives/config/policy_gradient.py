@@ -10,6 +10,9 @@ KLEstimator = Literal["k1", "k2", "k3"]
 LossMean = Literal["sequence", "token", "constant"]
 
 
+# --- what they share --------------------------------------------------------------------------------------------------
+
+
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
 
@@ -41,6 +44,9 @@ class RatioConfig(PolicyGradientConfig):
     clip_high: float = option(0.2, "Upper clipping range: ratios count up to 1 + clip_high.", above=0, changeable=True)
 
 
+# --- baselines over all responses, without clipping by default --------------------------------------------------------
+
+
 class RLOOConfig(RatioConfig, objective="rloo"):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
@@ -65,6 +71,9 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
     reward_scaling: Literal["absolute", "none"] = option(
         "absolute", "Scale rewards. absolute: by their running standard deviation. none: do not scale."
     )
+
+
+# --- GRPO and objectives that clip ratios as it does ------------------------------------------------------------------
 
 
 class ClippedConfig(RatioConfig):
@@ -132,6 +141,9 @@ class CISPOConfig(DAPOConfig, objective="cispo"):
     objective_class: ClassVar[str] = "policy_gradient:CISPO"
     clip_low: float = 1.0
     clip_high: float = 4.0
+
+
+# --- objectives for off-policy responses ------------------------------------------------------------------------------
 
 
 class VESPOConfig(PolicyGradientConfig, objective="vespo"):

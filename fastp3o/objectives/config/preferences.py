@@ -8,6 +8,8 @@ from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
 
+# --- what they share --------------------------------------------------------------------------------------------------
+
 
 class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedConfig):
     """Learning from fixed preferences; objectives add settings. offload: what only evaluations need is on the CPU."""
@@ -85,6 +87,9 @@ class FreshPairConfig(PairLoss, OnlineConfig):
     @property
     def loss_reads_reference(self) -> bool:
         return self.anchor == "ref"
+
+
+# --- losses of pairs, offline and online ------------------------------------------------------------------------------
 
 
 class LogisticLoss(PairLoss):
@@ -253,6 +258,9 @@ class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig, objective="discopop"): ...
 class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig, objective="online_discopop"): ...
 
 
+# --- single responses, offline ----------------------------------------------------------------------------------------
+
+
 class KTOConfig(PreferenceConfig, objective="kto"):
     """Kahneman-Tversky optimization (arXiv 2402.01306): single responses, each desirable or not.
 
@@ -272,6 +280,9 @@ class KTOConfig(PreferenceConfig, objective="kto"):
     undesirable_weight: float = option(
         1.0, "Weight of undesirable responses; see --desirable_weight.", above=0, changeable=True
     )
+
+
+# --- online alone -----------------------------------------------------------------------------------------------------
 
 
 class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
