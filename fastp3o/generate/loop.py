@@ -158,7 +158,7 @@ def sample_rest(
     limits = (config.max_prompt_tokens, None, config.max_characters, config.template_settings)
     ends = checkpoint_ends(config.model, tokenizer, trust_remote_code=config.trust_remote_code)
     read = reads_back(Encoder(tokenizer, *limits, ends, context.clock))
-    sampled = partial(make_samples, continuation=Continuation(tokenizer), reads_back=read)
+    as_sample = partial(make_samples, continuation=Continuation(tokenizer), reads_back=read)
     size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
     disable = None if accelerator.is_main_process else True
     with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:
@@ -176,8 +176,8 @@ def sample_rest(
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             if reward is not None:
                 require_finite_rewards(accelerator, reward, groups, rewards)
-            batch = gather_object(list(map(sampled, groups, rewards.tolist(), examples["given"])) if share else [])
+            batch = gather_object(list(map(as_sample, groups, rewards.tolist(), examples["given"])) if share else [])
             on_main_process(accelerator, partial(samples.append, batch))
-            tokens += sum(sum(sampled.lengths) for sampled in batch)
+            tokens += sum(sum(sample.lengths) for sample in batch)
             bar.update(len(batch))
     return tokens / phases.read()["sampling"]

@@ -121,10 +121,8 @@ def adapted(
     if config.old_logprobs == "sampler" and config.steps_per_update > 1:
         with torch.no_grad(), accelerator.autocast():
             before = policy_logprobs(optimizer.model, [microbatch.row for microbatch in watched])
-        watched = [
-            replace(microbatch, noted_token_logprobs=logprobs)
-            for microbatch, logprobs in zip(watched, before, strict=True)
-        ]
+        pairs = zip(watched, before, strict=True)
+        watched = [replace(microbatch, noted_token_logprobs=logprobs) for microbatch, logprobs in pairs]
     peak, rates, tested, moved = float(schedule.base_lrs[0]), list[float](), 0, 0.0
     search = search or Search(config.learning_rate)
     first = peak == config.learning_rate
@@ -144,7 +142,7 @@ def adapted(
                 accelerator.print(f"--kl_per_update: the {which} ends after {made} steps and {moved:.3g} nats")
                 break
     # The KL grows with the square of the way, the sum of the steps' rates.
-    norms = torch.stack([microbatch["grad_norm"] for microbatch in step_metrics]).tolist()
+    norms = torch.stack([step["grad_norm"] for step in step_metrics]).tolist()
     way = sum(rate for rate, norm in zip(rates, norms, strict=True) if norm > 0)
     if way > 0:
         peak *= search.learned(way / (len(order) * peak), moved, target, tested=tests)

@@ -113,7 +113,7 @@ def test_revisions_come_after_critiques_and_are_data(principles, tiny_model, tok
     assert [(line["chosen"], line["rejected"]) for line in records("run")] == pairs
     load_preferences("run/kept.jsonl", tokenizer, **limits)
     Path("principles.txt").write_text("Be long.\n")
-    with pytest.raises(UserError, match=r"content another than when the run began: --principles"):
+    with pytest.raises(UserError, match=r"content has changed since the run began: --principles"):
         generate(config(tiny_model, "run", revisions=2, resume=True, **REVISED))
 
 

@@ -98,7 +98,7 @@ def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, 
     given = [(line["prompt"], tokenizer(line["prompt"]).input_ids) for line in prompts]
     assert [(group.prompt.text, group.prompt.ids) for group in groups] == given
     Path("examples.txt").write_text("other")
-    with pytest.raises(UserError, match="content another than when the run began: --prefix"):
+    with pytest.raises(UserError, match="content has changed since the run began: --prefix"):
         generate(config(tiny_model, "prefixed", prefix="examples.txt", resume=True))
     Path("examples.txt").write_text("x" * 2040)
     with pytest.raises(UserError, match="take up to 2078 tokens together"):

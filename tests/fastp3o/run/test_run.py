@@ -220,7 +220,7 @@ def test_another_run_is_refused_and_what_may_change_takes_effect(workplace, tiny
         policy.head().weight.mul_(1.001)
     shutil.move("start", "as it was")
     policy.model.save_pretrained("start")
-    with pytest.raises(ResumeError, match=r"the content another than when the run began: --model \(start\)"):
+    with pytest.raises(ResumeError, match=r"the content has changed since the run began: --model \(start\)"):
         start("start", tokenizer, resume=True)
     shutil.rmtree("start")
     shutil.move("as it was", "start")
