@@ -12,21 +12,20 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings, p3o_loss
-from scripts.hosts.p3o_policy_loss import p3o_policy_loss
 
 pytestmark = pytest.mark.hosts
 P, K, PROCESSES = 8, 4, 2
 ROOT = Path(__file__).parents[3]
-HOSTS, PAGE = ROOT / "scripts" / "hosts", (ROOT / "fastp3o/integrations/README.md").read_text()
+PAGE = (ROOT / "fastp3o/integrations/README.md").read_text()
 SETTINGS = P3OSettings(kl_coef=0.0)
 
 
 @pytest.fixture
 def verl(monkeypatch):
     """verl's trainer on the page's options, whose rows come as they end: without any order."""
-    monkeypatch.syspath_prepend(HOSTS)
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "p3o_in_verl")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "fastp3o.integrations.verl")
     from hydra import compose, initialize_config_module
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import get_trainer_cls
@@ -124,8 +123,7 @@ def test_openrlhfs_training_steps_are_p3os(monkeypatch, tmp_path):
     from openrlhf.trainer.ray import ppo_actor
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    monkeypatch.syspath_prepend(HOSTS)
-    import p3o_in_openrlhf
+    from fastp3o.integrations import openrlhf as p3o_in_openrlhf
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Experience, "to_device", lambda self, device: self)

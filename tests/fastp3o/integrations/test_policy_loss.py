@@ -5,8 +5,8 @@ from importlib import import_module, metadata
 import pytest
 import torch
 
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings, p3o_loss
-from scripts.hosts.p3o_policy_loss import p3o_policy_loss
 
 B, C = 6, 5
 LENGTHS = torch.tensor([5, 3, 1, 4, 2, 5])
@@ -61,8 +61,7 @@ def test_parted_siblings_a_second_kl_and_other_versions_are_refused(monkeypatch)
         p3o_policy_loss(*problem(2), MASK, 4, SETTINGS)
     with pytest.raises(ValueError, match="kl_coef must be 0"):
         p3o_policy_loss(*problem(2), MASK, 2, P3OSettings())
-    monkeypatch.syspath_prepend("scripts/hosts")
     monkeypatch.setattr(metadata, "version", lambda package: "0.8.0")
     for host, versions in (("verl", "0.9.0 and 0.9.1"), ("openrlhf", "0.11.1 and 0.11.2")):
         with pytest.raises(ImportError, match=rf"(?i)for {host} {versions}, and 0\.8\.0 is installed"):
-            import_module(f"scripts.hosts.p3o_in_{host}")
+            import_module(f"fastp3o.integrations.{host}")

@@ -19,12 +19,12 @@ from fastp3o.packing.pack import Packing
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import lengths, pack_groups
+from fastp3o.rollouts.turns.adapters import gymnasium_environment
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.tools import tool_environment
 from fastp3o.run.log import read_updates
-from scripts.hosts.environments_of_others import gymnasium_environment
 from tests.fastp3o.groups import flat, tokenised
 from tests.fastp3o.models.model_families import random_model
 from tests.fastp3o.rollouts.environments import AsyncEcho, Echo, OneTurn, games

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fastp3o import UserError, train
-from scripts.hosts.environments_of_others import verifiers_environment, verifiers_records
+from fastp3o.rollouts.turns.adapters import verifiers_environment, verifiers_records
 from tests.fastp3o.rollouts.environments import games
 from tests.fastp3o.runs import metrics
 

@@ -5,14 +5,14 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
-from p3o_policy_loss import p3o_policy_loss
 from torch import Tensor
 
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
 # Before the imports that another version may not have.
 if (VERSION := version("verl")) not in ("0.9.0", "0.9.1"):
-    raise ImportError(f"this file is for verl 0.9.0 and 0.9.1, and {VERSION} is installed")
+    raise ImportError(f"fastp3o.integrations.verl is for verl 0.9.0 and 0.9.1, and {VERSION} is installed")
 
 from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer

@@ -5,14 +5,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from p3o_policy_loss import p3o_policy_loss
 from torch import Tensor, nn
 
+from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
 # Before the imports that another version may not have.
 if (VERSION := version("openrlhf")) not in ("0.11.1", "0.11.2"):
-    raise ImportError(f"this file is for OpenRLHF 0.11.1 and 0.11.2, and {VERSION} is installed")
+    raise ImportError(f"fastp3o.integrations.openrlhf is for OpenRLHF 0.11.1 and 0.11.2, and {VERSION} is installed")
 
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 from openrlhf.trainer.ray import ppo_actor
