@@ -1,4 +1,4 @@
-"""Environments of gymnasium (of text) and of the package `verifiers` as environments of ours: see rollouts/README.md."""
+"""Environments of gymnasium (of text) and of the package `verifiers` as environments of ours (rollouts/README.md)."""
 
 import asyncio
 import json
