@@ -41,7 +41,7 @@ PAPER = {
 
 
 @dataclass
-class P3OConfig(GRPOConfig):
+class TRLP3OConfig(GRPOConfig):
     """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K. Raises ValueError
     for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
     """
@@ -94,7 +94,7 @@ class P3OTrainer(GRPOTrainer):
 
     Everything else is GRPOTrainer's: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
     Pairs with a completion that mask_truncated_completions empties have no gradient. Raises ValueError for args that
-    are not a P3OConfig, and for models that take images or have a loss of their own for routing (mixtures of experts).
+    are not a TRLP3OConfig, and for models that take images or have a routing loss (mixtures of experts).
     """
 
     _tag_names = ["trl", "p3o"]  # noqa: RUF012
@@ -104,8 +104,8 @@ class P3OTrainer(GRPOTrainer):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        if not isinstance(self.args, P3OConfig):
-            raise ValueError(f"P3OTrainer takes a P3OConfig as args, and got a {type(self.args).__name__}")
+        if not isinstance(self.args, TRLP3OConfig):
+            raise ValueError(f"P3OTrainer takes a TRLP3OConfig as args, and got a {type(self.args).__name__}")
         if self._is_vlm or self.aux_loss_enabled:
             raise ValueError("P3OTrainer takes only text, and no auxiliary loss: set router_aux_loss_coef to 0")
         self.settings = self.args.settings()

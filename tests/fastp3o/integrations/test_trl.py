@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from fastp3o.integrations.trl import P3OConfig, P3OTrainer, linear_logprobs, linear_logprobs_in_trl, p3o_trainer
+from fastp3o.integrations.trl import P3OTrainer, TRLP3OConfig, linear_logprobs, linear_logprobs_in_trl, p3o_trainer
 from fastp3o.integrations.trl.p3o_trainer import shuffled_groups
 from tests.fastp3o.integrations.own_trainer import assert_own_update, plain_descent, recorded, varied
 
@@ -42,7 +42,7 @@ def parts(model_name: str, prompts: list[dict] | None = None) -> dict:
 
 
 def p3o(folder: str, model_name: str, **options) -> P3OTrainer:
-    args = P3OConfig(**(arguments(folder) | {"max_completion_length": 6} | options))
+    args = TRLP3OConfig(**(arguments(folder) | {"max_completion_length": 6} | options))
     trainer = P3OTrainer(reward_funcs=varied, args=args, **parts(model_name))
     trainer.train()
     return trainer
@@ -94,7 +94,7 @@ def test_siblings_stay_together():
 )
 def test_options_that_would_be_ignored_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        P3OConfig(**(arguments(str(tmp_path)) | options))
+        TRLP3OConfig(**(arguments(str(tmp_path)) | options))
 
 
 PAIRS = [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in WORDS]
