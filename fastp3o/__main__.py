@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from fastp3o import __version__
 from fastp3o.script import run_script
 
 COMMANDS = {
@@ -35,20 +36,27 @@ STAGES = {
     "preference": ("objectives.config.preferences:OFFLINE_OBJECTIVES", "training.preferences:train"),
     "generate": ("generate.config:GenerateConfig", "generate.loop:generate"),
 }
+OBJECTIVE_COMMANDS = "An objective is a command, too: fastp3o grpo is fastp3o online --objective grpo."
 
 
 def main(command: str | None = None) -> None:
     """Runs a command on the arguments of the process. command: by default the first of them."""
     if command is None:
         asked = sys.argv[1].replace("-", "_") if sys.argv[1:] else ""
-        if asked not in COMMANDS:
+        if asked == "__version":
+            print(f"fastp3o {__version__}")
+            sys.exit()
+        command = asked if asked in COMMANDS else stage_of_objective(asked)
+        if not command:
             width = max(map(len, COMMANDS))
             lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+            known = asked in ("", "__help")
+            problem = [] if known else [f"unknown command {sys.argv[1]}"]
             file = sys.stdout if asked == "__help" else sys.stderr
-            print("usage: fastp3o COMMAND [--help]", *lines, sep="\n", file=file)
+            print("usage: fastp3o COMMAND [--help]", *lines, OBJECTIVE_COMMANDS, *problem, sep="\n", file=file)
             sys.exit(0 if asked == "__help" else 2)
-        sys.argv[:2] = [f"fastp3o {asked}"]
-        command = asked
+        chosen = [] if command == asked else [f"--objective={asked}"]
+        sys.argv[:2] = [f"fastp3o {asked}", *chosen]
 
     def run() -> None:
         from fastp3o.cli import parse, parse_chosen
@@ -63,6 +71,13 @@ def main(command: str | None = None) -> None:
         act(config)
 
     run_script(run if command in STAGES else imported(f"commands.{command}:main"))
+
+
+def stage_of_objective(name: str) -> str:
+    """The command that trains with an objective, "" if there is none of this name."""
+    if not name.isidentifier():
+        return ""
+    return next((stage for stage in ("online", "preference") if name in imported(STAGES[stage][0])), "")
 
 
 def imported(place: str) -> Any:

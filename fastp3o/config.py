@@ -145,10 +145,14 @@ class Flags:
     docstring has its group's. `summary` is the docstring as it is written; `__doc__` has the options, too.
 
     A flag's own rules stand in its field. Classes add rules between several flags in `__post_init__`, after their
-    parents' checks, and further needs of flags that they inherit in `further_needs`.
+    parents' checks, and further needs of flags that they inherit in `further_needs`. named: the options that somebody
+    has set, be it to their defaults; the others may yield to those.
     """
 
+    named: ClassVar[frozenset[str]] = frozenset()
+
     summary: ClassVar[str] = ""
+    section: ClassVar[str] = "objective"  # of the help, for the options that a class is the first to have
     further_needs: ClassVar[Mapping[str, Needs]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -172,17 +176,16 @@ class Flags:
         names = {flag.name for flag in fields(cls)}
         for name in values.keys() - names:
             raise TypeError(f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}")
-        return super().__new__(cls)
+        config = super().__new__(cls)
+        vars(config)["named"] = frozenset(values)
+        return config
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for flag in fields(self):
             value = getattr(self, flag.name)
-            if flag.metadata.get("python") is list and isinstance(value, list | tuple):
-                value = ",".join(map(str, value))
-            elif flag.metadata.get("python") is dict and isinstance(value, Mapping | list | tuple):
-                value = json.dumps(value)
-            value = plain_value(flag.name, value, hints[flag.name])
+            text = text_of(flag, value)
+            value = plain_value(flag.name, value if text is None else text, hints[flag.name])
             object.__setattr__(self, flag.name, value)
             if expected := broken_rule(value, flag.metadata):
                 raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
@@ -253,6 +256,15 @@ def conditions(needs: Needs) -> list[Condition]:
     return [condition(need) for need in (needs if isinstance(needs, tuple) else (needs,))]
 
 
+def text_of(flag: Field, value: Any) -> str | None:
+    """The text that stands for a list or a mapping in an option's place; None for another value."""
+    if flag.metadata.get("python") is list and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if flag.metadata.get("python") is dict and isinstance(value, Mapping | list | tuple):
+        return json.dumps(value)
+    return None
+
+
 def plain_value(name: str, value: Any, hint: Any) -> Any:
     """The value of a field as the type of its hint. Raises UserError for a value of another type."""
     kind = field_type(hint)
@@ -299,6 +311,7 @@ def bounds(rules: Mapping[str, Any]) -> str:
 class SamplerConfig(Flags):
     """Options of sampling responses."""
 
+    section = "sampling"
     temperature: float = option(
         1.0,
         "Sampling temperature. The policy is softmax(logits / temperature) everywhere: in rollouts and in all "
@@ -407,6 +420,7 @@ class SamplerConfig(Flags):
 class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
+    section = "optimizer"
     optimizer: Literal["adamw", "adamw_8bit"] = option(
         "adamw",
         "adamw: AdamW with moments in fp32. adamw_8bit: moments in 8 bits, by bitsandbytes (arXiv 2110.02861), in "
@@ -462,6 +476,7 @@ class OptimizerConfig(Flags):
 class DataConfig(Flags):
     """The data that are read, and what of them."""
 
+    section = "data"
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
     limit: int | None = option(None, "Use only the first this many examples. Default: all.", at_least=1)
     max_prompt_tokens: int = option(
@@ -519,6 +534,7 @@ class DataConfig(Flags):
 class TrainableConfig(Flags):
     """Options that choose the parameters of a policy that train."""
 
+    section = "adapters"
     trainable_layers: int = option(
         0, "Train only this many top layers of the body (first author: 2); 0 trains all parameters.", at_least=0
     )
@@ -570,6 +586,7 @@ class TrainableConfig(Flags):
 class LoadingConfig(Flags):
     """How models are loaded, and their attention."""
 
+    section = "model"
     trust_remote_code: bool = option(
         False,
         "Run model code that comes with a checkpoint, or with the base model that an adapter names. Only for "
@@ -596,6 +613,7 @@ class LoadingConfig(Flags):
 class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
+    section = "model"
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub. Default: main.")
     precision: PrecisionName = option(
@@ -666,6 +684,7 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
 class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
+    section = "turns"
     environment: str | None = option(
         None,
         "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md). Default: "
@@ -703,6 +722,7 @@ class EnvironmentConfig(PolicyConfig):
 class EvaluationConfig(Flags):
     """Evaluations during a run, and what they decide."""
 
+    section = "evaluation"
     eval_split: str = option("train", "Split of the evaluation data.", needs=EVALUATION_DATA)
     eval_limit: int | None = option(
         None, "Use only the first this many evaluation examples. Default: all.", at_least=1, needs=EVALUATION_DATA
@@ -744,6 +764,7 @@ class EvaluationConfig(Flags):
 class RunConfig(Flags):
     """A run that writes a folder and can be resumed."""
 
+    section = "run"
     output_dir: str = required(
         "Folder of the run: its results, logs, and the state that --resume needs.", changeable=True
     )
@@ -782,6 +803,7 @@ class RunConfig(Flags):
 class TrainingRunConfig(RunConfig):
     """Options of what a run that trains saves, reports and uploads."""
 
+    section = "run"
     save_every: int = option(
         0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
     )
@@ -841,6 +863,7 @@ class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, Eva
 class SupervisedConfig(StageConfig):
     """Options of stages that pass over a fixed data set."""
 
+    section = "data"
     train_data: str = required(
         "Training data: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
     )

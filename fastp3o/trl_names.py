@@ -22,7 +22,8 @@ def hint(name: str, options: Collection[str]) -> str:
     known = trl_names().get(name, [])
     chosen = next((choice for choice in known if " " in choice or choice in options), None)
     if chosen is None:
-        near = get_close_matches(name, options, n=1, cutoff=0.8)
+        initials = [option for option in options if "".join(word[0] for word in option.split("_")) == name]
+        near = initials[:1] or get_close_matches(name, options, n=1, cutoff=0.8)
         return f"; the nearest one is --{near[0]}" if near else ""
     first = chosen.split()[0].rstrip(",")
     return f"; TRL's {name} is {'--' * (first in options)}{chosen} here"

@@ -89,7 +89,7 @@ def test_commands_use_flags_that_their_scripts_have(monkeypatch, capsys):
     commands = re.findall(r"^fastp3o (\w+) (.*)$", lines, re.MULTILINE)
     assert len(commands) == 3
     for script, flags in commands:
-        monkeypatch.setattr(sys, "argv", ["fastp3o", script, "--help"])
+        monkeypatch.setattr(sys, "argv", ["fastp3o", script, "--help", "all"])
         with pytest.raises(SystemExit):
             main()
         help_text = capsys.readouterr().out

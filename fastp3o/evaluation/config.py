@@ -13,6 +13,7 @@ JUDGED = "keep=judged"
 class SamplingConfig(RemoteConfig, EnvironmentConfig):
     """The prompts that are responded to, and how their responses are rewarded."""
 
+    section = "data"
     prompts: str = required(
         "Prompts to respond to: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
     )
@@ -36,6 +37,7 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
 class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
+    section = "judge"
     judge: str | None = option(
         None,
         "Judge of two responses: a function, as module:function (see FunctionJudge in evaluation/judge.py).",

@@ -16,6 +16,7 @@ REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 class SelectionConfig(Flags):
     """Choice of the sampled responses to keep."""
 
+    section = "choice of responses"
     keep: Literal[
         "all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged", "revised", "revised_pairs", "none"
     ] = option(

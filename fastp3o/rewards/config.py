@@ -28,6 +28,7 @@ URL_OR_FUNCTION = Condition(
 class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
+    section = "rewards"
     reward_columns: str = option(
         "",
         "Data columns to send to reward endpoints, and to functions that accept **columns, comma-separated.",
@@ -88,6 +89,7 @@ class RemoteConfig(Flags):
 class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
+    section = "rewards"
     reward: str = required(
         "Reward to maximize: a reward model (folder or hub name), a function, as module:function, or a URL; "
         "comma-separated names for the weighted sum of several. In `A else B`, B rewards the responses for which A "
@@ -143,6 +145,7 @@ class RewardConfig(RemoteConfig):
 class PenaltyConfig(Flags):
     """Penalties on responses, in the reward's unit; 0 for none."""
 
+    section = "rewards"
     missing_eos_penalty: float = option(
         0.0,
         "Penalty for a response without an end-of-sequence, in the reward's unit; 0 disables it.",

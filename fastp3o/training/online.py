@@ -119,6 +119,12 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
     """Warns of idle processes, of a loss that truncated rollouts bias, and of few prompts. total: of prompts."""
+    usual = config.__dataclass_fields__["prompts_per_minibatch"].default
+    if config.minibatch_yields and usual and config.prompts_per_minibatch != usual:
+        context.accelerator.print(
+            f"--prompts_per_minibatch is {config.prompts_per_minibatch} in place of {usual}, to divide "
+            f"--prompts_per_update {config.prompts_per_update}"
+        )
     processes = context.accelerator.num_processes
     idle = processes - config.prompts_per_minibatch * config.tensor_parallel
     if idle > 0:

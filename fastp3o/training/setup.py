@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
+from accelerate.utils import InitProcessGroupKwargs, LoggerType, parse_flag_from_env, set_seed
 from datasets import Dataset, concatenate_datasets
 from transformers.utils.logging import disable_progress_bar
 
@@ -51,7 +51,10 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     config.check_complete()
     precision, trackers = choose_precision(config.precision, automatic), trackers_of(config)
     available = [tracker.value for tracker in get_available_trackers()]
-    if missing := [name for name in trackers if name not in available]:  # accelerate would leave it out
+    # accelerate would leave out a tracker that it does not have.
+    if absent := [name for name in trackers if name not in available and name in LoggerType.list()]:
+        raise UserError(f"--report_to: {absent[0]} is not installed: pip install {absent[0]}")
+    if missing := [name for name in trackers if name not in available]:
         raise UserError(
             f"unknown tracker {', '.join(missing)} in --report_to; available: {', '.join([*available, 'none'])}"
         )

@@ -79,19 +79,84 @@ def test_evaluations_come_regularly_at_given_updates_and_last():
     assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]
 
 
-def test_help_shows_own_options_first_one_spelling_bounds_and_no_default_of_what_is_required(capsys):
+def shown_help(capsys, config, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(config, ["--help", *arguments])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_options_come_with_those_of_the_class_itself_first():
     names = [flag.name for flag in fields(P3OConfig)]
     assert names[:5] == ["learning_rate", "clipping", "clip_range", "ratio_cap", "kl_coef"]
-    with pytest.raises(SystemExit):
-        parse(P3OConfig, ["--help"])
-    shown = capsys.readouterr().out
-    assert [name for name in re.findall(r"^  --(\w+)", shown, re.MULTILINE) if name in names] == names
-    said = " ".join(shown.split())
-    assert "(at least 0 and below 1; default: 0.9)" in said
-    assert "--output_dir OUTPUT_DIR Folder of the run: its results, logs, and the state that --resume needs. --" in said
-    assert "--learning-rate" not in said
     assert all(f"    {name} (default" in P3OConfig.__doc__ for name in names)
     assert "Options:" not in P3OConfig.summary + RewardModelConfig.summary
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_help_begins_with_what_is_required_and_shows_the_rest_in_sections(capsys, config):
+    required = [flag.name for flag in fields(config) if flag.metadata.get("required")]
+    short, whole = shown_help(capsys, config), shown_help(capsys, config, "all")
+    for shown in (short, whole):
+        assert all(f"--{name} " in " ".join(shown.splitlines()[:10]) for name in required)
+    everything = re.findall(r"^  --(\w+)", whole, re.MULTILINE)
+    negated = {f"no_{flag.name}" for flag in fields(config) if flag.default is True}
+    assert sorted({*everything} - negated) == sorted(flag.name for flag in fields(config))
+    assert everything[: len(required)] == required
+    titles = re.findall(r"^(\w[\w ]*):$", whole, re.MULTILINE)
+    assert titles[0] == "required"
+    assert titles[-1] == "run"
+    listed = re.findall(r"^  --(\w+)", short, re.MULTILINE)
+    assert {*required} <= {*listed} < {*everything}
+    assert f"{len({*everything} - negated) - len({*listed} - negated)} further options: --help all" in short
+    assert "further options" not in whole
+
+
+def test_help_says_bounds_and_defaults_but_none_of_what_is_empty(capsys):
+    said = " ".join(shown_help(capsys, P3OConfig, "all").split())
+    assert "(at least 0 and below 1; default: 0.9)" in said
+    assert "(default: )" not in said
+    assert "default: None" not in said
+    assert "--learning-rate" not in said
+
+
+def refusal(capsys, config, *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        parse(config, [*arguments])
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_unknown_options_are_told_all_at_once_and_before_those_that_are_missing(capsys):
+    line = refusal(capsys, P3OConfig, "--model_name_or_path", "m", "--reward_funcs", "f", "--odd=1")
+    assert "model_name_or_path is --model here" in line
+    assert "reward_funcs is --reward here" in line
+    assert line.endswith(", --odd")
+    assert "missing" not in line
+    assert refusal(capsys, P3OConfig, "--model", "m").endswith("missing: --prompts, --reward, --output_dir")
+    assert "the nearest one is --learning_rate" in refusal(capsys, P3OConfig, "--lr", "1e-5")
+
+
+def test_a_yaml_file_takes_lists_and_mappings_where_python_does(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("chat_template_kwargs: {enable_thinking: false}\nreward_weights: [1, 0.2]\nreward: a:f,b:g\n")
+    rest = ["--model", "m", "--prompts", "p", "--output_dir", "o"]
+    for begun in ([str(path), *rest], [*rest, "--config", str(path)], [f"--config={path}", *rest]):
+        config = parse(P3OConfig, begun)
+        assert config.weights == [1, 0.2]
+        assert config.template_settings == {"enable_thinking": False}
+    path.write_text("updates: [1, 2]\n")
+    assert "must give a single value for updates" in refusal(capsys, P3OConfig, str(path), *rest)
+    path.write_text("num_generations: 4\nmodle: m\n")
+    line = refusal(capsys, P3OConfig, str(path))
+    assert "num_generations (TRL's num_generations is --responses_per_prompt here), modle (the nearest" in line
+
+
+def test_minibatches_yield_to_the_size_of_updates_unless_somebody_has_set_theirs():
+    sizes = {4: 4, 12: 6, 7: 7, 32: 8}
+    for total, size in sizes.items():
+        assert P3OConfig(**GIVEN, prompts_per_update=total).prompts_per_minibatch == size
+    with pytest.raises(UserError, match="must be a multiple of --prompts_per_minibatch"):
+        P3OConfig(**GIVEN, prompts_per_update=12, prompts_per_minibatch=8)
 
 
 class Red(ObjectiveConfig, objective="red"):

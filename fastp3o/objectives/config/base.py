@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from math import gcd
+from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fastp3o.config import EnvironmentConfig, ObjectiveConfig, StageConfig, option, required
@@ -28,6 +29,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     responses serve. reads_rewards: whether the loss does. paper_minibatches: steps of a pass in the objective's paper.
     """
 
+    section = "updates"
     objective_class: ClassVar[str]
     compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
@@ -176,6 +178,10 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         if not self.prompts_per_minibatch:
             parts = gcd(self.prompts_per_update, self.paper_minibatches)
             object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update // parts)
+        if self.minibatch_yields and isinstance(self.prompts_per_update, Integral):
+            sizes = range(1, self.prompts_per_minibatch + 1)
+            largest = max(size for size in sizes if self.prompts_per_update % size == 0)
+            object.__setattr__(self, "prompts_per_minibatch", largest)
         super().__post_init__()
         longest = self.max_response_tokens
         if (free := self.length_penalty_after) >= longest:
@@ -226,6 +232,11 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     @property
     def reference_moves(self) -> bool:
         return bool(self.reference_every or self.reference_decay)
+
+    @property
+    def minibatch_yields(self) -> bool:
+        """Whether minibatches are as large as updates allow: somebody has set the size of updates alone."""
+        return "prompts_per_update" in self.named and "prompts_per_minibatch" not in self.named
 
     @property
     def minibatches_per_update(self) -> int:
