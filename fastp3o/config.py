@@ -100,7 +100,7 @@ class Rules(TypedDict, total=False):
     changeable: a resumed run may have another value, since each step reads it again.
     required: there is no run without it. From Python it may come as an object, after the configuration is made.
     python: what Python may have in the place of the text: a list of what stands between commas; or what the JSON says,
-    a dict or a list.
+    a dict or a list. The field's type names it, for editors; the value is text in any case.
     """
 
     above: float
@@ -331,7 +331,7 @@ class SamplerConfig(Flags):
         at_least=0,
         at_most=1,
     )
-    stop_strings: str | None = option(
+    stop_strings: str | Sequence[str] | None = option(
         None,
         'Texts that end a response, as a JSON list: ["</answer>", "\\n\\n"]. The response keeps the first of them '
         "and counts as finished. A text of several tokens is detected after the response was sampled, and the rest "
@@ -402,7 +402,7 @@ class SamplerConfig(Flags):
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises UserError for text that is no JSON list of texts."""
         try:
-            stops = json.loads(self.stop_strings or "[]")
+            stops = json.loads(str(self.stop_strings or "[]"))
         except ValueError:
             stops = None
         if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
@@ -487,7 +487,7 @@ class DataConfig(Flags):
         "Maximum length of a text, in characters; a longer one is an error, since it would take minutes to tokenize.",
         at_least=1,
     )
-    chat_template_kwargs: str | None = option(
+    chat_template_kwargs: str | Mapping[str, Any] | None = option(
         None,
         'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, '
         "in a field of this name. They change only prompts that are messages: a prompt that is text uses no "
@@ -509,7 +509,7 @@ class DataConfig(Flags):
     def template_settings(self) -> dict[str, Any]:
         """The chat template's variables by name. Raises UserError for text that is no JSON object."""
         try:
-            settings = json.loads(self.chat_template_kwargs or "{}")
+            settings = json.loads(str(self.chat_template_kwargs or "{}"))
         except ValueError:
             settings = None
         if not isinstance(settings, dict):
@@ -547,7 +547,7 @@ class TrainableConfig(Flags):
     use_rslora: bool = option(
         False, "Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732).", needs="lora_rank"
     )
-    lora_targets: str = option(
+    lora_targets: str | Sequence[str] = option(
         "all-linear",
         "Modules that get adapters, comma-separated. all-linear: all linear layers except the head.",
         needs="lora_rank",
@@ -823,7 +823,7 @@ class TrainingRunConfig(RunConfig):
         at_least=0,
         changeable=True,
     )
-    report_to: str = option(
+    report_to: str | Sequence[str] = option(
         "tensorboard",
         "Trackers of accelerate that get the metrics, comma-separated (tensorboard, wandb, trackio, ...), or none.",
         changeable=True,

@@ -1,6 +1,7 @@
 """README.md is true and short: its code runs as it stands, and its links, files, folders and flags exist."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_the_loss_before_and_after_is_the_same():
     exec(compile(code, "README.md", "exec"), names)
     assert names["loss"].isfinite()
     assert names["counts"]
+
+
+def test_its_blocks_are_well_typed(tmp_path):
+    """What an editor with a type checker says of the code that a reader copies."""
+    for number, code in enumerate(blocks("python")):
+        (tmp_path / f"block_{number}.py").write_text(code)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir"]
+    files = sorted(map(str, tmp_path.glob("block_*.py")))
+    told = subprocess.run([*command, str(tmp_path / "cache"), *files], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,5 +1,6 @@
 """The options of win rates, and of rewards without training."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, EnvironmentConfig, Flags, option, required
@@ -73,7 +74,7 @@ class JudgeConfig(Flags):
 class WinRateConfig(JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 
-    models: str = required(
+    models: str | Sequence[str] = required(
         "Checkpoints to compare, all pairs of them: causal LMs (hub names or folders), comma-separated.", python=list
     )
     reward: str | None = option(
@@ -97,7 +98,7 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
 
     @property
     def checkpoints(self) -> list[str]:
-        return [name.strip() for name in self.models.split(",")]
+        return [name.strip() for name in str(self.models).split(",")]
 
     @property
     def scorers(self) -> list[str]:

@@ -61,7 +61,7 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"--lora_rank needs peft ({error}): pip install '.[lora]'") from error
-    targets, dropout = config.lora_targets, config.lora_dropout
+    targets, dropout = str(config.lora_targets), config.lora_dropout
     largest = max(min(weight.shape) for weight in model.model.base_model.parameters() if weight.dim() == 2)
     if config.lora_rank > largest:
         raise UserError(f"--lora_rank is {config.lora_rank}, and the model's matrices have a rank of {largest} at most")

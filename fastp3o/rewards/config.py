@@ -29,7 +29,7 @@ class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
     section = "rewards"
-    reward_columns: str = option(
+    reward_columns: str | Sequence[str] = option(
         "",
         "Data columns to send to reward endpoints, and to functions that accept **columns, comma-separated.",
         needs="reward",
@@ -83,7 +83,7 @@ class RemoteConfig(Flags):
 
     @property
     def columns(self) -> list[str]:
-        return [name.strip() for name in self.reward_columns.split(",")] if self.reward_columns else []
+        return [name.strip() for name in str(self.reward_columns).split(",")] if self.reward_columns else []
 
 
 class RewardConfig(RemoteConfig):
@@ -95,7 +95,7 @@ class RewardConfig(RemoteConfig):
         "comma-separated names for the weighted sum of several. In `A else B`, B rewards the responses for which A "
         "returns None."
     )
-    reward_weights: str = option(
+    reward_weights: str | Sequence[float] = option(
         "",
         "Weight of each reward, comma-separated; a reward with weight 0 is only logged. Default: 1 each.",
         needs="reward",
@@ -136,7 +136,7 @@ class RewardConfig(RemoteConfig):
     def weights(self) -> list[float]:
         """The weight of each reward. Raises ValueError for text that is no number."""
         return (
-            [float(part) for part in self.reward_weights.split(",")]
+            [float(part) for part in str(self.reward_weights).split(",")]
             if self.reward_weights
             else [1.0] * len(self.rewards)
         )

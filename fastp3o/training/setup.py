@@ -80,7 +80,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
 
 
 def trackers_of(config: StageConfig) -> list[str]:
-    return [] if config.report_to == "none" else [name.strip() for name in config.report_to.split(",")]
+    return [] if config.report_to == "none" else [name.strip() for name in str(config.report_to).split(",")]
 
 
 def holding(context: Context, config: StageConfig, model: PackedModel) -> Context:

@@ -1,5 +1,6 @@
 """Flags that online objectives share."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from math import gcd
 from numbers import Integral
@@ -150,7 +151,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
     eval_greedy: bool = option(
         False, "Also evaluate greedy decoding, as greedy/reward and so on.", needs="eval_prompts", changeable=True
     )
-    eval_at: str = option(
+    eval_at: str | Sequence[int] = option(
         "",
         "Also evaluate after these updates, comma-separated (10,20,50).",
         needs="eval_prompts",
@@ -198,7 +199,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
             raise UserError("--reference_every and --reference_decay need whole weights that train: no --lora_rank")
         if self.lora_dropout and self.compares_with_old:
             raise UserError("--lora_dropout would make ratios random: this objective compares the policy with itself")
-        if self.eval_at and not all(part.strip().isdecimal() for part in self.eval_at.split(",")):
+        if self.eval_at and not all(part.strip().isdecimal() for part in str(self.eval_at).split(",")):
             raise UserError(f"--eval_at must be comma-separated whole numbers, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:
             raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
@@ -261,7 +262,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
 
     @property
     def evaluated_at(self) -> set[int]:
-        return {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
+        return {int(part) for part in str(self.eval_at).split(",")} if self.eval_at else set()
 
     def build(self) -> "Objective":
         """The objective that this configuration trains with."""

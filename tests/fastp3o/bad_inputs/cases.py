@@ -123,6 +123,7 @@ USES = [
     ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
     ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
     ("p3o", "--report_to nosuch", "unknown tracker nosuch in --report_to; available: "),
+    ("p3o", "--report_to comet_ml", "--report_to: comet_ml is not installed: pip install comet_ml"),
     ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),
     ("p3o", "--eval_prompts prompts.jsonl --eval_split test", "prompts.jsonl: there is no split 'test'"),
     ("online", "--ptx_data prompts.jsonl", "prompts.jsonl record 1: expected the fields of one of the layouts"),

@@ -35,7 +35,7 @@ def test_helps_name_what_they_explain_and_every_choice(config: type[Flags]):
 
 @pytest.mark.parametrize("config", sorted(EVERY, key=lambda config: config.__name__))
 def test_a_flag_that_turns_something_off_says_what_is_not_done_and_no_default_is_empty(config: type[Flags]):
-    parser = make_parser(config)
+    parser = make_parser(config, shows_all=True)
     by_flag = {name: action for action in parser._actions for name in action.option_strings}
     for flag in fields(config):
         if flag.default is True:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fastp3o
 from fastp3o.__main__ import COMMANDS, STAGES, main
 
 FOLDER = Path(main.__code__.co_filename).parent / "commands"
@@ -27,6 +28,26 @@ def test_every_file_is_a_command_with_a_script(monkeypatch):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, *arguments)
         assert ended.value.code == status
+
+
+def test_an_objective_is_a_command_too(monkeypatch, capsys):
+    for name, own in (("grpo", "--loss_mean"), ("online-dpo", "--kl_coef"), ("dpo", "--beta"), ("kto", "--beta")):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, name, "--help", "all")
+        assert not ended.value.code
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: fastp3o {name.replace('-', '_')} ")
+        assert f"  {own} " in shown
+
+
+def test_the_version_and_what_is_no_command(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "--version")
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"fastp3o {fastp3o.__version__}\n"
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "tarin")
+    assert capsys.readouterr().err.endswith("unknown command tarin\n")
 
 
 def test_python_m_and_hyphens(workplace):

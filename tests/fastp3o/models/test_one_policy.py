@@ -133,7 +133,9 @@ def test_the_trial_leaves_nothing_behind(family, monkeypatch):
     weights, trained = tried.state_dict(), {n for n, p in tried.named_parameters() if p.requires_grad}
     assert trained == {name for name, p in expected.named_parameters() if p.requires_grad}
     assert all(torch.equal(weight, weights[name]) for name, weight in expected.state_dict().items())
-    replaced, left = ([name for name, m in model.named_modules() if "forward" in vars(m)] for model in (expected, tried))
+    replaced, left = (
+        [name for name, m in model.named_modules() if "forward" in vars(m)] for model in (expected, tried)
+    )
     assert left == replaced
 
 

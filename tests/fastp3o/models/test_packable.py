@@ -68,7 +68,7 @@ def test_rounding_is_no_leak_and_values_that_are_not_finite_are_named(dtype):
         model.layers()[0].mlp.down_proj.weight.fill_(torch.finfo(dtype).max)
     told = {
         torch.bfloat16: f"too large gives values that are not finite in {dtype}: model.layers.0.mlp.down_proj is the",
-        torch.float16: r"too large overflows fp16: model.layers.0.mlp.down_proj reaches .* and fp16's maximum is 65,504",
+        torch.float16: r"too large overflows fp16: model.layers.0.mlp.down_proj reaches .*'s maximum is 65,504",
     }
     with pytest.raises(ValueError, match=told[dtype]):
         require_packable(model, "too large")
