@@ -133,10 +133,8 @@ def test_the_trial_leaves_nothing_behind(family, monkeypatch):
     weights, trained = tried.state_dict(), {n for n, p in tried.named_parameters() if p.requires_grad}
     assert trained == {name for name, p in expected.named_parameters() if p.requires_grad}
     assert all(torch.equal(weight, weights[name]) for name, weight in expected.state_dict().items())
-    replaced, left = (
-        [name for name, m in model.named_modules() if "forward" in vars(m)] for model in (expected, tried)
-    )
-    assert left == replaced
+    replaced = [name for name, module in expected.named_modules() if "forward" in vars(module)]
+    assert [name for name, module in tried.named_modules() if "forward" in vars(module)] == replaced
 
 
 def test_adapters_that_a_model_reads_around_are_refused_by_name_or_never_merged():
