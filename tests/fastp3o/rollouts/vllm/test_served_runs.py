@@ -149,7 +149,7 @@ WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
 @pytest.mark.parametrize(
     ("fault", "options", "changes", "says"),
     [
-        ("cut", WITHIN_THE_SECOND, {}, "update 2: .*1 tokens, cut short: is its --max-model-len.*--resume goes"),
+        ("cut", WITHIN_THE_SECOND, {}, "update 2: .*1 tokens, cut short: is its --max-model-len.*--resume continues"),
         ("dead", WITHIN_THE_SECOND, {}, "update 2: .*does not answer.*--resume continues"),
         ("off", WITHIN_THE_SECOND, {}, "update 2: .*the servers' log-probs of .* nats off the policy's own.*--resume"),
         ("stale", {}, {}, "update 2: .* does not sample from the policy: its log-probs are"),
