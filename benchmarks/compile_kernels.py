@@ -45,6 +45,7 @@ KERNELS = {
     "logprobs_kernel": logits_kernel,
     "dlogits_kernel": logits_kernel,
     "statistics_kernel": logits_kernel,
+    "bias_gradient_kernel": logits_kernel,
     "pair_kernel": pair_kernel,
     "results_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
@@ -79,7 +80,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALARS = {
     **dict.fromkeys(("row_stride", "dlogits_row_stride"), "i64"),
-    **dict.fromkeys(("ignore_index", "S", "P", "size", "terms_stride", "mean_over"), "i32"),
+    **dict.fromkeys(("ignore_index", "N", "S", "P", "size", "terms_stride", "mean_over"), "i32"),
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "token", "head")},
@@ -107,6 +108,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     """The settings that the launching functions can ask for."""
     for V in vocabularies:
         yield from logits_configurations(V)
+        yield from bias_configurations(V)
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
         yield configuration("top_p_kernel", f"V {V}", {}, {"V": V})
@@ -156,6 +158,16 @@ def logits_configurations(V: int) -> Iterator[Configuration]:
     for dtype, out, bias, cap in every:
         for entropy in (False, True):
             yield logits_configuration("dlogits_kernel", V, dtype, out, bias, cap, entropy=entropy)
+
+
+def bias_configurations(V: int) -> Iterator[Configuration]:
+    blocks = {"V": V, "BLOCK_R": logits_kernel.BIAS_BLOCK_R, "BLOCK_C": logits_kernel.BIAS_BLOCK_C}
+    for cap, entropy in product((False, True), (False, True)):
+        constants = blocks | ({} if cap else {"softcap": None})
+        constants |= {} if entropy else {"entropy_ptr": None, "entropy_coefficients_ptr": None}
+        name = ", ".join(filter(None, ["fp32", "softcap" * cap, "entropy" * entropy, f"V {V}"]))
+        pointers = {"bias_ptr": "bf16"}
+        yield configuration("bias_gradient_kernel", name, pointers, constants, logits_kernel.BIAS_WARPS)
 
 
 def logits_configuration(

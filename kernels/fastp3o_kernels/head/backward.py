@@ -53,6 +53,7 @@ class HeadGradients:
         self.dlogits_buffer = hidden.new_empty(rows, plan.row_elements, dtype=plan.dtypes.dlogits)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
+        # Its terms cancel: they are summed before gradients of logits are rounded for their products.
         self.dbias = hidden.new_zeros(len(head.weight), dtype=self.logits_dtype) if needs_bias else None
         # Factor of the gradients until `results`, 0-d on the device; None: 1.
         fp16 = plan.dtypes.dlogits == torch.float16
@@ -103,6 +104,8 @@ class HeadGradients:
             if entropy_coefficients is not None:
                 flags |= entropy_coefficients != 0
             dlogits, tokens = taking_part(rows.logits, span, flags)
+            if self.dbias is not None:
+                self.dbias += dlogits.sum(dim=0)
             self.multiply(rounded_in_place(dlogits, chunked.plan.dtypes.dlogits), tokens, last=False)
             return
         while begin < span.stop:
@@ -112,7 +115,7 @@ class HeadGradients:
             part = slice(begin - span.start, end - span.start)
             given, entropies = coefficients[part], None if entropy_coefficients is None else entropy_coefficients[part]
             out = self.dlogits_buffer[self.filled : self.filled + end - begin, : rows.logits.shape[1]]
-            chunked.write_dlogits(rows.part(part), slice(begin, end), given, entropies, out)
+            chunked.write_dlogits(rows.part(part), slice(begin, end), given, entropies, out, self.dbias)
             self.waiting.append(torch.arange(begin, end))
             self.filled += end - begin
             begin = end
@@ -145,8 +148,6 @@ class HeadGradients:
                 dtype = torch.bfloat16 if last and bf16 else self.logits_dtype
                 self.dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
             multiply(dlogits.T, hidden[index], out=self.dweight, accumulate=accumulate)
-        if self.dbias is not None:
-            self.dbias += dlogits.sum(dim=0, dtype=self.dbias.dtype)
 
     def finish(self) -> None:
         """The last products, before `results`. Buffers are freed."""

@@ -126,12 +126,21 @@ class ChunkedHead:
             all_tokens[span] = values
 
     def write_dlogits(
-        self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor
+        self,
+        rows: Rows,
+        tokens: slice,
+        coefficients: Tensor,
+        entropy_coefficients: Tensor | None,
+        out: Tensor,
+        dbias: Tensor | None = None,
     ) -> None:
-        """out [n, V] = the gradients of rows within `resident`, given dL/d(log-prob) and dL/d(entropy)."""
+        """out [n, V] = the gradients of rows within `resident`, given dL/d(log-prob) and dL/d(entropy). dbias: [V],
+        which their sum is added to before they are rounded, where they have another place than the logits.
+        """
         if self.exponential:
             oracle.dlogits_of_exponentials(rows, coefficients, self.sums[tokens])
             return
         entropy = self.statistics[0][tokens] if self.statistics else None
         write = launch_dlogits if self.triton else oracle.dlogits
-        write(rows, self.row_max[tokens], self.log_sum[tokens], coefficients, out, entropy, entropy_coefficients)
+        numbers = self.row_max[tokens], self.log_sum[tokens], coefficients
+        write(rows, *numbers, out, entropy, entropy_coefficients, dbias)

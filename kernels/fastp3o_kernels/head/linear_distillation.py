@@ -88,11 +88,22 @@ class DistilledHead(ChunkedHead):
         if self.kind[0] == "reverse_kl":  # the others' gradients are at most 2
             self.steepest = (1 + self.logprobs[span].nan_to_num(posinf=0.0).amax()).clamp(min=self.steepest)
 
-    def write_dlogits(self, rows: Rows, tokens: slice, coefficients: Tensor, _: Tensor | None, out: Tensor) -> None:
+    def write_dlogits(
+        self,
+        rows: Rows,
+        tokens: slice,
+        coefficients: Tensor,
+        entropy_coefficients: Tensor | None,
+        out: Tensor,
+        dbias: Tensor | None = None,
+    ) -> None:
+        nothing = coefficients[:, None] == 0  # times what may be NaN
         for part, s, t in self.parts(rows, tokens):
             gradient = student_gradients(s, t, *self.kind).mul_(coefficients[part, None])
-            out[part] = gradient.mul_(slope(rows.logits[part], rows.transform))
-        out.masked_fill_(coefficients[:, None] == 0, 0.0)  # 0 times what may be NaN
+            gradient.mul_(slope(rows.logits[part], rows.transform)).masked_fill_(nothing[part], 0.0)
+            out[part] = gradient
+            if dbias is not None:
+                dbias += gradient.sum(0)
 
 
 @graph_break

@@ -15,6 +15,8 @@ from fastp3o_kernels.rows.rows import ALIGNMENT, Rows
 # 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
 BLOCK_V = 4096
 WARPS = 8
+# A tile of rows and columns of the sum over rows, two 16-byte loads of fp32 for each of 128 threads.
+BIAS_BLOCK_R, BIAS_BLOCK_C, BIAS_WARPS = 4, 256, 4
 # A thread's 16-byte load: the largest logit so far is kept for each of these groups, so that the loop over the
 # vocabulary needs no exchange between threads.
 LOAD_BYTES = 16
@@ -261,6 +263,63 @@ def dlogits_kernel(
         tl.store(dlogits_ptr + label, label_entry.to(dlogits_ptr.dtype.element_ty), mask=within_vocabulary)
 
 
+@triton.jit(do_not_specialize=["N", "ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
+def bias_gradient_kernel(
+    logits_ptr,  # [N, V], rows at any stride
+    labels_ptr,  # [N]
+    bias_ptr,  # [V]
+    max_ptr,  # [N] fp32
+    log_sum_ptr,  # [N] fp32
+    coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row)
+    entropy_ptr,  # [N] fp32, or None
+    entropy_coefficients_ptr,  # [N] fp32, dL/d(entropy of the row); None: it has no gradient
+    dbias_ptr,  # [V] fp32, in and out: the gradients of all rows' logits are added
+    N,
+    row_stride,
+    inverse_temperature,
+    softcap,  # None: logits are not capped
+    ignore_index,
+    V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # A program has a block of columns, and adds their rows in order.
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    sums = tl.zeros([BLOCK_C], dtype=tl.float32)
+    start = N * 0
+    while start < N:
+        row = start + tl.arange(0, BLOCK_R)
+        label = tl.load(labels_ptr + row, mask=row < N, other=0)
+        gradient = tl.load(coefficients_ptr + row, mask=row < N, other=0.0) * inverse_temperature
+        nothing = gradient == 0.0
+        entropy = None
+        entropy_gradient = None
+        if entropy_coefficients_ptr is not None:
+            entropy = tl.load(entropy_ptr + row, mask=row < N, other=0.0)[:, None]
+            entropy_gradient = tl.load(entropy_coefficients_ptr + row, mask=row < N, other=0.0) * inverse_temperature
+            nothing = nothing & (entropy_gradient == 0.0)
+            entropy_gradient = entropy_gradient[:, None]
+        nothing = nothing | (label == ignore_index)
+        row_max = tl.load(max_ptr + row, mask=row < N, other=0.0)[:, None]
+        log_sum = tl.load(log_sum_ptr + row, mask=row < N, other=0.0)[:, None]
+        # Rows without a gradient are not read.
+        inside = (columns < V)[None, :] & (~nothing)[:, None]
+        places = row.to(tl.int64)[:, None] * row_stride + columns[None, :]
+        x = tl.load(logits_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+        slope = 1.0
+        if softcap is not None:
+            tanh, slope = tanh_and_slope(x * (1.0 / softcap))
+            x = softcap * tanh
+        row_numbers = row_max, log_sum, inverse_temperature, gradient[:, None]
+        dlogits = logit_gradient(x, slope, row_numbers, entropy, entropy_gradient, False)
+        dlogits += tl.where(columns[None, :] == label[:, None], gradient[:, None] * slope, 0.0)
+        sums += tl.sum(tl.where(inside, dlogits, 0.0), axis=0)
+        start += BLOCK_R
+    dbias = tl.load(dbias_ptr + columns, mask=columns < V, other=0.0)
+    tl.store(dbias_ptr + columns, dbias + sums, mask=columns < V)
+
+
 def block_size(V: int) -> int:
     """A power of two, no longer than the vocabulary needs."""
     return min(BLOCK_V, max(triton.next_power_of_2(V), LOAD_BYTES))
@@ -331,19 +390,26 @@ def launch_dlogits(
     out: Tensor,
     entropy: Tensor | None,
     entropy_coefficients: Tensor | None,
+    dbias: Tensor | None = None,
 ) -> None:
-    """out [N, V] = the gradient of the logits; it may be the logits. One launch.
+    """out [N, V] = the gradient of the logits; it may be the logits unless there is dbias. One launch, and one for it.
 
     coefficients: [N] fp32, dL/d(log-prob). entropy_coefficients: dL/d(entropy), which needs the entropies; None: 0.
+    dbias: [V] fp32, which the sum of these gradients is added to, before any rounding; None: nothing is. It reads the
+    logits once more, which heads with a bias that is trained are rare enough for.
     """
+    given = {
+        "max_ptr": row_max,
+        "log_sum_ptr": log_sum,
+        "coefficients_ptr": coefficients,
+        "entropy_ptr": None if entropy_coefficients is None else entropy,
+        "entropy_coefficients_ptr": entropy_coefficients,
+    }
     with torch.cuda.device_of(out):
-        dlogits_kernel[(len(out),)](
-            **row_arguments(rows),
-            max_ptr=row_max,
-            log_sum_ptr=log_sum,
-            coefficients_ptr=coefficients,
-            entropy_ptr=None if entropy_coefficients is None else entropy,
-            entropy_coefficients_ptr=entropy_coefficients,
-            dlogits_ptr=out,
-            dlogits_row_stride=out.stride(0),
-        )
+        arguments = row_arguments(rows) | given
+        dlogits_kernel[(len(out),)](**arguments, dlogits_ptr=out, dlogits_row_stride=out.stride(0))
+        if dbias is not None:
+            V = arguments["V"]
+            arguments |= {"BLOCK_R": BIAS_BLOCK_R, "BLOCK_C": BIAS_BLOCK_C, "num_warps": BIAS_WARPS}
+            del arguments["BLOCK_V"]
+            bias_gradient_kernel[(triton.cdiv(V, BIAS_BLOCK_C),)](**arguments, dbias_ptr=dbias, N=len(out))

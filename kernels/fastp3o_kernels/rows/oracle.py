@@ -150,14 +150,21 @@ def dlogits(
     out: Tensor,
     entropy: Tensor | None,
     entropy_coefficients: Tensor | None,
+    dbias: Tensor | None = None,
 ) -> None:
-    """out [n, V] = the gradient of the logits, which stay, given dL/d(log-prob) and maybe dL/d(entropy) of each row."""
+    """out [n, V] = the gradient of the logits, which stay, given dL/d(log-prob) and maybe dL/d(entropy) of each row.
+    dbias: [V], which the sum of these gradients is added to, or None.
+    """
     ignored = rows.labels == rows.ignore_index
     within, indices = label_indices(rows)
     coefficients = coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
     if entropy_coefficients is not None:
         entropy_coefficients = entropy_coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
     shares, labels = (-log_sum).exp().unsqueeze(1), coefficients.masked_fill(~within, 0.0)
+    # Rows of zero coefficient hold 0 times what may be NaN.
+    nothing = coefficients == 0
+    if entropy_coefficients is not None:
+        nothing &= entropy_coefficients == 0
     for part in parts(rows):
         # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
         below = below_max(capped(rows.logits[part], rows.transform), row_max[part], rows.transform.temperature)
@@ -167,7 +174,6 @@ def dlogits(
             log_p_and_entropy = below.add_((entropy - log_sum)[part].unsqueeze(1)).masked_fill_(p == 0, 0.0)
             factors = log_p_and_entropy.mul_(-entropy_coefficients[part]).add_(factors)
         gradient = p.mul_(factors).scatter_add_(1, indices[part], labels[part])
-        out[part] = gradient.mul_(slope(rows.logits[part], rows.transform))
-    # Rows of zero coefficient hold 0 times what may be NaN.
-    nothing = coefficients == 0
-    out.masked_fill_(nothing if entropy_coefficients is None else nothing & (entropy_coefficients == 0), 0.0)
+        out[part] = gradient.mul_(slope(rows.logits[part], rows.transform)).masked_fill_(nothing[part], 0.0)
+        if dbias is not None:
+            dbias += gradient.sum(0)

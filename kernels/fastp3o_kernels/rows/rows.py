@@ -90,4 +90,4 @@ def slope(products: Tensor, transform: LogitsTransform) -> Tensor | float:
 
 
 def with_bias(products: Tensor, transform: LogitsTransform) -> Tensor:
-    return products if transform.bias is None else products + transform.bias
+    return products if transform.bias is None else products + transform.bias.to(products.dtype)
