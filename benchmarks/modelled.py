@@ -3,8 +3,8 @@
 import torch
 
 from benchmarks.shapes import LARGE_HEADS, HeadSizes
-from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, modelled_time, plan_chunks
-from fastp3o_kernels.head.head import HeadDtypes
+from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, HeadPlan, modelled_time, plan_chunks
+from fastp3o_kernels.head.head import Head, HeadDtypes
 
 
 def ragged(P: int, K: int, response: int) -> list[int]:
@@ -21,10 +21,17 @@ MODELLED |= {"21 pairs (128, 128)": ragged(21, 2, 128), "4 pairs (350, 850)": ra
 MODELLED |= {"2 × 16 (256)": ragged(2, 16, 256)}
 
 
-def modelled_ratio(bounds: list[int], head: HeadSizes, budget: int) -> float:
-    """Time of the head's plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
-    N, dtypes = bounds[-1], HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
-    products = modelled_time(plan_chunks(bounds, head.vocabulary, dtypes, budget, triton=True))
+def plan(bounds: list[int], sizes: HeadSizes, budget: int, *, trained: bool = True) -> HeadPlan:
+    """Of a loss in bf16. trained: whether the head is."""
+    D, V = sizes
+    dtypes = HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
+    head = Head(torch.empty(V, D, dtype=torch.bfloat16, device="meta", requires_grad=trained))
+    return plan_chunks(bounds, V, dtypes, budget, triton=True, sum_bytes=dtypes.sum_bytes(head))
+
+
+def modelled_ratio(plan: HeadPlan, head: HeadSizes) -> float:
+    """Time of a plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
+    N, products = plan.chunks[-1].tokens.stop, modelled_time(plan)
     # Kernels over rows move 10 bytes a logit, and products write it in 2 more than bare ones, half of them hidden;
     # reading the weight moves 2 an element.
     return (products + 5.5 * N * WEIGHT_ROWS / head.hidden) / (3 * N)
@@ -34,6 +41,6 @@ def modelled() -> list[list[str]]:
     """Predicted ratios with the least and the most memory budget. Header first."""
     lines = [["modelled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
     for name, bounds in MODELLED.items():
-        ratios = [[modelled_ratio(bounds, head, b) for b in (MEMORY_BUDGET, MOST_BUDGET)] for head in LARGE_HEADS]
+        ratios = [[modelled_ratio(plan(bounds, head, b), head) for b in (MEMORY_BUDGET, MOST_BUDGET)] for head in LARGE_HEADS]
         lines.append([name, str(bounds[-1]), *(f"{least:.2f} / {most:.2f}" for least, most in ratios)])
     return lines

@@ -143,9 +143,8 @@ class HeadGradients:
         if self.needs_weight:
             accumulate = self.dweight is not None
             if self.dweight is None:
-                # fp32 where several fillings of the buffer are summed; a single product's own sum is fp32 inside.
-                bf16 = self.dtypes[1] == self.chunked.plan.dtypes.dlogits == torch.bfloat16
-                dtype = torch.bfloat16 if last and bf16 else self.logits_dtype
+                whole = last and self.chunked.plan.dtypes.writes_gradient(self.dtypes[1])
+                dtype = self.dtypes[1] if whole else self.logits_dtype  # of a sum over fillings of the buffer
                 self.dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
             multiply(dlogits.T, hidden[index], out=self.dweight, accumulate=accumulate)
 

@@ -83,10 +83,10 @@ def chunked_loss(
     """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and bias. bounds: where
     the groups begin and the last one ends, [P + 1]. logprobs_out: [N], which gets the tokens' log-probs, or None.
     """
+    budget, dtypes = budget_on(hidden.device, memory_budget), HeadDtypes.for_hidden(hidden)
+    plan = plan_chunks(bounds, head.widest, dtypes, budget, triton=triton, sum_bytes=dtypes.sum_bytes(head))
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    budget = budget_on(hidden.device, memory_budget)
-    plan = plan_chunks(bounds, head.widest, HeadDtypes.for_hidden(hidden), budget, triton=triton)
     chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=bool(loss.outputs))
     value = ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)
     if logprobs_out is not None:

@@ -4,7 +4,8 @@ N tokens, V vocabulary. A group is what must stay whole for a coefficient to be 
 is a slice of tokens whose logits are computed in one matrix product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -22,6 +23,8 @@ TILE = 128
 # A product of fewer rows takes as long as one of so many: it reads the weight. 765 TFLOP/s, a bare product's on an H100
 # (benchmarks/results/kernels.gpu.json), over 3.0 TB/s.
 WEIGHT_ROWS = 255
+# Elements of the buffer for gradients: places in it are numbers of 32 bits for whoever multiplies it.
+MOST_ELEMENTS = 2**31
 SHARES = 16  # of the budget, of which logits get some and their gradients the others
 LEAST_SHARE = 2  # of logits
 
@@ -50,14 +53,19 @@ class HeadPlan(NamedTuple):
     chunks: list[Chunk]
     in_place: bool  # gradients take the logits' place, and have no buffer
 
+    @property
+    def fillings(self) -> list[int]:
+        """Rows of each filling of the buffer for gradients."""
+        N = self.chunks[-1].tokens.stop if self.chunks else 0
+        return [min(self.dlogits_rows, N - first) for first in range(0, N, max(self.dlogits_rows, 1))]
+
 
 def modelled_time(plan: HeadPlan) -> float:
     """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations. Products hide
     that they read the weight; sums of its gradient hide behind nothing (benchmarks/NOTES.md).
     """
-    N = plan.chunks[-1].tokens.stop if plan.chunks else 0
     spans = [span for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1])]
-    fillings = [min(plan.dlogits_rows, N - first) for first in range(0, N, max(plan.dlogits_rows, 1))]
+    fillings = plan.fillings
     products = sum(
         max(ceil(n / TILE) * TILE, WEIGHT_ROWS) for n in (*(span.stop - span.start for span in spans), *fillings)
     )
@@ -75,23 +83,52 @@ def budget_on(device: torch.device, given: int | None) -> int:
 
 
 def plan_chunks(
-    bounds: list[int],
+    bounds: Sequence[int],
     V: int,
     dtypes: HeadDtypes,
     memory_budget: int,
     teacher: HeadDtypes | None = None,
     *,
     triton: bool,
+    sum_bytes: int = 0,
 ) -> HeadPlan:
     """Chunks for groups between `bounds` (0 first, N last), within this many bytes, of the least modelled time.
 
     They depend on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply
     matrices of the same shapes: libraries round differently for different shapes.
     teacher: of a teacher, whose logits have a buffer as long as that for the head's own. triton: whether kernels write
-    the gradients; PyTorch writes those of the logits' dtype in their place.
+    the gradients; PyTorch writes those of the logits' dtype in their place. sum_bytes: what a sum of the weight's
+    gradient over several fillings takes beyond the budget. One filling may take it instead.
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
+    return cached_plan(tuple(bounds), V, dtypes, memory_budget, teacher, triton, sum_bytes)
+
+
+# Rows of an update are evaluated several times: for log-probs, and in every epoch. Plans of thousands of groups take
+# milliseconds.
+@lru_cache(maxsize=256)
+def cached_plan(
+    bounds: tuple[int, ...],
+    V: int,
+    dtypes: HeadDtypes,
+    memory_budget: int,
+    teacher: HeadDtypes | None,
+    triton: bool,
+    sum_bytes: int,
+) -> HeadPlan:
+    plan = least_plan(bounds, V, dtypes, memory_budget, teacher, triton)
+    if sum_bytes and not plan.in_place and len(plan.fillings) > 1:
+        wider = least_plan(bounds, V, dtypes, memory_budget + sum_bytes, teacher, triton)
+        if len(wider.fillings) == 1:
+            return wider
+    return plan
+
+
+def least_plan(
+    bounds: tuple[int, ...], V: int, dtypes: HeadDtypes, memory_budget: int, teacher: HeadDtypes | None, triton: bool
+) -> HeadPlan:
+    """The plan of the least modelled time within a budget."""
     row_elements = padded(V)
     logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
     in_place = not triton and dtypes.multiplied == dtypes.logits
@@ -122,7 +159,7 @@ def plan_chunks(
     for rows in sorted(candidates, reverse=True):
         chunks = list(divide(bounds, rows))
         logits_rows = longest_span(chunks)
-        most = (memory_budget - logits_rows * logits_bytes) // dlogits_bytes
+        most = min((memory_budget - logits_rows * logits_bytes) // dlogits_bytes, MOST_ELEMENTS // row_elements)
         # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
         tiles = ceil(N / max(ceil(N / most), 1) / TILE)
         plans.append(HeadPlan(dtypes, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
@@ -133,7 +170,7 @@ def longest_span(chunks: list[Chunk]) -> int:
     return max((span.stop - span.start for chunk in chunks for span in chunk.spans), default=0)
 
 
-def divide(bounds: list[int], most: int) -> Iterator[Chunk]:
+def divide(bounds: Sequence[int], most: int) -> Iterator[Chunk]:
     """Each chunk has as many whole groups as fit `most` tokens; a larger group is a chunk of several spans."""
     first = 0
     for last in range(1, len(bounds)):

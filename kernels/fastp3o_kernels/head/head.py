@@ -123,6 +123,19 @@ class HeadDtypes(NamedTuple):
         bf16 = device == "cpu" and rounded == torch.bfloat16 and multiplies(rounded)
         return cls(rounded, multiplied, rounded if bf16 else multiplied, logits=torch.float32 if half else rounded)
 
+    def sum_bytes(self, head: Head) -> int:
+        """Bytes that a weight's gradient takes beyond its own while it is summed over several products. A single one
+        writes bf16 at once; fp16, which could overflow, is summed in fp32 in any case.
+        """
+        weight = head.weight
+        if not (weight.requires_grad and self.writes_gradient(weight.dtype)):
+            return 0
+        return head.widest * weight.shape[1] * (self.logits.itemsize - weight.itemsize)
+
+    def writes_gradient(self, dtype: torch.dtype) -> bool:
+        """Whether a single product may write a weight's gradient in its dtype: its own sum is fp32 inside."""
+        return dtype == self.dlogits == torch.bfloat16
+
     def cast(self, operand: Tensor) -> Tensor:
         return operand.to(self.rounded).to(self.multiplied)
 

@@ -125,7 +125,8 @@ def linear_logprobs(
     bounds = [0, N] if triton else [*range(0, N, TILE), N]
     if cu_seqlens is not None:
         bounds = bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
-    plan = plan_chunks(bounds, head.widest, dtypes, budget_on(hidden.device, memory_budget), triton=triton)
+    budget, sum_bytes = budget_on(hidden.device, memory_budget), dtypes.sum_bytes(head)
+    plan = plan_chunks(bounds, head.widest, dtypes, budget, triton=triton, sum_bytes=sum_bytes)
     labels = labels.contiguous()
     keeps = torch.is_grad_enabled()
     chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs), keeps=keeps)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.modelled import MODELLED, modelled_ratio
+from benchmarks.modelled import MEASURED, MODELLED, modelled_ratio, plan
 from benchmarks.shapes import LARGE_HEADS
 from fastp3o_kernels.head import chunks
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, TILE, Chunk, plan_chunks
@@ -54,21 +54,61 @@ def test_on_a_gpu_the_modelled_time_is_little_more_than_that_of_bare_products(ro
     bound = 1.24 if head.vocabulary < 2e5 else 1.38  # whose gradients do not fit at once
     if MODELLED[rows][1] * head.vocabulary * 4 > MOST_BUDGET:  # a part of the group is computed twice
         bound += 0.12
-    assert modelled_ratio(MODELLED[rows], head, MOST_BUDGET) <= bound
-    assert modelled_ratio(MODELLED[rows], head, MEMORY_BUDGET) <= 1.95
+    assert modelled_ratio(plan(MODELLED[rows], head, MOST_BUDGET), head) <= bound
+    assert modelled_ratio(plan(MODELLED[rows], head, MEMORY_BUDGET), head) <= 1.95
 
 
 @pytest.mark.parametrize("head", LARGE_HEADS)
 def test_the_model_is_within_5_percent_of_what_an_h100_took(head):
-    """Even and ragged pairs, and a third of them clipped, which changes nothing there."""
+    """Even and ragged pairs, and a third of them clipped, which changes nothing there. Its plans had several fillings
+    within the budget although one took no more memory in all.
+    """
     record = json.loads(RECORD.read_text())["benchmarks"]
     shape = {"level": "hidden", "implementation": "fastp3o", "dtype": "bfloat16", "N": 8192}
     shape |= {"D": head.hidden, "V": head.vocabulary}
     measured = [result for result in record if all(result.get(key) == value for key, value in shape.items())]
     ratios = [result["ratio_to_bare"] for result in measured if result["passes"].startswith("forward and backward")]
     assert len(ratios) == 3
-    assert modelled_ratio(MODELLED["32 pairs, exactly 128"], head, MOST_BUDGET) == pytest.approx(max(ratios), rel=0.05)
-    assert modelled_ratio(MODELLED["32 pairs, exactly 128"], head, MOST_BUDGET) == pytest.approx(min(ratios), rel=0.05)
+    ratio = modelled_ratio(plan(MODELLED[MEASURED], head, MOST_BUDGET, trained=False), head)
+    assert ratio == pytest.approx(max(ratios), rel=0.05)
+    assert ratio == pytest.approx(min(ratios), rel=0.05)
+
+
+def memory(plan, sum_bytes):
+    buffers = plan.row_elements * (4 * plan.logits_rows + 2 * plan.dlogits_rows)
+    return buffers + sum_bytes * (len(plan.fillings) > 1)
+
+
+@pytest.mark.parametrize("budget", [MEMORY_BUDGET, 2_000_000_000, MOST_BUDGET])
+@pytest.mark.parametrize("rows", MODELLED)
+@pytest.mark.parametrize("head", LARGE_HEADS)
+def test_a_sum_over_fillings_counts_as_memory_that_one_filling_may_take(rows, head, budget):
+    sum_bytes = 2 * head.hidden * head.vocabulary
+    apart, together = (plan(MODELLED[rows], head, budget, trained=trained) for trained in (False, True))
+    assert len(together.fillings) in (1, len(apart.fillings))
+    assert memory(apart, 0) <= budget
+    assert memory(together, sum_bytes) <= budget + sum_bytes
+    assert chunks.modelled_time(together) <= chunks.modelled_time(apart)
+
+
+def test_the_largest_heads_take_one_filling():
+    """At 4 GB two took 51 and 75 ms, where one takes less memory in all."""
+    for head in LARGE_HEADS[2:]:
+        assert len(plan(MODELLED[MEASURED], head, MOST_BUDGET, trained=False).fillings) == 2
+        assert plan(MODELLED[MEASURED], head, MOST_BUDGET).fillings == [8192]
+
+
+def test_a_buffer_has_no_more_elements_than_32_bits_have_numbers_for():
+    plan = plan_chunks(list(range(0, 16385, 256)), 262_144, DTYPES[2], 2**40, triton=True)
+    assert plan.fillings == [8192, 8192]
+
+
+def test_the_same_rows_are_planned_once(monkeypatch):
+    given = {"bounds": list(range(0, 8193, 4)), "V": 128_256, "dtypes": DTYPES[2], "memory_budget": MEMORY_BUDGET}
+    first = plan_chunks(**given, triton=True)
+    assert plan_chunks(**given, triton=True) is first
+    assert plan_chunks(**given | {"memory_budget": MOST_BUDGET}, triton=True) is not first
+    assert plan_chunks(**given | {"bounds": list(range(0, 8193, 8))}, triton=True) is not first
 
 
 def test_the_modelled_time_is_that_of_tiles_reads_of_the_weight_and_sums_of_its_gradient():
