@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastp3o_kernels.head import scratch
 from fastp3o_kernels.head.chunks import HeadPlan
-from fastp3o_kernels.head.head import Head, multiply
+from fastp3o_kernels.head.head import Head, multiply, sums_in_fp32
 from fastp3o_kernels.operation import HAS_TRITON
 from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import Rows
@@ -67,7 +67,7 @@ class ChunkedHead:
     def holding(self, hidden: Tensor, head: Head) -> Iterator[None]:
         """Inside, logits of these hidden states [N, D] can be computed. Outside, only autograd keeps them."""
         # The dtypes have taken autocast into account.
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), sums_in_fp32(hidden.device):
             dtypes = self.plan.dtypes
             self.head, self.hidden, self.weight = head, dtypes.cast(hidden), dtypes.cast(head.weight)
             self.gradient_operands = self.hidden, self.weight

@@ -3,6 +3,8 @@
 N tokens, D hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -138,6 +140,24 @@ class HeadDtypes(NamedTuple):
 
     def cast(self, operand: Tensor) -> Tensor:
         return operand.to(self.rounded).to(self.multiplied)
+
+
+@contextmanager
+def sums_in_fp32(device: torch.device) -> Iterator[None]:
+    """Inside, cuBLAS adds the parts of a product that it divides along the sum in fp32. By default it may do so in the
+    result's own half precision, which few rows and a sum over a vocabulary would lose digits by. Elsewhere nothing.
+    """
+    matmul, allowed = torch.backends.cuda.matmul, {}
+    if device.type == "cuda":
+        for half in ("bf16", "fp16"):
+            name = f"allow_{half}_reduced_precision_reduction"
+            allowed[name] = (getattr(matmul, name), getattr(matmul, f"{name}_split_k"))
+            setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        for name, before in allowed.items():
+            setattr(matmul, name, before)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
