@@ -27,6 +27,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -37,7 +38,7 @@ from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.layers import ACTIVATIONS, gate_kernel, norm_kernel, rotary_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CHOICES, P3OSettings
-from fastp3o_kernels.rows import logits_kernel, sequence_kernel
+from fastp3o_kernels.rows import exponentials_kernel, logits_kernel, sequence_kernel
 from fastp3o_kernels.rows.rows import ALIGNMENT
 
 # The file of each kernel.
@@ -46,6 +47,7 @@ KERNELS = {
     "dlogits_kernel": logits_kernel,
     "statistics_kernel": logits_kernel,
     "bias_gradient_kernel": logits_kernel,
+    "exponentials_kernel": exponentials_kernel,
     "pair_kernel": pair_kernel,
     "results_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
@@ -77,10 +79,11 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024} | dict.fromkeys
 STACK_LIMIT = 8
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 SCALARS = {
-    **dict.fromkeys(("row_stride", "dlogits_row_stride"), "i64"),
-    **dict.fromkeys(("ignore_index", "N", "S", "P", "size", "terms_stride", "mean_over"), "i32"),
+    **dict.fromkeys(("row_stride", "dlogits_row_stride", "out_row_stride"), "i64"),
+    **dict.fromkeys(("ignore_index", "N", "S", "P", "size", "writes", "terms_stride", "mean_over"), "i32"),
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "token", "head")},
@@ -109,6 +112,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     for V in vocabularies:
         yield from logits_configurations(V)
         yield from bias_configurations(V)
+        yield from exponentials_configurations(V)
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
         yield configuration("top_p_kernel", f"V {V}", {}, {"V": V})
@@ -158,6 +162,15 @@ def logits_configurations(V: int) -> Iterator[Configuration]:
     for dtype, out, bias, cap in every:
         for entropy in (False, True):
             yield logits_configuration("dlogits_kernel", V, dtype, out, bias, cap, entropy=entropy)
+
+
+def exponentials_configurations(V: int) -> Iterator[Configuration]:
+    group = logits_kernel.LOAD_BYTES // ELEMENT_BYTES["fp32"]
+    for (name, dtype), cap in product(DTYPES.items(), (False, True)):
+        constants = {"V": V, "BLOCK_V": logits_kernel.block_size(V), "GROUP": group}
+        constants |= {"LARGEST": exponentials_kernel.LARGEST_SUMS[dtype]} | ({} if cap else {"softcap": None})
+        parts = ", ".join(filter(None, [f"fp32 to {name}", "softcap" * cap, f"V {V}"]))
+        yield configuration("exponentials_kernel", parts, {"out_ptr": name}, constants)
 
 
 def bias_configurations(V: int) -> Iterator[Configuration]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastp3o_kernels import Head, VocabularyShard
-from fastp3o_kernels.head import backward, forward
+from fastp3o_kernels.head import backward, forward, one_pass
 from fastp3o_kernels.head import head as head_module
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.head import HeadDtypes
@@ -200,7 +200,7 @@ def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
         patch.setattr(head_oracle, "products", products)
         patch.setattr(head_module, "multiplies", lambda half: arithmetic == "bf16")
         if DEVICE.type == "cpu" and arithmetic == "gpu" and dtype in HALVES:
-            for module in (forward, backward):
+            for module in (forward, backward, one_pass):
                 patch.setattr(module, "multiply", multiplied)
             dtypes = HeadDtypes(dtype, dtype, dtype, torch.float32)
             patch.setattr(HeadDtypes, "for_hidden", lambda hidden: dtypes)

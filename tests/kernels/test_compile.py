@@ -27,7 +27,8 @@ def check_instructions(table: list[dict]) -> None:
     """16-byte loads wherever rows begin at such addresses and are streamed; tensor cores for keys of half precision."""
     for entry in table:
         half, odd = "fp32" not in entry["configuration"], entry["configuration"].endswith("V 50257")
-        streamed = entry["kernel"] in ("logprobs_kernel", "dlogits_kernel", "statistics_kernel") and not (half and odd)
+        by_rows = ("logprobs_kernel", "dlogits_kernel", "statistics_kernel", "exponentials_kernel")
+        streamed = entry["kernel"] in by_rows and not (half and odd)
         assert entry["wide_loads"] or not (streamed or entry["kernel"] == "race_kernel"), entry
         assert entry["tensor_core"] or not (half and entry["kernel"] == "partial_attention_kernel"), entry
 

@@ -49,7 +49,7 @@ class HeadGradients:
         self.filled = 0  # rows of the buffer
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
-        rows = 0 if plan.in_place else plan.dlogits_rows
+        rows = 0 if plan.in_place or plan.one_pass else plan.dlogits_rows
         self.dlogits_buffer = hidden.new_empty(rows, plan.row_elements, dtype=plan.dtypes.dlogits)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
@@ -143,10 +143,15 @@ class HeadGradients:
         if self.needs_weight:
             accumulate = self.dweight is not None
             if self.dweight is None:
-                whole = last and self.chunked.plan.dtypes.writes_gradient(self.dtypes[1])
-                dtype = self.dtypes[1] if whole else self.logits_dtype  # of a sum over fillings of the buffer
-                self.dweight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+                self.dweight = self.empty_dweight(weight, whole=last)
             multiply(dlogits.T, hidden[index], out=self.dweight, accumulate=accumulate)
+
+    def empty_dweight(self, weight: Tensor, *, whole: bool) -> Tensor:
+        """For the weight's gradient. whole: whether one product gives it, and no sum over fillings of the buffer."""
+        dtype = self.dtypes[1]
+        if dtype is None or not (whole and self.chunked.plan.dtypes.writes_gradient(dtype)):
+            dtype = self.logits_dtype
+        return torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
 
     def finish(self) -> None:
         """The last products, before `results`. Buffers are freed."""

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.head.backward import HeadGradients
-from fastp3o_kernels.head.chunks import Chunk, budget_on, plan_chunks
+from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, HeadDtypes
+from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.one_pass import chunked_head, gradients_of
 from fastp3o_kernels.operation import first_derivatives_only
 from fastp3o_kernels.rows.rows import NO_LABEL
 
@@ -44,8 +44,9 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, head, chunked, loss):
         needs = ctx.needs_input_grad[:3]
+        chunked.differentiable = any(needs)
         with chunked.holding(hidden, head):
-            gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
+            gradients = gradients_of(chunked, hidden, head, needs) if any(needs) else None
             for chunk in chunked.plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
@@ -83,11 +84,10 @@ def chunked_loss(
     """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and bias. bounds: where
     the groups begin and the last one ends, [P + 1]. logprobs_out: [N], which gets the tokens' log-probs, or None.
     """
-    budget, dtypes = budget_on(hidden.device, memory_budget), HeadDtypes.for_hidden(hidden)
-    plan = plan_chunks(bounds, head.widest, dtypes, budget, triton=triton, sum_bytes=dtypes.sum_bytes(head))
+    given = {"triton": triton, "statistics": bool(loss.outputs)}
+    chunked = chunked_head(hidden, head, labels.contiguous(), NO_LABEL, bounds, memory_budget, **given)
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=bool(loss.outputs))
     value = ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)
     if logprobs_out is not None:
         logprobs_out.copy_(chunked.logprobs)

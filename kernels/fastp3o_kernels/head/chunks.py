@@ -28,6 +28,9 @@ MOST_ELEMENTS = 2**31
 SHARES = 16  # of the budget, of which logits get some and their gradients the others
 LEAST_SHARE = 2  # of logits
 
+# Tokens of which a kernel reads the logits once, at most: more gain little in the product.
+ROWS_IN_PIECES = 512
+
 # Tokens, about, that go through the head together where their gradients take the place of the logits: more gain nothing
 # in the products, and no longer are in a processor's caches for the softmax.
 ROWS_IN_PLACE = 512
@@ -51,11 +54,21 @@ class HeadPlan(NamedTuple):
     logits_rows: int  # of the buffer for logits
     dlogits_rows: int  # of the buffer for gradients of logits that wait for their products; in place: that would fit
     chunks: list[Chunk]
-    in_place: bool  # gradients take the logits' place, and have no buffer
+    in_place: bool = False  # gradients take the logits' place, and have no buffer
+    one_pass: bool = False  # gradients are written as logits are read: a span fills their buffer, in pieces of logits
+
+    def pieces(self, span: slice) -> list[slice]:
+        """Tokens whose logits come in one product."""
+        if not self.one_pass:
+            return [span]
+        starts = range(span.start, span.stop, self.logits_rows)
+        return [slice(start, min(start + self.logits_rows, span.stop)) for start in starts]
 
     @property
     def fillings(self) -> list[int]:
         """Rows of each filling of the buffer for gradients."""
+        if self.one_pass:
+            return [span.stop - span.start for chunk in self.chunks for span in chunk.spans]
         N = self.chunks[-1].tokens.stop if self.chunks else 0
         return [min(self.dlogits_rows, N - first) for first in range(0, N, max(self.dlogits_rows, 1))]
 
@@ -64,7 +77,9 @@ def modelled_time(plan: HeadPlan) -> float:
     """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations. Products hide
     that they read the weight; sums of its gradient hide behind nothing (benchmarks/NOTES.md).
     """
-    spans = [span for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1])]
+    spans = [
+        piece for chunk in plan.chunks for span in (*chunk.spans, *chunk.spans[:-1]) for piece in plan.pieces(span)
+    ]
     fillings = plan.fillings
     products = sum(
         max(ceil(n / TILE) * TILE, WEIGHT_ROWS) for n in (*(span.stop - span.start for span in spans), *fillings)
@@ -91,6 +106,7 @@ def plan_chunks(
     *,
     triton: bool,
     sum_bytes: int = 0,
+    one_pass: bool = False,
 ) -> HeadPlan:
     """Chunks for groups between `bounds` (0 first, N last), within this many bytes, of the least modelled time.
 
@@ -98,11 +114,11 @@ def plan_chunks(
     matrices of the same shapes: libraries round differently for different shapes.
     teacher: of a teacher, whose logits have a buffer as long as that for the head's own. triton: whether kernels write
     the gradients; PyTorch writes those of the logits' dtype in their place. sum_bytes: what a sum of the weight's
-    gradient over several fillings takes beyond the budget. One filling may take it instead.
+    gradient over several fillings takes beyond the budget. One filling may take it instead. one_pass: see `HeadPlan`.
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
-    return cached_plan(tuple(bounds), V, dtypes, memory_budget, teacher, triton, sum_bytes)
+    return cached_plan(tuple(bounds), V, dtypes, memory_budget, teacher, triton, sum_bytes, one_pass)
 
 
 # Rows of an update are evaluated several times: for log-probs, and in every epoch. Plans of thousands of groups take
@@ -116,17 +132,24 @@ def cached_plan(
     teacher: HeadDtypes | None,
     triton: bool,
     sum_bytes: int,
+    one_pass: bool,
 ) -> HeadPlan:
-    plan = least_plan(bounds, V, dtypes, memory_budget, teacher, triton)
+    plan = least_plan(bounds, V, dtypes, memory_budget, teacher, triton, one_pass)
     if sum_bytes and not plan.in_place and len(plan.fillings) > 1:
-        wider = least_plan(bounds, V, dtypes, memory_budget + sum_bytes, teacher, triton)
+        wider = least_plan(bounds, V, dtypes, memory_budget + sum_bytes, teacher, triton, one_pass)
         if len(wider.fillings) == 1:
             return wider
     return plan
 
 
 def least_plan(
-    bounds: tuple[int, ...], V: int, dtypes: HeadDtypes, memory_budget: int, teacher: HeadDtypes | None, triton: bool
+    bounds: tuple[int, ...],
+    V: int,
+    dtypes: HeadDtypes,
+    memory_budget: int,
+    teacher: HeadDtypes | None,
+    triton: bool,
+    one_pass: bool,
 ) -> HeadPlan:
     """The plan of the least modelled time within a budget."""
     row_elements = padded(V)
@@ -146,6 +169,8 @@ def least_plan(
         even = ceil(N / max(round(N / ROWS_IN_PLACE), 1)) + longest - 1
         chunks = list(divide(bounds, min(even, fitting)))
         return HeadPlan(dtypes, row_elements, longest_span(chunks), fitting, chunks, in_place)
+    if one_pass:
+        return min(one_pass_plans(bounds, longest, dtypes, row_elements, memory_budget), key=modelled_time)
     sizes = [N * logits_bytes]
     if memory_budget < N * (logits_bytes + dlogits_bytes):
         shares = [memory_budget * share // SHARES for share in range(LEAST_SHARE, SHARES)]
@@ -164,6 +189,22 @@ def least_plan(
         tiles = ceil(N / max(ceil(N / most), 1) / TILE)
         plans.append(HeadPlan(dtypes, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
     return min(plans, key=modelled_time)
+
+
+def one_pass_plans(
+    bounds: tuple[int, ...], longest: int, dtypes: HeadDtypes, row_elements: int, memory_budget: int
+) -> Iterator[HeadPlan]:
+    """Plans by the rows of logits in a piece, the most first. longest: tokens of a group."""
+    N = bounds[-1]
+    rows = ROWS_IN_PIECES
+    while rows:
+        left = memory_budget - min(rows, N) * row_elements * dtypes.logits.itemsize
+        most = min(left // (row_elements * dtypes.dlogits.itemsize), MOST_ELEMENTS // row_elements, N)
+        if most > 0 or rows == 1:
+            even = ceil(N / max(ceil(N / max(most, 1)), 1)) + longest - 1
+            chunks = list(divide(bounds, max(min(most, even), 1)))
+            yield HeadPlan(dtypes, row_elements, min(rows, N), longest_span(chunks), chunks, one_pass=True)
+        rows //= 2
 
 
 def longest_span(chunks: list[Chunk]) -> int:

@@ -31,8 +31,11 @@ class ChunkedHead:
 
     keeps: whether logits stay for the backward pass where their gradients take their place: of the last tokens, as many
     as memory that stays between calls has room for. More would cost fresh pages in every call, for about as long as the
-    product takes again. exponentials: whether e^(x − max) may take the place of logits.
+    product takes again. exponentials: whether e^(x − max) may take the place of logits. differentiable: whether the
+    gradients of what is computed are wanted.
     """
+
+    differentiable = False
 
     def __init__(
         self,

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
 from fastp3o_kernels.head import oracle
-from fastp3o_kernels.head.backward import HeadGradients
-from fastp3o_kernels.head.chunks import TILE, budget_on, plan_chunks
-from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.chunks import TILE
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.head.one_pass import chunked_head, gradients_of
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.rows.logprobs import check_outputs, token_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """2 F operations forward; backward 4 F, and 2 F for the tokens whose logits have left the buffer by then. weight,
+    """2 F operations forward; backward 4 F, and 2 F for the tokens whose logits, or the exponentials of whose logits,
+    have left their buffer by then. weight,
     bias, labels: the head's own and those of `chunked`, which autograd sees only as arguments.
     """
 
@@ -29,6 +29,7 @@ class LinearLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, head, chunked):
         ctx.set_materialize_grads(False)
         spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
+        chunked.differentiable = any(ctx.needs_input_grad)
         with chunked.holding(hidden, head):
             for span in spans:
                 chunked.forward(span)
@@ -55,7 +56,7 @@ class LinearLogprobs(torch.autograd.Function):
         chunked.logprobs = torch.empty_like(chunked.row_max)  # of logits that are computed again, for nobody
         head = replace(ctx.head_without_tensors, weight=weight, bias=bias)
         with chunked.holding(hidden, head):
-            gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
+            gradients = gradients_of(chunked, hidden, head, ctx.needs_input_grad[:3])
             ignored = chunked.labels == chunked.ignore_index
             if grad_logprobs is None:  # the entropy's gradient only
                 grad_logprobs = torch.zeros_like(chunked.row_max)
@@ -96,9 +97,11 @@ def linear_logprobs(
         outputs: what to return next to the log-probs, from the same matrix product: any of "entropy"
             (differentiable), "mean_logit" and "is_top".
         memory_budget: bytes of scratch for logits and their gradient (default: 960 MB; a twentieth of a larger GPU, up
-            to 4 GB). Only the gradients take memory as well: the weight's is summed in fp32 over chunks. Logits that
-            still are in the budget's buffer are kept for the backward pass, the others computed again; a CPU keeps
-            those of the last tokens, 134 MB, or a chunk where that is more.
+            to 4 GB). Only the gradients take memory as well: the weight's is summed in fp32 over chunks. A GPU keeps
+            what the gradient needs of all logits that the budget holds for the backward pass, in the dtype of the
+            hidden states, and computes the others again; a CPU keeps those of the last tokens, 134 MB, or a chunk where
+            that is more. In bf16 the budget grows by 2 V D bytes, those of a sum over several parts, where that holds
+            all gradients at once.
         impl: None: in chunks, with Triton if it is installed, all tensors are on a GPU and none is fp64, else with
             PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
 
@@ -125,10 +128,8 @@ def linear_logprobs(
     bounds = [0, N] if triton else [*range(0, N, TILE), N]
     if cu_seqlens is not None:
         bounds = bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
-    budget, sum_bytes = budget_on(hidden.device, memory_budget), dtypes.sum_bytes(head)
-    plan = plan_chunks(bounds, head.widest, dtypes, budget, triton=triton, sum_bytes=sum_bytes)
     labels = labels.contiguous()
-    keeps = torch.is_grad_enabled()
-    chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs), keeps=keeps)
+    given = {"triton": triton, "statistics": bool(outputs), "keeps": torch.is_grad_enabled()}
+    chunked = chunked_head(hidden, head, labels, ignore_index, bounds, memory_budget, **given)
     logprobs, *statistics = LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)
     return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)

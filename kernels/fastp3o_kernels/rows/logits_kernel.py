@@ -87,6 +87,26 @@ def grouped_columns(BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
     return tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
+@triton.jit
+def max_and_sum(logits_ptr, bias_ptr, softcap, to_base_2, V: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
+    """The largest logit of a row, and the sum of 2^((logit - max) to_base_2)."""
+    columns = grouped_columns(BLOCK_V, GROUP)
+    running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
+    # Whole blocks have no mask: one that cuts a row at an odd place splits its accesses into single elements.
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for rest in tl.static_range(2):
+        for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
+            inside = (start + columns < V) | (rest == 0)
+            x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
+            new_max = tl.maximum(running_max, tl.max(x, axis=1))
+            decay = exp2((running_max - new_max) * to_base_2)
+            sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
+            running_max = new_max
+    row_max = tl.max(running_max, axis=0)
+    return row_max, tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0)
+
+
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=ROW_NUMBERS)
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
@@ -106,22 +126,9 @@ def logprobs_kernel(
     # N programs in the grid's first dimension: only that one may exceed 65535. Offsets pass 2^31.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    columns = grouped_columns(BLOCK_V, GROUP)
     to_base_2 = inverse_temperature * LOG2E
-    running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
-    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    # Whole blocks have no mask: one that cuts a row at an odd place splits its accesses into single elements.
-    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
-    for rest in tl.static_range(2):
-        for start in range(rest * WHOLE, V if rest else WHOLE, BLOCK_V):
-            inside = (start + columns < V) | (rest == 0)
-            x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap)
-            new_max = tl.maximum(running_max, tl.max(x, axis=1))
-            decay = exp2((running_max - new_max) * to_base_2)
-            sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
-            running_max = new_max
-    row_max = tl.max(running_max, axis=0)
-    log_sum = tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
+    row_max, row_sum = max_and_sum(logits_ptr, bias_ptr, softcap, to_base_2, V, BLOCK_V, GROUP)
+    log_sum = tl.log(row_sum)
     label = tl.load(labels_ptr + row)
     # A label outside the vocabulary gives NaN, not a value from somewhere else in memory.
     within_vocabulary = (label >= 0) & (label < V)

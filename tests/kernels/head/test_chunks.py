@@ -60,8 +60,8 @@ def test_on_a_gpu_the_modelled_time_is_little_more_than_that_of_bare_products(ro
 
 @pytest.mark.parametrize("head", LARGE_HEADS)
 def test_the_model_is_within_5_percent_of_what_an_h100_took(head):
-    """Even and ragged pairs, and a third of them clipped, which changes nothing there. Its plans had several fillings
-    within the budget although one took no more memory in all.
+    """Even and ragged pairs, and a third of them clipped, which changes nothing there. It read logits twice, and its
+    plans had several fillings within the budget although one took no more memory in all.
     """
     record = json.loads(RECORD.read_text())["benchmarks"]
     shape = {"level": "hidden", "implementation": "fastp3o", "dtype": "bfloat16", "N": 8192}
@@ -69,7 +69,7 @@ def test_the_model_is_within_5_percent_of_what_an_h100_took(head):
     measured = [result for result in record if all(result.get(key) == value for key, value in shape.items())]
     ratios = [result["ratio_to_bare"] for result in measured if result["passes"].startswith("forward and backward")]
     assert len(ratios) == 3
-    ratio = modelled_ratio(plan(MODELLED[MEASURED], head, MOST_BUDGET, trained=False), head)
+    ratio = modelled_ratio(plan(MODELLED[MEASURED], head, MOST_BUDGET, trained=False, one_pass=False), head)
     assert ratio == pytest.approx(max(ratios), rel=0.05)
     assert ratio == pytest.approx(min(ratios), rel=0.05)
 

@@ -78,7 +78,7 @@ def test_launches(monkeypatch, level):
         loss.backward()
     pairs, rows = dict.fromkeys(("pair_kernel", "results_kernel"), 1), {"logprobs_kernel": 1}
     assert (forward, backward) == {"tokens": (pairs, {}), "logits": (rows | pairs, {"dlogits_kernel": 1})}.get(
-        level, (rows | pairs | {"dlogits_kernel": 1}, {"scale_kernel": 1})
+        level, (pairs | {"exponentials_kernel": 1}, {"scale_kernel": 1})
     )
 
 

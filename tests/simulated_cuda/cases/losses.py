@@ -118,7 +118,7 @@ def test_launches_of_a_chunk(dtype):
         return record.launches
 
     few, many = launches(4), launches(6)
-    assert many["triton dlogits_kernel"] - few["triton dlogits_kernel"] == 2
+    assert many["triton exponentials_kernel"] - few["triton exponentials_kernel"] == 2
     assert (many.total() - few.total()) / 2 <= MOST_LAUNCHES[dtype], many - few
 
 
