@@ -226,14 +226,14 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
 @torch.compiler.assume_constant_result
 @cache
 def names_grouped_heads(function: Callable) -> bool:
-    """Whether torch has an option for them, as from 2.13 on."""
+    """Whether torch asks whether they are meant, as from 2.13 on. Its kernels, which have always taken them, are called
+    alike: repeated keys would stay in memory for the backward pass, at eight heads a group eight times as much.
+    """
     return "enable_gqa" in inspect.signature(function).parameters
 
 
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
     options: dict[str, Any] = {"enable_gqa": True} if names_grouped_heads(varlen_attn) else {}
-    if not options:
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
     window_size = (-1 if window is None else window - 1, 0)
     return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **options)

@@ -22,8 +22,6 @@ LAUNCHES = {
     "qwen3": {"forward": 17, "backward": 37, "step": 16, "prefill": 17},
     "gemma3": {"forward": 18, "backward": 40, "step": 17, "prefill": 18},
 }
-# torch before 2.13 repeats keys and values for groups of heads.
-REPEATED = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else 2
 
 
 def counted(work: Callable[[], object]) -> Counter[str]:
@@ -57,5 +55,5 @@ def test_launches_of_a_layer(family):
     one, two = launches(family, 1), launches(family, 2)
     found = {phase: two[phase] - one[phase] for phase in two}
     for phase, allowed in LAUNCHES[family].items():
-        assert found[phase].total() <= allowed + (0 if phase == "step" else REPEATED), (phase, found[phase])
+        assert found[phase].total() <= allowed, (phase, found[phase])
     write_counts(f"a layer of {family}", {phase: counts.total() for phase, counts in found.items()})
