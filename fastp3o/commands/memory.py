@@ -4,8 +4,7 @@ fastp3o memory --model MODEL --prompt_tokens 350 --response_tokens 40 --precisio
 """
 
 import sys
-from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -15,14 +14,15 @@ from fastp3o.config import TrainableConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 
+if TYPE_CHECKING:
+    from fastp3o.commands.predicted_memory import Lengths, Memory, Model
+
 CONTEXT = 1.5  # GB of CUDA's context, workspaces of cuBLAS and NCCL, and fragments; estimated, not measured
 NOTE = """\
 peak = the sum, with the larger of head and layer only; where embeddings need more than these and
-activations, they count instead. Policy and reference both on the GPU need the policy's peak and the
-reference's weights; --offload, LoRA and --kl_coef 0 save the latter. Rollouts come before the update,
-with its masters and optimizer in memory; with --rollout_memory, or less free memory, they cache less.
-Logits count as at most 0.96 GB in the head: a GPU of more than 19 GB takes up to a twentieth of it, and
-4 GB, where it is free."""
+activations, they count instead. others = the model that waits: the reference, which --offload, LoRA and
+--kl_coef 0 save, or the policy. A reward model of its own comes on top of that. With --rollout_memory, or
+less free memory, rollouts cache less."""
 
 
 class MemoryConfig(TrainableConfig):
@@ -43,6 +43,14 @@ class MemoryConfig(TrainableConfig):
     max_prompt_tokens: int = option(512, "Maximum length of a prompt in rollouts, in tokens.", at_least=1)
     max_response_tokens: int = option(128, "Maximum length of a response in rollouts, in tokens.", at_least=1)
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1)
+    optimizer: Literal["adamw", "adamw_8bit"] = option(
+        "adamw", "Optimizer as in training. adamw: moments in fp32. adamw_8bit: moments in 8 bits."
+    )
+    offload: bool = option(False, "Keep the reference on the CPU between uses, as in training.")
+    kl_coef: float = option(0.05, "Weight of the KL as in training; with 0 there is no reference.", at_least=0)
+    gpu_gb: float = option(
+        0.0, "Memory of each GPU, in GB: the head takes a twentieth of it for logits. 0: at most 19.", at_least=0
+    )
     gpus: int = option(1, "GPUs that train together; the table is for each of them.", at_least=1)
     shard_size: int = option(
         0, "GPUs that hold one copy of the model, or of its tensor-parallel part, together; 0: all.", at_least=0
@@ -67,29 +75,50 @@ def main() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fastp3o.commands.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
+    from fastp3o.commands.predicted_memory import Lengths, Model
     from fastp3o.models.loading import errors_naming
     from fastp3o.models.packed_model import PackedModel
     from fastp3o.models.trainable import choose_trainable
-    from fastp3o.precision import choose_precision
-    from fastp3o.rollouts.cache import fitting_room
 
     with errors_naming(config.model):
         architecture = AutoConfig.from_pretrained(config.model)
     with torch.device("meta"):
         policy = PackedModel(AutoModelForCausalLM.from_config(architecture))
         choose_trainable(policy, config)
-    model = Model(policy, config.trainable_layers)
     lengths = Lengths.full_row(
         Packing(config.tokens_per_row, config.share_prompts),
         prompt=config.prompt_tokens,
         response=config.response_tokens,
         responses_per_prompt=config.responses_per_prompt,
     )
+    phases = phases_of(config, Model(policy, config.trainable_layers), lengths)
+    each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
+    columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))
+    title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled"
+    table = Table("", *columns, title=title)
+    for name in (*vars(phases[0]), "peak"):
+        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in phases))
+    table.add_row("and about, for CUDA", *3 * [f"{CONTEXT:.2f}"])
+    Console().print(table)
+    print(NOTE)
+    if config.gpu_gb:
+        needed = max(memory.peak for memory in phases) / 1e9 + CONTEXT
+        does = "fits" if needed <= config.gpu_gb else "does not fit"
+        print(f"{needed:.1f} GB at most: this {does} into {config.gpu_gb:g} GB.")
+
+
+def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list[Memory]":
+    """The update, the reference's pass and rollouts, each with what waits beside it."""
+    from fastp3o.commands.predicted_memory import frozen_memory, rollout_memory, sharded, together, update_memory
+    from fastp3o.precision import choose_precision
+    from fastp3o.rollouts.cache import fitting_room
+    from fastp3o_kernels.head.chunks import budget_of
+
     precision = choose_precision(config.precision, config.precision)
-    part = model.cut(config.tensor_parallel)
-    update = update_memory(part, lengths, precision, checkpointing=config.gradient_checkpointing)
-    frozen = frozen_memory(part, lengths, precision)
+    part, budget = model.cut(config.tensor_parallel), budget_of(int(config.gpu_gb * 1e9))
+    saves: dict[str, Any] = {"checkpointing": config.gradient_checkpointing, "optimizer": config.optimizer}
+    update = update_memory(part, lengths, precision, **saves, budget=budget)
+    frozen = frozen_memory(part, lengths, precision, budget=budget)
     adapters = config.lora_rank > 0
     room = fitting_room(
         config.max_prompt_tokens - 1,
@@ -102,13 +131,4 @@ def main() -> None:
     rollouts = rollout_memory(model, room, precision, shards=config.shards * config.tensor_parallel, adapters=adapters)
     if config.gpus > 1:
         update, frozen = (sharded(memory, part, precision, config.shards) for memory in (update, frozen))
-        rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
-    each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
-    columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))
-    title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled"
-    table = Table("", *columns, title=title)
-    for name in (*vars(update), "peak"):
-        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
-    table.add_row("and about, for CUDA", *3 * [f"{CONTEXT:.2f}"])
-    Console().print(table)
-    print(NOTE)
+    return together(update, frozen, rollouts, second=config.kl_coef > 0 and not adapters, offload=config.offload)

@@ -4,16 +4,25 @@ fastp3o/training/memory.md. `fastp3o memory` is for users.
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
+from fastp3o.models.fused_layers import Wiring, gate_of, norm_of
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import TOKENS_PER_ROW
-from fastp3o_kernels.head.chunks import LEAST_SHARE, MEMORY_BUDGET, SHARES
+from fastp3o_kernels.head.chunks import MEMORY_BUDGET, TILE, HeadPlan, plan_chunks
+from fastp3o_kernels.head.head import HeadDtypes, multiplies
+
+# Elements below which bitsandbytes keeps a tensor's moments in fp32, and those that share a scale.
+LEAST_IN_8_BITS, BLOCK = 4096, 256
+
+
+OptimizerName = Literal["adamw", "adamw_8bit"]
 
 
 class Lengths(NamedTuple):
@@ -41,28 +50,56 @@ class Model:
 
     trained: parameters that train. trained_layers: those from the lowest that trains upwards, 0 for all; only they keep
     activations. LoRA trains in all. queries, keys: heads times head size. embeddings: parameters outside the layers.
-    layer: parameters of one layer.
+    layer: parameters of one layer. in_fp32: trained ones whose moments adamw_8bit keeps in fp32.
+
+    What `fuse` has recognised in the last layer: finer: its residual stream is fp32; norms: of its hidden states, 2 or
+    4; norms_heads: it normalises queries and keys, too; fused_norms, fused_gate: these are one kernel each on a GPU.
     """
 
     def __init__(self, model: PackedModel, trained_layers: int = 0):
         config = model.model.config.get_text_config()
-        self.parameters, self.head_trains = model.model.num_parameters(), model.head().weight.requires_grad
-        self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.layers, self.hidden, self.vocabulary = config.num_hidden_layers, config.hidden_size, config.vocab_size
+        head = model.model.get_output_embeddings()
+        self.parameters = model.model.num_parameters()
+        self.head_trains = head is not None and head.weight.requires_grad
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trained = sum(parameter.numel() for parameter in trained)
+        embeddings = {part.weight for part in model.modules() if isinstance(part, nn.Embedding)}
+        small = (p.numel() for p in trained if p in embeddings or p.numel() < LEAST_IN_8_BITS)
+        self.in_fp32 = sum(small)
+        self.layers, self.hidden = config.num_hidden_layers, config.hidden_size
+        self.vocabulary = 1 if head is None else config.vocab_size  # a reward model gives one number
         self.trained_layers = trained_layers or self.layers
         self.intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
-        heads = config.num_attention_heads
-        head = getattr(config, "head_dim", None) or self.hidden // heads
-        self.queries = head * heads
-        self.keys = head * (getattr(config, "num_key_value_heads", None) or heads)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        size = getattr(config, "head_dim", None) or self.hidden // heads
+        self.queries = size * heads
+        self.keys = size * (getattr(config, "num_key_value_heads", None) or heads)
         self.tied = config.tie_word_embeddings
-        self.embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        self.embeddings = config.vocab_size * self.hidden * (1 if self.tied or head is None else 2)
         self.layer = (self.parameters - self.embeddings) // self.layers
+        last = (model.stack() or [nn.Module()])[-1]
+        wiring: Wiring | None = getattr(last, "fastp3o_wiring", None)
+        self.finer = wiring is not None
+        self.norms = 2 if wiring is None else len(wiring.norms)
+        fused = sum(norm_of(part) is not None for part in last.modules())
+        self.fused_norms, self.norms_heads = fused > 0, fused > self.norms
+        self.fused_gate = any(gate_of(part) is not None for part in last.modules())
 
     def cut(self, processes: int) -> "Model":
         """The part of it that each process of a tensor group has, and that is active in it. Norms are taken for cut."""
         part = copy(self)
-        for size in ("parameters", "trained", "vocabulary", "intermediate", "queries", "keys", "embeddings", "layer"):
+        sizes = (
+            "parameters",
+            "trained",
+            "vocabulary",
+            "intermediate",
+            "queries",
+            "keys",
+            "embeddings",
+            "layer",
+            "in_fp32",
+        )
+        for size in sizes:
             setattr(part, size, -(-getattr(self, size) // processes))
         return part
 
@@ -74,7 +111,7 @@ class Model:
 @dataclass
 class Memory:
     """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts, and `embeddings` those of one
-    without activations. `cache`: keys and values of rollouts.
+    without activations. `cache`: keys and values of rollouts. `others`: what waits, of other models.
     """
 
     weights: int
@@ -86,41 +123,109 @@ class Memory:
     activations: int = 0
     embeddings: int = 0
     cache: int = 0
+    others: int = 0
 
     @property
     def peak(self) -> int:
-        kept = self.weights + self.masters + self.gradients + self.optimizer + self.cache
+        kept = self.weights + self.masters + self.gradients + self.optimizer + self.cache + self.others
         return kept + max(self.activations + max(self.head, self.layer), self.embeddings)
 
 
-def update_memory(model: Model, lengths: Lengths, precision: Precision, *, checkpointing: bool = False) -> Memory:
-    """The memory of a policy's update on one device."""
-    norms, item = element_bytes(precision)
-    dlogits = lengths.labelled * model.vocabulary * item
-    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
-    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_SHARE / SHARES) * MEMORY_BUDGET
+def update_memory(
+    model: Model,
+    lengths: Lengths,
+    precision: Precision,
+    *,
+    checkpointing: bool = False,
+    optimizer: OptimizerName = "adamw",
+    kernels: bool = True,
+    budget: int = MEMORY_BUDGET,
+) -> Memory:
+    """The memory of a policy's update on one device. kernels: on a GPU, with Triton. budget: of the head, in bytes."""
+    item, stream = product_bytes(precision), stream_bytes(model, precision)
+    plan = head_plan(model, lengths.labelled, precision, budget, kernels=kernels)
+    single = precision.weights == torch.bfloat16 == plan.dtypes.dlogits and plan.dlogits_rows >= lengths.labelled
     rounded = model.head_gradient(2) if precision.half and not single else 0
-    states = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
-    head = states + model.head_gradient(2 if single else 4) + max(logits, rounded)
-    products = 4 * model.intermediate + 2 * model.queries
-    layer_activations = lengths.tokens * (norms * model.hidden + item * products)
-    layer_activations += lengths.keys * 2 * item * model.keys
-    layer_input = lengths.tokens * model.hidden * precision.weights.itemsize
+    buffers = logits_bytes(plan) + (0 if plan.in_place else plan.row_elements * plan.dlogits_rows * item)
+    states = 3 * lengths.labelled * model.hidden * item
+    states += lengths.tokens * model.hidden * norm_bytes(model, precision, kernels=kernels)
+    head = states + widened(model, lengths, plan, precision) + model.head_gradient(2 if single else 4)
+    layer_activations = kept_by_a_layer(model, lengths, precision, kernels=kernels)
+    layer_input = lengths.tokens * model.hidden * stream
     copies = 0 if precision.autocast is None else 2 * model.parameters
     kept_copies = copies // model.layers if checkpointing else copies
     tied_gradient = model.head_gradient(precision.weights.itemsize) if model.tied else 0
+    moments = 8 * model.trained
+    if optimizer == "adamw_8bit":
+        moments = 8 * model.in_fp32 + 2 * (model.trained - model.in_fp32) * (BLOCK + 4) // BLOCK
     return Memory(
         weights=model.parameters * precision.weights.itemsize + kept_copies,
         masters=4 * model.trained if precision.half else 0,
         gradients=4 * model.trained,
-        optimizer=8 * model.trained,
+        optimizer=moments,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
         embeddings=2 * tied_gradient,
-        head=head + copies - kept_copies,
-        layer=lengths.tokens * item * 2 * (model.intermediate + model.hidden)
+        head=head + max(buffers, rounded) + copies - kept_copies,
+        layer=lengths.tokens * (2 * item * model.intermediate + (stream + item) * model.hidden)
         + tied_gradient
         + (layer_activations if checkpointing else 0),
     )
+
+
+def together(update: Memory, frozen: Memory, rollouts: Memory, *, second: bool, offload: bool) -> list[Memory]:
+    """The three phases of a run, each with what waits beside it. second: whether the reference is a model of its own.
+    offload: whether that is on the CPU between uses. Gradients are freed after each step.
+    """
+    kept = frozen.weights if second and not offload else 0
+    trains = {"masters": update.masters, "optimizer": update.optimizer}
+    return [
+        replace(update, others=kept),
+        replace(frozen, others=frozen.weights if second else 0, **trains),
+        replace(rollouts, others=kept, **trains),
+    ]
+
+
+def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, kernels: bool) -> int:
+    """Bytes that a layer keeps for its backward pass.
+
+    With kernels a norm keeps the stream and its result, one behind a block that block's result, and a gate its two
+    inputs and its result. Attention keeps queries, gathered keys and values, and its result. Without kernels more steps
+    keep what they get.
+    """
+    item = product_bytes(precision)
+    behind = item if kernels and model.fused_norms else 8
+    norms = 2 * norm_bytes(model, precision, kernels=kernels) + (model.norms - 2) * behind
+    gate = 3 if kernels and model.fused_gate else 4
+    # On a CPU segments are computed one by one, and their results joined.
+    attends = 2 if kernels else 3
+    elements = gate * model.intermediate + attends * model.queries
+    normed_heads = 0
+    if model.norms_heads:
+        one_kernel = kernels and precision.autocast is None
+        normed_heads = (item if one_kernel else 8 if item == 4 else 6) * (model.queries + model.keys)
+    kept = lengths.tokens * (norms * model.hidden + item * elements + normed_heads)
+    return kept + lengths.keys * 2 * item * model.keys
+
+
+def head_plan(model: Model, labelled: int, precision: Precision, budget: int, *, kernels: bool) -> HeadPlan:
+    """How so many labelled tokens go through the head. Groups are taken for short."""
+    rounded = precision.autocast or precision.weights
+    half = rounded != torch.float32
+    multiplied = rounded if kernels or not half else torch.float32
+    narrow = kernels or (rounded == torch.bfloat16 and multiplies(rounded))
+    dtypes = HeadDtypes(rounded, multiplied, rounded if narrow else multiplied, torch.float32)
+    bounds = [*range(0, labelled, TILE), labelled]
+    return plan_chunks(bounds, model.vocabulary, dtypes, budget, triton=kernels)
+
+
+def logits_bytes(plan: HeadPlan) -> int:
+    return plan.row_elements * plan.logits_rows * plan.dtypes.logits.itemsize
+
+
+def widened(model: Model, lengths: Lengths, plan: HeadPlan, precision: Precision) -> int:
+    """Bytes of the head's weight and hidden states in fp32, where a CPU multiplies no narrower ones."""
+    wider = plan.dtypes.multiplied != plan.dtypes.rounded
+    return 4 * model.hidden * (model.vocabulary + lengths.labelled) if wider else 0
 
 
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
@@ -141,15 +246,18 @@ def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> 
     )
 
 
-def frozen_memory(model: Model, lengths: Lengths, precision: Precision) -> Memory:
+def frozen_memory(
+    model: Model, lengths: Lengths, precision: Precision, *, kernels: bool = True, budget: int = MEMORY_BUDGET
+) -> Memory:
     """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
-    _, item = element_bytes(precision)
+    item = product_bytes(precision)
     residual, autocast = precision.weights.itemsize, precision.autocast is not None
-    logits = min(4 * lengths.labelled * model.vocabulary, MEMORY_BUDGET)
+    plan = head_plan(model, lengths.labelled, precision, budget, kernels=kernels)
     hidden = model.hidden * ((lengths.tokens + lengths.labelled) * residual + lengths.labelled * item * autocast)
+    rounded = 2 * model.vocabulary * model.hidden * autocast
     return Memory(
         weights=model.parameters * residual,
-        head=logits + hidden + 2 * model.vocabulary * model.hidden * autocast,
+        head=logits_bytes(plan) + hidden + rounded + widened(model, lengths, plan, precision),
         layer=layer_pass(model, lengths, precision),
     )
 
@@ -176,17 +284,31 @@ def rollout_memory(
     )
 
 
-def element_bytes(precision: Precision) -> tuple[int, int]:
-    """Bytes of a layer's two norms for each hidden element of a token, and bytes of an element of a product."""
-    if precision.half:
-        return 16, 2
-    return (24, 4) if precision.autocast is None else (26, 2)
+def product_bytes(precision: Precision) -> int:
+    """Of an element of a product."""
+    return (precision.autocast or precision.weights).itemsize
+
+
+def stream_bytes(model: Model, precision: Precision) -> int:
+    """Of an element of the residual stream."""
+    return 4 if model.finer else precision.weights.itemsize
+
+
+def norm_bytes(model: Model, precision: Precision, *, kernels: bool) -> int:
+    """Bytes that a norm of the stream keeps of each element of a token: the stream, and its result as products take it.
+    PyTorch's own steps keep the normalised numbers, too, and with a stream in half precision those in fp32.
+    """
+    stream = stream_bytes(model, precision)
+    # Autocast rounds the result for each of the five products that take it, and keeps each copy.
+    results = product_bytes(precision) if precision.autocast is None else 5
+    if kernels and model.fused_norms:
+        return stream + results
+    return stream + 4 + results if stream == 4 else 8
 
 
 def layer_pass(model: Model, lengths: Lengths, precision: Precision) -> int:
     """The wider moment of a layer without gradients."""
-    _, item = element_bytes(precision)
-    residual = precision.weights.itemsize
+    item, residual = product_bytes(precision), stream_bytes(model, precision)
     feed_forward = lengths.tokens * (4 * residual * model.hidden + 3 * item * model.intermediate)
     # Rotary embeddings leave fp32 queries and keys beside those that autocast rounds.
     rotated = residual if precision.autocast is not None else 0

@@ -31,14 +31,16 @@ def run(*arguments: str) -> None:
 
 
 def test_sample():
-    files = [f"{CASES}/{name}.py" for name in ("rules", "layers", "optimizer", "losses", "updates", "rollouts")]
+    files = [
+        f"{CASES}/{name}.py" for name in ("rules", "layers", "memory", "optimizer", "losses", "updates", "rollouts")
+    ]
     some = "losses and (launches or dpo) or updates and (fp16 or advantages) or rollouts and (serves_until or excused)"
-    run(*files, "-k", f"rules or llama and layers or optimizer or {some}")
+    run(*files, "-k", f"rules or llama and (layers or memory and fp16) or optimizer or {some}")
 
 
 # Cases, and tests marked `gpu`: steps of the engine take the interpreter seconds, so one family stands for all.
 EVERY = [
-    *((f"{CASES}/{case}.py", "") for case in ("layers", "losses", "rollouts", "supervised", "updates")),
+    *((f"{CASES}/{case}.py", "") for case in ("layers", "losses", "memory", "rollouts", "supervised", "updates")),
     *((f"{CASES}/runs.py", chosen) for chosen in ("online", "not online")),
     ("tests/kernels", f"gpu and {SIZES}"),
     ("tests/fastp3o/models", "gpu"),

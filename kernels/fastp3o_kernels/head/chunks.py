@@ -91,10 +91,15 @@ def modelled_time(plan: HeadPlan) -> float:
 
 
 def budget_on(device: torch.device, given: int | None) -> int:
-    """The caller's budget, or a twentieth of a GPU's memory within MEMORY_BUDGET and MOST_BUDGET."""
+    """The caller's budget, or that of a GPU's memory."""
     if given is not None or device.type != "cuda":
         return MEMORY_BUDGET if given is None else given
-    return min(max(torch.cuda.get_device_properties(device).total_memory // 20, MEMORY_BUDGET), MOST_BUDGET)
+    return budget_of(torch.cuda.get_device_properties(device).total_memory)
+
+
+def budget_of(total_memory: int) -> int:
+    """A twentieth of so many bytes, within MEMORY_BUDGET and MOST_BUDGET."""
+    return min(max(total_memory // 20, MEMORY_BUDGET), MOST_BUDGET)
 
 
 def plan_chunks(
