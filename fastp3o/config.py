@@ -630,10 +630,10 @@ class ModelConfig(LoadingConfig):
         "Use deterministic GPU kernels, including attention's backward pass: the same bits each time. Slower.",
         changeable=True,
     )
-    tokens_per_row: int = option(
-        TOKENS_PER_ROW,
+    tokens_per_row: int | None = option(
+        None,
         "Tokens of a packed row, prompts included. One row is one forward and backward pass: more tokens take more "
-        "memory.",
+        f"memory. Default: {TOKENS_PER_ROW}, and on a CPU fewer where free memory would not hold their activations.",
         at_least=1,
         changeable=True,
     )
@@ -669,9 +669,10 @@ class ModelConfig(LoadingConfig):
             object.__setattr__(self, "model", Revised(self.model))
             vars(self.model)["revision"] = self.model_revision
 
-    @property
+    @cached_property
     def packing(self) -> Packing:
-        return Packing(self.tokens_per_row, self.share_prompts)
+        """Of rows as they are asked for, until `fit_rows` has found what memory holds."""
+        return Packing(self.tokens_per_row or TOKENS_PER_ROW, self.share_prompts)
 
 
 class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):

@@ -46,6 +46,7 @@ from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
+from fastp3o.training.row_length import fit_rows
 from fastp3o.training.setup import holding
 
 if TYPE_CHECKING:  # a run imports its own stage only
@@ -88,6 +89,7 @@ def load_trained(
         model.recompute_activations()
     if config.compile_layers:
         model.compile_layers()
+    fit_rows(context, config, model)
     return model, context
 
 

@@ -57,7 +57,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if config.dynamic_sampling:
         metrics["sampled_again"] = update.sampled_again / len(update.groups)
     metrics["packing_efficiency"] = efficiency(
-        [microbatch.row for microbatch in update.microbatches], config.tokens_per_row
+        [microbatch.row for microbatch in update.microbatches], config.packing.tokens_per_row
     )
     if run.accelerator.num_processes > 1:
         metrics["balance"] = balance(run.accelerator, update.minibatches)

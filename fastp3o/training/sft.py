@@ -33,7 +33,7 @@ class SFT(SupervisedTask[PackedRow]):
 
     def pack(self, examples: Examples) -> list[PackedRow]:
         responses = [[ids] for ids in examples["response_ids"]]
-        packing = Packing(self.config.tokens_per_row)
+        packing = Packing(self.config.packing.tokens_per_row)
         return pack(examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt)
 
     def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:

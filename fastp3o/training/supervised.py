@@ -153,7 +153,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         gradients = add_gradients(optimizer, passes, task.loss_on_device)
         metrics = mean_over_steps(context.accelerator, [gradients | optimizer.step(gradients["loss"])])
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
-        packed = efficiency(rows, config.tokens_per_row)
+        packed = efficiency(rows, config.packing.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.share.count
         run.report_later(step, begun, metrics, host_metrics, tokens=tokens, shown=shown)
