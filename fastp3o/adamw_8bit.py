@@ -1,9 +1,9 @@
 """AdamW with moments in 8 bits, by bitsandbytes (arXiv 2110.02861), for one process.
 
-torchao's AdamW8bit, which takes shards, too, would need more of what is private: its moments are tensors of a class whose
-codes and scales a state file would have to take apart, and neither embeddings in fp32 nor a state before the first step
-can be asked for. It has torch compile a step for each shape of a parameter, in every process, and takes the learning
-rate as a tensor alone. bitsandbytes has its kernels built.
+torchao's AdamW8bit, which takes shards, too, would need more of what is private: its moments are tensors of a class
+whose codes and scales a state file would have to take apart, and neither embeddings in fp32 nor a state before a first
+step can be asked for. It has torch compile a step for each shape of a parameter, in every process, and takes the
+learning rate as a tensor alone. bitsandbytes has its kernels built.
 """
 
 from collections.abc import Sequence

@@ -69,7 +69,8 @@ class Model:
         self.layers, self.hidden = config.num_hidden_layers, config.hidden_size
         self.vocabulary = 1 if head is None else config.vocab_size  # a reward model gives one number
         self.trained_layers = trained_layers or self.layers
-        self.intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
+        intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
+        self.intermediate = intermediate if isinstance(intermediate, int) else max(intermediate)  # Gemma 3n: by layer
         heads = getattr(config, "num_attention_heads", None) or 1
         size = getattr(config, "head_dim", None) or self.hidden // heads
         self.queries = size * heads

@@ -1,11 +1,15 @@
 """Rows on a CPU are as long as memory allows, unless their length is named."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from fastp3o import SFTConfig, train
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.precision import choose_precision
 from fastp3o.training import row_length
+from tests.fastp3o.models.model_families import CONFIGS, random_model
 from tests.fastp3o.runs import config, metrics
 
 FREE = 2e7  # bytes, for rows of thousands of tokens of the tiny model
@@ -40,3 +44,12 @@ def test_so_are_those_of_supervised_stages(workplace, tiny_model, monkeypatch, c
 def test_what_saves_memory_leaves_longer_rows(workplace, tiny_model, monkeypatch, capsys):
     plain, saving = (config(tiny_model, str(saves), **SMALL, gradient_checkpointing=saves) for saves in (False, True))
     assert rows(saving, monkeypatch, capsys, FREE) > rows(plain, monkeypatch, capsys, FREE)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_has_an_estimate(family):
+    context = SimpleNamespace(precision=choose_precision("fp32", "fp32"))
+    settings = SimpleNamespace(gradient_checkpointing=False, optimizer="adamw", lora_rank=0)
+    model = PackedModel(random_model(family))
+    few, many = (row_length.further_bytes(context, settings, model, tokens) for tokens in (512, 1024))
+    assert 0 < few < many
