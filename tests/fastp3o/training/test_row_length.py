@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastp3o import SFTConfig, train
 from fastp3o.models.packed_model import PackedModel
@@ -53,3 +54,16 @@ def test_every_family_has_an_estimate(family):
     model = PackedModel(random_model(family))
     few, many = (row_length.further_bytes(context, settings, model, tokens) for tokens in (512, 1024))
     assert 0 < few < many
+
+
+def test_processes_take_the_shortest(tiny_model, monkeypatch):
+    said: list[str] = []
+    accelerator = SimpleNamespace(num_processes=2, print=said.append)
+    device, precision = torch.device("cpu"), choose_precision("fp32", "fp32")
+    context = SimpleNamespace(accelerator=accelerator, device=device, precision=precision)
+    monkeypatch.setattr(row_length, "free_host_memory", lambda: 10**12)
+    monkeypatch.setattr(row_length, "gather_object", lambda own: [*own, 1024])
+    made = config(tiny_model, "run", **SMALL)
+    row_length.fit_rows(context, made, PackedModel(random_model("llama")))
+    assert made.packing.tokens_per_row == 1024
+    assert said[0].startswith("--tokens_per_row: 1024, since")
