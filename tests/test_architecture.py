@@ -179,3 +179,15 @@ def test_a_map_of_a_folder_names_all_of_its_files_and_no_others(package: str):
         if named := {name for line in lines for name in line[1].split(", ")}:
             files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
             assert named == files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}, folder
+
+
+def test_the_top_level_has_the_projects_folders_alone():
+    """What a run or a test has left there is easily committed with the rest."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("the tree is no clone")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("git does not answer")
+    names = {path.partition("/")[0] for path in listed.stdout.split("\0") if path}
+    expected = {"benchmarks", "fastp3o", "kernels", "scripts", "tests", "pyproject.toml", "README.md"}
+    assert {name for name in names if not name.startswith(".")} - {"LICENSE", "CITATION.cff"} == expected
