@@ -24,7 +24,13 @@ PRINTED_AND_LEFT = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_is_run_here_or_in_a_file_of_its_name():
+    elsewhere = {path.stem.removeprefix("test_") for path in (EXAMPLES.parents[1] / "tests").rglob("test_*.py")}
+    for path in EXAMPLES.glob("*.py"):
+        assert path.stem in PRINTED_AND_LEFT.keys() | elsewhere, path
+
+
+@pytest.mark.parametrize("path", [EXAMPLES / f"{name}.py" for name in PRINTED_AND_LEFT], ids=lambda path: path.stem)
 def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "start")

@@ -33,7 +33,7 @@ def test_a_server_that_loses_the_weights_after_its_probe_is_found_before_its_rou
 
         server.requests.clear()
         server.complete = started_anew
-        with pytest.raises(OtherWeightsError, match=r"update 3: .*has lost the policy's weights: was it started anew"):
+        with pytest.raises(OtherWeightsError, match=r"update 3: .*has lost the policy's weights: was it restarted"):
             train(config(tiny_model, "run", **served_by(server), **ahead))
         server.complete = complete
         train(config(tiny_model, "run", resume=True, **served_by(server), **ahead))
