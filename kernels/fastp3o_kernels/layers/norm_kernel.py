@@ -139,8 +139,8 @@ def warps(D: int) -> int:
 
 
 def gradient_warps(D: int) -> int:
-    """Three tiles are in registers at once, and the sum of a fourth."""
-    return min(16, 2 * warps(D))
+    """A thread has several tiles at once, for which more warps would leave it too few registers."""
+    return min(8, warps(D))
 
 
 def launch_rms_norm(
