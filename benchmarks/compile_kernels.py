@@ -70,7 +70,10 @@ VOCABULARIES = (50257, 128256, 152064, 256000, 262144)
 # Responses to a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
-HIDDEN_SIZES = (640, 2048, 2304, 4096, 8192)
+# Rows that are normalised: of heads, and of the stream.
+HEAD_NORMS, STREAM_NORMS = (64, 128, 256), (640, 2048, 4096, 8192)
+# bf16 takes what fp16 does.
+WIDTHS = ("fp32", "fp16")
 # Responses to a prompt and heads of a group: of each size of tile one, the smallest tile also at its fullest.
 RESPONSES_AND_HEADS = ((1, 1), (4, 4), (4, 8), (8, 8))
 # Bytes of shared memory that a block can have.
@@ -132,9 +135,11 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     yield configuration("lowered_scale_kernel", "", {}, constants)
     for D in HEAD_SIZES:
         yield from decoding_configurations(D)
+    for D in HEAD_NORMS:
         yield from rotary_configurations(D)
-    for D in (*HEAD_SIZES, *HIDDEN_SIZES):
-        yield from norm_configurations(D)
+        yield from norm_configurations(D, ("alone",))
+    for D in STREAM_NORMS:
+        yield from norm_configurations(D, ("alone", "sum before", "sum behind"))
     for dtype, activation in product(ELEMENT_BYTES, ACTIVATIONS):
         constants = {"ACTIVATION": activation, "BLOCK": gate_kernel.BLOCK}
         for kernel in ("gate_kernel", "gate_gradient_kernel"):
@@ -218,12 +223,10 @@ def decoding_configurations(D: int) -> Iterator[Configuration]:
     yield configuration("merge_kernel", f"bf16, D {D}", {"out_ptr": "bf16"}, constants, attention_kernel.MERGE_WARPS)
 
 
-def norm_configurations(D: int) -> Iterator[Configuration]:
-    """A norm of each dtype in Llama's way, and for the stream in fp32 between half precision one with a sum before it,
-    and Gemma's with one behind it.
-    """
+def norm_configurations(D: int, places: tuple[str, ...]) -> Iterator[Configuration]:
+    """Norms alone in Llama's way; for a stream in fp32 with a sum before them, and Gemma's with one behind them."""
     sizes = norm_kernel.tile(D)
-    for dtype, place in [*product(ELEMENT_BYTES, ("alone",)), *product(("bf16", "fp16"), ("sum before", "sum behind"))]:
+    for dtype, place in product(WIDTHS, places):
         before, behind = place == "sum before", place == "sum behind"
         gemma = {"OFFSET": 1.0 if behind else 0.0, "ROUNDS": place == "alone" and dtype != "fp32"}
         name, weight = f"{dtype}, {place}, D {D}", {"weight_ptr": dtype}
@@ -237,14 +240,14 @@ def norm_configurations(D: int) -> Iterator[Configuration]:
         pointers |= {"grad_ptr": "fp32" if behind else dtype}
         constants = sizes | gemma | ({} if before else {"grad_x_ptr": None, "copy_ptr": None})
         yield configuration("rms_norm_gradient_kernel", name, pointers, constants, norm_kernel.gradient_warps(D))
-    for dtype in ELEMENT_BYTES:
+    for dtype in WIDTHS:
         constants = {"D": D, "BLOCK_C": norm_kernel.BLOCK_C, "BLOCK_P": norm_kernel.BLOCK_P}
         yield configuration("weight_gradient_kernel", f"{dtype}, D {D}", {"dweight_ptr": dtype}, constants)
 
 
 def rotary_configurations(D: int) -> Iterator[Configuration]:
     """Whole heads with a half beside a half, and a part of them in neighbours, each way."""
-    for dtype, interleaved, back in product(ELEMENT_BYTES, (False, True), (False, True)):
+    for dtype, interleaved, back in product(WIDTHS, (False, True), (False, True)):
         R = D // 2 if interleaved else D
         constants = {**rotary_kernel.sizes(32, 8, D, R), "INTERLEAVED": interleaved, "BACK": back}
         tensors = ("query_ptr", "key_ptr", "cos_ptr", "sin_ptr", "query_out_ptr", "key_out_ptr")

@@ -2,7 +2,7 @@
 
 A part is replaced by what it computes, and a trial finds out what that is: its structure suggests formulas, and a small
 copy of it with random weights must give what one of them gives, and the same gradients, within rounding. No family is
-named, and what fits no formula stays as it is. The trial needs neither the model's own weights nor its device, so that
+named, and what fits no formula stays as it is. The trial needs neither the model's weights nor its device, so that
 all processes come to the same end.
 
     norm       one vector of weights, and an eps                           `rms_norm`
@@ -67,8 +67,11 @@ class Wiring(NamedTuple):
 
 
 def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
-    """Replaces what a trial recognises in a model's body. layers: None if they are not known."""
-    norms = {module: norm for module in body.modules() if (norm := norm_of(module)) is not None}
+    """Replaces what a trial recognises in a model's body, but no forward that has been replaced before, here or by
+    others' hooks. layers: None if they are not known.
+    """
+    modules = [module for module in body.modules() if "forward" not in vars(module)]
+    norms = {module: norm for module in modules if (norm := norm_of(module)) is not None}
     wirings = [wiring_of(layer, norms) for layer in layers or ()]
     # What comes behind the last layer must take the stream, too.
     beside = {child for module in body.modules() if layers in [*module.children()] for child in module.children()}
@@ -78,7 +81,7 @@ def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
             layer.__class__ = wired_class(cast(Any, type(layer)))
     for module, norm in norms.items():
         replace(module, partial(normed, norm=norm))
-    for module in body.modules():
+    for module in modules:
         if (gate := gate_of(module)) is not None:
             replace(module, partial(fed_forward, gate=gate))
         if (attention := with_fused_rotation(cast(Any, type(module)))) is not None:
@@ -86,7 +89,7 @@ def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
 
 
 def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """An attribute leaves the module's hooks and names as they are. A copy of the module runs its own."""
+    """An attribute leaves the module's hooks and names as they are. A copy of a module runs its copied parts."""
     vars(module)["forward"] = MethodType(forward, module)
 
 
@@ -113,7 +116,7 @@ def runs_kernels(*tensors: Tensor) -> bool:
 
 
 def normed(module: Any, x: Tensor, *, norm: Norm) -> Tensor:
-    """As the module's own class does, but in the weight's dtype for a stream that is finer."""
+    """As the module's class does, but in the weight's dtype for a stream that is finer."""
     weight = getattr(module, norm.weight)
     finer = x.dtype.itemsize > weight.dtype.itemsize
     if (finer or x.dtype == weight.dtype) and runs_kernels(x, weight):
@@ -135,15 +138,15 @@ def rotated(
     cos: Tensor,
     sin: Tensor,
     *rest: Any,
-    own: Callable[..., Any],
+    family_function: Callable[..., Any],
     interleaved: bool,
     unsqueeze_dim: int = 1,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """own: the family's function, which packed rows [1, H, T, D] on a GPU go without."""
+    """family_function: what packed rows [1, H, T, D] on a GPU go without."""
     packed = unsqueeze_dim in (1, 2) and cos.shape[:2] == (len(q), q.shape[3 - unsqueeze_dim]) and len(q) == 1
     if rest or options or not packed or not runs_kernels(q, k, cos, sin):
-        return own(q, k, cos, sin, *rest, unsqueeze_dim=unsqueeze_dim, **options)
+        return family_function(q, k, cos, sin, *rest, unsqueeze_dim=unsqueeze_dim, **options)
     heads_last = unsqueeze_dim == 2
     # An index would be a copy of zeros in the backward pass.
     query, key = (x.squeeze(0) if heads_last else x.squeeze(0).transpose(0, 1) for x in (q, k))
@@ -191,10 +194,10 @@ def normed_and_added(branch: Tensor, stream: Tensor, module: Any, norm: Norm) ->
 
 def norm_of(module: nn.Module) -> Norm | None:
     """The norm that a module computes, if it is one."""
-    own = module._parameters
-    if len(own) != 1 or module._modules or module._buffers:
+    parameters = module._parameters
+    if len(parameters) != 1 or module._modules or module._buffers:
         return None
-    ((name, weight),) = own.items()
+    ((name, weight),) = parameters.items()
     if weight is None or weight.dim() != 1:
         return None
 
@@ -220,9 +223,9 @@ def gate_of(module: nn.Module) -> Gate | None:
         return None
     sizes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
     for (gate, up, down), activation in product(permutations(layers), ACTIVATIONS):
-        found = Gate(gate, up, down, activation)
-        if sizes[gate] == sizes[up] == sizes[down][::-1] and computes_gate(module, found):
-            return found
+        candidate = Gate(gate, up, down, activation)
+        if sizes[gate] == sizes[up] == sizes[down][::-1] and computes_gate(module, candidate):
+            return candidate
     return None
 
 
@@ -249,10 +252,10 @@ def with_fused_rotation(kind: Any) -> Callable[..., Any] | None:
             return None
         forward = forward.__wrapped__
     for name in forward.__code__.co_names if inspect.isfunction(forward) else ():
-        own = forward.__globals__.get(name)
+        function = forward.__globals__.get(name)
         for interleaved in (False, True):
-            if inspect.isfunction(own) and turns(own, interleaved=interleaved):
-                fused = {name: partial(rotated, own=own, interleaved=interleaved)}
+            if inspect.isfunction(function) and turns(function, interleaved=interleaved):
+                fused = {name: partial(rotated, family_function=function, interleaved=interleaved)}
                 names = forward.__globals__ | fused
                 copied = FunctionType(
                     forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
@@ -288,9 +291,9 @@ def wiring_of(layer: nn.Module, norms: Mapping[nn.Module, Norm]) -> Wiring | Non
     _, _, *others = inspect.signature(type(layer).forward).parameters.values()
     keywords = tuple(other.name for other in others if other.kind is not other.VAR_KEYWORD)
     for attention, feed_forward in permutations(parts):
-        found = Wiring(attention, feed_forward, tuple(inside), tuple(inside.values()), keywords, frozenset())
-        if (unused := unused_keywords(layer, found)) is not None and connects(layer, found._replace(unused=unused)):
-            return found._replace(unused=unused)
+        wiring = Wiring(attention, feed_forward, tuple(inside), tuple(inside.values()), keywords, frozenset())
+        if (unused := unused_keywords(layer, wiring)) is not None and connects(layer, wiring._replace(unused=unused)):
+            return wiring._replace(unused=unused)
     return None
 
 
@@ -307,8 +310,8 @@ def unused_keywords(layer: nn.Module, wiring: Wiring) -> frozenset[str] | None:
 def connects(layer: nn.Module, wiring: Wiring) -> bool:
     """Whether `wired` is the layer's forward, and gives its attention the same keywords."""
     noted: list[dict[str, Any]] = []
-    own, ours = (partial(run_layer, layer, wiring, forward, noted) for forward in (type(layer).forward, wired))
-    return computes_the_same(own, ours, *layer_inputs(wiring)) and noted[0] == noted[1]
+    theirs, ours = (partial(run_layer, layer, wiring, forward, noted) for forward in (type(layer).forward, wired))
+    return computes_the_same(theirs, ours, *layer_inputs(wiring)) and noted[0] == noted[1]
 
 
 def layer_inputs(wiring: Wiring) -> list[Tensor]:
@@ -330,8 +333,8 @@ def run_layer(
     small: dict[str, Any] = {wiring.attention: StandIn(first, noted), wiring.feed_forward: StandIn(second)}
     for name, norm, scale in zip(wiring.norms, wiring.kinds, scales, strict=True):
         small[name] = shadow(getattr(layer, name), _parameters={norm.weight: scale})
-    given = {name: f"the layer's {name}" for name in (*wiring.keywords, "fastp3o_segments")}
-    return forward(shadow(layer, _modules=layer._modules | small, fastp3o_wiring=wiring), x, **given)
+    passed = {name: f"the layer's {name}" for name in (*wiring.keywords, "fastp3o_segments")}
+    return forward(shadow(layer, _modules=layer._modules | small, fastp3o_wiring=wiring), x, **passed)
 
 
 def is_idle(module: nn.Module) -> bool:
@@ -349,11 +352,11 @@ class StandIn(nn.Module):
         super().__init__()
         self.product, self.noted = weight, noted
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Any:
+    def forward(self, hidden_states: Tensor, **keywords: Any) -> Any:
         product = hidden_states @ self.product
         if self.noted is None:
             return product
-        self.noted.append(given)
+        self.noted.append(keywords)
         return product, None
 
 
@@ -372,12 +375,12 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def computes_the_same(part: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> bool:
     """Whether both functions of these tensors give the same values and gradients, within rounding."""
     try:
-        found, expected = values_and_gradients(part, inputs), values_and_gradients(formula, inputs)
+        results, expected = values_and_gradients(part, inputs), values_and_gradients(formula, inputs)
     except Exception:  # from anywhere in a family's code: then it is another function
         return False
-    return len(found) == len(expected) and all(
+    return len(results) == len(expected) and all(
         a.shape == b.shape and (a - b).abs().max() <= TOLERANCE * b.abs().max()
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(results, expected, strict=True)
     )
 
 

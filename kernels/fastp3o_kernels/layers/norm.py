@@ -207,5 +207,5 @@ def in_rows(x: Tensor) -> Tensor:
 def in_order_of(x: Tensor, other: Tensor) -> Tensor:
     """A tensor of x's shape, in the order of its memory."""
     strides = zip(x.stride(), other.stride(), x.shape, strict=True)
-    same = all(own == theirs or size == 1 for own, theirs, size in strides)
+    same = all(a == b or size == 1 for a, b, size in strides)
     return other if same else torch.empty_like(x, dtype=other.dtype).copy_(other)

@@ -103,8 +103,8 @@ def rms_norm_gradient_kernel(
             tl.store(copy_ptr + at, dx.to(copy_ptr.dtype.element_ty), mask=inside)
         first += tl.num_programs(0) * BLOCK_R
     if dweight_ptr is not None:
-        own = tl.program_id(0) * D + tl.arange(0, BLOCK_D)
-        tl.store(dweight_ptr + own, tl.sum(dweight, axis=0), mask=tl.arange(0, BLOCK_D) < D)
+        column = tl.arange(0, BLOCK_D)
+        tl.store(dweight_ptr + tl.program_id(0) * D + column, tl.sum(dweight, axis=0), mask=column < D)
 
 
 @triton.jit(do_not_specialize=["programs"])

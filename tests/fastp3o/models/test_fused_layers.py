@@ -243,3 +243,17 @@ def test_dropout_in_a_layer_leaves_it_as_it_is():
     assert not any(hasattr(layer, "fastp3o_wiring") for layer in model.layers())
     model = PackedModel(hf.AutoModelForCausalLM.from_config(hf.Phi3Config(**config | {"resid_pdrop": 0.0})))
     assert all(hasattr(layer, "fastp3o_wiring") for layer in model.layers())
+
+
+def test_a_forward_that_has_been_replaced_stays():
+    """As by hooks that bring a module's weights; and a body that is tried once more is as it was."""
+    inner = families.random_model("llama")
+    norm = inner.base_model.layers[0].input_layernorm
+    calls, forward = [], norm.forward
+    norm.forward = lambda x: calls.append(x) or forward(x)
+    model = PackedModel(inner)
+    replaced = [(type(module), vars(module).get("forward")) for module in model.modules()]
+    fused_layers.fuse(inner.base_model, model.layers())
+    assert [(type(module), vars(module).get("forward")) for module in model.modules()] == replaced
+    assert results(model)[0].isfinite().all()
+    assert len(calls) == 1

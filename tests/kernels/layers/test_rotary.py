@@ -91,6 +91,11 @@ def test_launches_and_bytes(monkeypatch):
     ],
 )
 def test_bad_input(change, message):
-    given = {"query": torch.ones(2, 4, 8), "key": torch.ones(2, 1, 8), "cos": torch.ones(2, 8), "sin": torch.ones(2, 8)}
+    inputs = {
+        "query": torch.ones(2, 4, 8),
+        "key": torch.ones(2, 1, 8),
+        "cos": torch.ones(2, 8),
+        "sin": torch.ones(2, 8),
+    }
     with pytest.raises(ValueError, match=message):
-        rotate(**given | change)
+        rotate(**inputs | change)

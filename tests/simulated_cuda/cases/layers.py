@@ -36,24 +36,24 @@ def launches(family: str, layers: int) -> dict[str, Counter[str]]:
     (row,) = pack(PROMPTS, RESPONSES, Packing(tokens_per_row=100))
     row = row.to(torch.device("cuda", 0))
     hidden: list[torch.Tensor] = []
-    given = (row.input_ids, row.position_ids)
-    found = {"forward": counted(lambda: hidden.append(policy.hidden_states(*given, segments=row.segments)))}
+    inputs = (row.input_ids, row.position_ids)
+    counts = {"forward": counted(lambda: hidden.append(policy.hidden_states(*inputs, segments=row.segments)))}
     gradient = torch.ones_like(hidden[0])
-    found["backward"] = counted(lambda: hidden[0].backward(gradient))
+    counts["backward"] = counted(lambda: hidden[0].backward(gradient))
     with torch.no_grad():
         engine = Engine(policy, layer_shapes(policy, 3), Room(2, 4, K, 4, 12), {0}, graph=False)
         engine.queue.fill(PROMPTS, KEYS)
         engine.prefill(PROMPTS)  # first lengths are counted on the host
-        found["step"] = counted(engine.step)
+        counts["step"] = counted(engine.step)
         with recorded() as record:
             engine.prefill(PROMPTS)
-    return found | {"prefill": record.launches}
+    return counts | {"prefill": record.launches}
 
 
 @pytest.mark.parametrize("family", LAUNCHES)
 def test_launches_of_a_layer(family):
     one, two = launches(family, 1), launches(family, 2)
-    found = {phase: two[phase] - one[phase] for phase in two}
+    counts = {phase: two[phase] - one[phase] for phase in two}
     for phase, allowed in LAUNCHES[family].items():
-        assert found[phase].total() <= allowed, (phase, found[phase])
-    write_counts(f"a layer of {family}", {phase: counts.total() for phase, counts in found.items()})
+        assert counts[phase].total() <= allowed, (phase, counts[phase])
+    write_counts(f"a layer of {family}", {phase: count.total() for phase, count in counts.items()})
