@@ -239,7 +239,9 @@ def norm_configurations(D: int, places: tuple[str, ...]) -> Iterator[Configurati
         pointers = weight | {"x_ptr": pointers["x_ptr"], "dx_ptr": pointers["x_ptr"], "copy_ptr": dtype}
         pointers |= {"grad_ptr": "fp32" if behind else dtype}
         constants = sizes | gemma | ({} if before else {"grad_x_ptr": None, "copy_ptr": None})
-        yield configuration("rms_norm_gradient_kernel", name, pointers, constants, norm_kernel.gradient_warps(D))
+        yield configuration(
+            "rms_norm_gradient_kernel", name, pointers, constants, norm_kernel.gradient_warps(D, ELEMENT_BYTES[dtype])
+        )
     for dtype in WIDTHS:
         constants = {"D": D, "BLOCK_C": norm_kernel.BLOCK_C, "BLOCK_P": norm_kernel.BLOCK_P}
         yield configuration("weight_gradient_kernel", f"{dtype}, D {D}", {"dweight_ptr": dtype}, constants)

@@ -138,9 +138,11 @@ def warps(D: int) -> int:
     return max(WARPS, triton.next_power_of_2(D) // 512)
 
 
-def gradient_warps(D: int) -> int:
-    """A thread has several tiles at once, for which more warps would leave it too few registers."""
-    return min(8, warps(D))
+def gradient_warps(D: int, element_bytes: int) -> int:
+    """A thread has several tiles at once. In fp32 more warps share them, up to rows for which these leave too few
+    registers to each thread; the compiled kernels decided. element_bytes: of the weight.
+    """
+    return 2 * warps(D) if element_bytes == 4 and D <= 4096 else min(8, warps(D))
 
 
 def launch_rms_norm(
@@ -197,7 +199,7 @@ def launch_rms_norm_gradient(
             **sizes,
             OFFSET=offset,
             ROUNDS=rounds,
-            num_warps=gradient_warps(D),
+            num_warps=gradient_warps(D, weight.element_size()),
         )
         if parts is None:
             return None
