@@ -28,7 +28,11 @@ class Queue:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.end_ids = torch.tensor(sorted(end_ids), device=device)
+        # `torch.isin` sorts from some twenty ids on, and waits for the device; stop strings have thousands. The last
+        # entry stands for all tokens behind the last id.
+        ends = torch.zeros(max(end_ids, default=-1) + 2, dtype=torch.bool)
+        ends[sorted(end_ids)] = True
+        self.end_ids, self.ends = end_ids, to_device(ends, device)
         self.cached_lengths = zeros(room.prompts + 1)
         self.first_tokens, self.keys = zeros(N + 1), zeros(N + 1)  # inputs of first steps; keys of random numbers
         # Tokens so far and log-probabilities; NO_TOKEN after a response's end.
@@ -79,7 +83,7 @@ class Queue:
         self.sampled.index_put_(place, tokens)
         self.logprobs.index_put_(place, logprobs)
         steps = self.steps + 1
-        ended = torch.isin(tokens, self.end_ids) | (steps == self.room.response_tokens)
+        ended = self.ends[tokens.clamp(max=len(self.ends) - 1)] | (steps == self.room.response_tokens)
         torch.where(ended, self.zero, steps, out=self.steps)
         self.most_own_tokens += 1
         if self.room.slots == self.room.responses:

@@ -151,6 +151,10 @@ def waits(name: str, args: tuple, kwargs: dict) -> Iterator[str]:
         yield "repeat_interleave without output_size"
     if name == "segment_reduce" and not kwargs.get("unsafe", False):
         yield "segment_reduce checks its lengths"
+    tensors = name == "isin" and all(isinstance(values, Tensor) for values in args[:2])
+    # From so many on torch sorts both, and asks for the number of different ones.
+    if tensors and args[1].numel() >= 10 * args[0].numel() ** 0.145:
+        yield "isin of many"
     if name in INDEXES:
         indices = [index for index in args[1] if index is not None]
         # One mask with one number is a masked_fill.

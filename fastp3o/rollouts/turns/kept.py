@@ -87,7 +87,7 @@ class KeptEngine(Engine):
 
     def __init__(self, turn_tokens: int, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.queue = KeptQueue(self.room, turn_tokens, set(self.queue.end_ids.tolist()), self.policy.model.device)
+        self.queue = KeptQueue(self.room, turn_tokens, self.queue.end_ids, self.policy.model.device)
 
     def go_on(self, given: Continued, keys: Tensor) -> tuple[list[Ids], list[list[float]]]:
         """The next turns, in the order of `given`, and their log-probabilities. keys: [n] int64."""

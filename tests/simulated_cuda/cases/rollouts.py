@@ -29,10 +29,12 @@ def make_policy(*, layers: int = 1, **changes) -> PackedModel:
 
 
 @torch.no_grad()
-def make_engine(policy: PackedModel, *, graph: bool, top_p: float = 1.0) -> Engine:
+def make_engine(
+    policy: PackedModel, *, graph: bool, top_p: float = 1.0, ends: frozenset[int] = frozenset({0})
+) -> Engine:
     # Fewer slots than responses: they take others.
     room, settings = Room(2, 4, K, 3, RESPONSE_TOKENS), SamplingSettings(top_p=top_p)
-    return Engine(policy, layer_shapes(policy, 3), room, {0}, settings, graph=graph)
+    return Engine(policy, layer_shapes(policy, 3), room, set(ends), settings, graph=graph)
 
 
 @pytest.mark.parametrize(("top_p", "kernel"), [(1.0, "race_kernel"), (0.9, "top_p_kernel")])
@@ -49,6 +51,18 @@ def test_the_host_looks_every_few_steps_and_reads_the_results_once(top_p, kernel
         assert captured.run(PROMPTS, KEYS)[0] == ids
     assert replayed.launches["graph"] == steps
     assert replayed.places() == plain.places()
+
+
+def test_a_graph_serves_whatever_the_number_of_ends():
+    """A stop string has thousands, of a vocabulary that is larger than the head's rows or smaller."""
+    policy, few, many = make_policy(), frozenset({0}), frozenset({0, *range(1_000, 3_000)})
+    expected, _ = make_engine(policy, graph=False, ends=few).run(PROMPTS, KEYS)
+    engine = make_engine(policy, graph=True, ends=many)
+    assert engine.run(PROMPTS, KEYS)[0] == expected
+    with recorded() as record:
+        assert engine.run(PROMPTS, KEYS)[0] == expected
+    assert record.launches["graph"]
+    assert set(record.places()) == {LOOK, RESULTS}
 
 
 def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():

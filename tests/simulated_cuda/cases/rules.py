@@ -34,11 +34,13 @@ WAITS = {
     "mask": lambda x: x[x > 1],
     "an assignment by a mask": lambda x: x.__setitem__(x > 1, x[:1].flatten()[:1].expand(4)),
     "indices of the CPU": lambda x: x[torch.tensor([0, 1])],
+    "many to look among": lambda x: torch.isin(x, torch.arange(40.0, device="cuda")),
     "repeats": lambda x: x.repeat_interleave(torch.tensor([1, 2], device="cuda"), 0),
     "pageable": lambda x: torch.zeros(3).to("cuda", non_blocking=True),
     "pinned, but blocking": lambda x: torch.zeros(3).pin_memory().to("cuda"),
 }
 NO_WAITS = {
+    "few to look among": lambda x: torch.isin(x, torch.arange(3.0, device="cuda")),
     "a number by a mask": lambda x: x.__setitem__(x > 1, 0.0),
     "indices of the device": lambda x: x[torch.arange(2, device="cuda")],
     "repeats of a known size": lambda x: x.repeat_interleave(torch.ones(2, device="cuda").long(), 0, output_size=2),
