@@ -29,9 +29,10 @@ class Queue:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         # `torch.isin` sorts from some twenty ids on, and waits for the device; stop strings have thousands. The last
-        # entry stands for all tokens behind the last id.
-        ends = torch.zeros(max(end_ids, default=-1) + 2, dtype=torch.bool)
-        ends[sorted(end_ids)] = True
+        # entry stands for all tokens behind the last id. Negative ids, which some configurations have for "no end", are
+        # no tokens, and would be read as places from the table's back.
+        ends = torch.zeros(max(end_ids | {-1}) + 2, dtype=torch.bool)
+        ends[[token for token in sorted(end_ids) if token >= 0]] = True
         self.end_ids, self.ends = end_ids, to_device(ends, device)
         self.cached_lengths = zeros(room.prompts + 1)
         self.first_tokens, self.keys = zeros(N + 1), zeros(N + 1)  # inputs of first steps; keys of random numbers

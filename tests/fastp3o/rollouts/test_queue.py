@@ -11,8 +11,8 @@ VOCABULARY = 50
 
 @pytest.mark.parametrize(
     "ends",
-    [set(), {0}, {VOCABULARY - 1}, {3, 7, 2_000}, {*range(0, VOCABULARY, 2)}],
-    ids=lambda ends: f"{len(ends)} ends",
+    [set(), {-1}, {-2}, {-1, 4}, {0}, {VOCABULARY - 1}, {3, 7, 2_000}, {*range(0, VOCABULARY, 2)}],
+    ids=lambda ends: f"{len(ends)} ends from {min(ends, default=None)}",
 )
 def test_a_response_ends_with_the_ends_alone(ends):
     room = Room(VOCABULARY, 2, 1, VOCABULARY, 4)
