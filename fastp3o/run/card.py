@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from fastp3o import __version__
 from fastp3o.config import StageConfig
@@ -20,6 +21,7 @@ from fastp3o.run.log import read
 CARD = "README.md"
 HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")  # of a model, or of a data set and its configuration
 PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
+LICENSE = ("license", "license_name", "license_link")  # in a card's metadata
 DATA = ("train_data", "prompts", "ptx_data")
 ALWAYS = {
     *("learning_rate", "batch_size", "epochs", "updates", "prompts_per_update", "responses_per_prompt"),
@@ -44,7 +46,7 @@ class Training:
         """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward model."""
         config, start = self.config, self.config.model
         objective = str(getattr(config, "objective", self.stage))
-        base = hub_name(start)
+        base, license = ancestry(start)
         more_tags = [*([] if self.stage == "SFT" else ["rlhf"]), *(["lora"] if adapter else [])]
         data = ModelCardData(
             base_model=base,
@@ -53,6 +55,7 @@ class Training:
             pipeline_tag="text-classification" if classifies else "text-generation",
             datasets=sorted({name for source in data_names(config) if (name := hub_name(source))}) or None,
             tags=["fastp3o", re.sub(r"\W|_", "-", objective.lower()), *more_tags],
+            **license,
         )
         title = f"{base or plain(Path(start).name)}, trained with {objective}"
         text = "\n\n".join(filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables()]))
@@ -66,8 +69,12 @@ class Training:
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
         rewards = [part for name in reward_names(getattr(config, "reward", None) or "") for part in cascaded(name)]
+        base, license = ancestry(config.model)
+        through = "" if hub_name(config.model) or base is None else f"{base}, by way of "
+        terms = license.get("license_name") or license.get("license")
         named = {
-            "base model": [public_name(config.model)],
+            "base model": [through + public_name(config.model)],
+            "its license": [" ".join(filter(None, [terms, license.get("license_link")]))] if terms else [],
             "its revision": [config.model_revision] if config.model_revision else [],
             "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [public_name(name) for name in data_names(config)],
@@ -113,6 +120,25 @@ def hub_name(name: str) -> str | None:
     """The name of a model or a data set on the hub; None for what is a file, a folder or an endpoint."""
     match = HUB_NAME.fullmatch(name)
     return None if match is None or name.endswith(FILE_SUFFIXES) or Path(name).exists() else match[1]
+
+
+def ancestry(model: str) -> tuple[str | None, dict[str, str]]:
+    """The model of the hub that a model was trained from, through any chain of runs, and the license that binds all of
+    them: `license`, `license_name` and `license_link`, as far as the card in the model's folder says so. Terms such as
+    Gemma's and Llama's travel with whatever is made of the model.
+    """
+    if name := hub_name(model):
+        return name, {}
+    try:
+        stated = metadata_load(Path(model) / CARD)
+    except (OSError, ValueError, yaml.YAMLError):  # no folder, no card, or one that is not in the hub's form
+        stated = None
+    stated = stated if isinstance(stated, dict) else {}
+    base = stated.get("base_model")
+    bases = [base] if isinstance(base, str) else base if isinstance(base, list) else []
+    names = [name for name in bases if isinstance(name, str) and HUB_NAME.fullmatch(name)]
+    license = {name: str(stated[name]) for name in LICENSE if stated.get(name)}
+    return (names[0] if len(names) == 1 else None), license
 
 
 def public_name(name: str) -> str:

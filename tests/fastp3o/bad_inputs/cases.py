@@ -140,6 +140,12 @@ USES = [
     ("p3o", "--model models/adapter_of_no_folder", "names the base model runs/no/model, and there is no such folder"),
     *[("p3o", f"--model models/{name}", f"models/{name}") for name in ("cut_config", "cut_tokenizer")],
     ("p3o", "--model prompts.jsonl", "cannot load prompts.jsonl: it is a file, and models are folders"),
+    (
+        "p3o",
+        "--model models/gguf/weights.gguf",
+        "GGUF files hold rounded weights for inference. To train from one, `pip",
+    ),
+    ("p3o", "--model models/gguf", "AutoTokenizer.from_pretrained('models/gguf', gguf_file='weights.gguf').save_pre"),
     ("p3o", "--reference models/permuted", "that of models/permuted is not that of models/whole: 2 tokens have"),
     ("p3o", "--reward models/reward_short", "LlamaForSequenceClassification (models/reward_short) end at 16"),
     ("p3o", "--gold_reward models/whole --eval_prompts prompts.jsonl", "models/whole is not a trained reward model"),

@@ -58,6 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     for name, file in CUT.items():
         path = folder / name / file
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (folder / "gguf").mkdir()
+    (folder / "gguf/weights.gguf").write_bytes(b"GGUF")
     return folder
 
 

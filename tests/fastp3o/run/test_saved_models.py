@@ -1,8 +1,10 @@
 """What a run leaves in the folders of its models: weights, adapters and a card."""
 
+import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
@@ -82,3 +84,41 @@ def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):
     assert judge.data.pipeline_tag == "text-classification"
     assert judge.data.tags == ["fastp3o", "reward-model", "rlhf"]
     assert "home" not in str(judge)
+
+
+def test_a_card_has_the_base_and_the_license_through_a_chain_of_runs(workplace):
+    """Terms like Gemma's travel with every derivative, of which only the first run knew the model's name."""
+    stated = {"base_model": "maker/base", "license": "gemma", "license_link": "https://maker.example/terms"}
+    Path("begun").mkdir()
+    Path("begun/README.md").write_text(f"---\n{json.dumps(stated)}\n---\nA copy.\n")
+    start = "begun"
+    for number in range(3):
+        card = made(P3OConfig(model=start, prompts="p", reward="r:f", output_dir="o"))
+        assert f"- base model: maker/base, by way of `{start}`, a local one" in card
+        assert "- its license: gemma https://maker.example/terms" in card
+        read = ModelCard(card).data.to_dict()
+        assert {name: read[name] for name in stated} == stated
+        start = f"run {number}"
+        Path(start).mkdir()
+        Path(start, "README.md").write_text(card)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [None, "no metadata", "---\nbase_model: [\n---\n", "---\n- a list\n---\n", "---\nbase_model: {a: b}\n---\n"],
+)
+def test_a_folder_whose_card_says_nothing_has_no_base(workplace, card):
+    Path("begun").mkdir()
+    if card is not None:
+        Path("begun/README.md").write_text(card)
+    made_of = ModelCard(made(P3OConfig(model="begun", prompts="p", reward="r:f", output_dir="o")))
+    assert made_of.data.base_model is None
+    assert "- base model: `begun`, a local one" in made_of.text
+    assert "license" not in made_of.text
+
+
+def test_merged_models_have_no_single_base(workplace):
+    Path("begun").mkdir()
+    Path("begun/README.md").write_text("---\nbase_model: [maker/one, maker/two]\nlicense: mit\n---\n")
+    card = ModelCard(made(P3OConfig(model="begun", prompts="p", reward="r:f", output_dir="o")))
+    assert (card.data.base_model, card.data.license) == (None, "mit")
