@@ -1,6 +1,9 @@
 """Rewards of a model's samples, without training. `fastp3o evaluate --help` explains every option.
 
 fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/model,checks:right_answer --greedy
+
+With several responses to each prompt it also says how large the offsets of prompts are beside the spread within one:
+fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/model --responses_per_prompt 4
 """
 
 import json
@@ -27,6 +30,7 @@ def main() -> None:
 
     from fastp3o.evaluation.evaluate import lengths_and_ends
     from fastp3o.evaluation.interval import half_width
+    from fastp3o.evaluation.offsets import spread
     from fastp3o.evaluation.win_rates import prompts_for, respond
     from fastp3o.files import write_file
     from fastp3o.models.loading import load_tokenizer
@@ -40,12 +44,16 @@ def main() -> None:
     responses = respond(config.model, tokenizer, prompts_for(tokenizer, settings), settings)
     means = {}
     title = f"{config.model}, {len(responses.groups)} prompts{', greedy' if config.greedy else ''}"
-    table = Table("", "mean", "± (95%, over prompts)", title=title)
+    table = Table("", "mean", "± (95%, over prompts)", "SD within prompts", "offset / SD within", title=title)
     for name, value in (responses.rewards | lengths_and_ends(responses.groups)).items():
         of_prompts = value.double().mean(dim=1).numpy()
         half = half_width(of_prompts - of_prompts.mean(), len(of_prompts) - 1)
         means[name] = {"mean": float(of_prompts.mean()), "interval": half}
-        table.add_row(name, f"{means[name]['mean']:.4g}", f"{half:.2g}")
+        spreads = ()
+        if name in responses.rewards and (parts := spread(value)):
+            means[name] |= {"within": parts.within, "offset": parts.offset}
+            spreads = f"{parts.within:.3g}", f"{parts.ratio:.2f}"
+        table.add_row(name, f"{means[name]['mean']:.4g}", f"{half:.2g}", *spreads)
     samples = Table("prompt", "response", *responses.rewards, title="samples")
     for number in torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups))).long().tolist():
         group = responses.groups[number]

@@ -68,6 +68,9 @@ def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch):
     assert 0 < sampled["response_length"]["mean"] <= 6
     assert sampled["missing_eos"]["mean"] > 0.9, "few of a random model's six tokens are an end"
     assert sampled["rewards_for_tests:varied"]["interval"] > 0
+    assert all(sampled[name].keys() == {"mean", "interval", "within", "offset"} for name in rewards)
+    assert sampled["rewards_for_tests:varied"]["within"] > 0
+    assert evaluate("--greedy")["rewards_for_tests:varied"].keys() == {"mean", "interval"}
     assert evaluate("--greedy", "--seed", "0") == evaluate("--greedy", "--seed", "1")
     with pytest.raises(SystemExit):
         evaluate("--greedy", "--top_k", "3")
