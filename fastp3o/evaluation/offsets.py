@@ -19,7 +19,7 @@ class Spread(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Offsets in units of the spread within a prompt: infinite where only offsets differ, NaN where nothing does."""
+        """Offsets in units of the spread within a prompt: infinite where only offsets differ, NaN if nothing does."""
         if self.within == 0:
             return float("inf") if self.offset > 0 else float("nan")
         return self.offset / self.within
