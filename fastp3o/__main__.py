@@ -21,7 +21,8 @@ COMMANDS = {
     "win_rate": "win rates of models against each other",
     "rollouts": "best and worst responses of a run's updates",
     "frontier": "reward against KL of runs",
-    "compare": "two sets of runs at equal KL",
+    "compare": "runs side by side: options, evaluations, curves, answers; or two sets of runs at equal KL",
+    "report": "one HTML file of runs, to look at and to search",
     "memory": "the GPU memory that a run will take",
 }
 # Commands that only read options: a configuration, or one for each `--objective`; and the function of them. The others

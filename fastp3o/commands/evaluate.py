@@ -49,7 +49,7 @@ def main() -> None:
         of_prompts = value.double().mean(dim=1).numpy()
         half = half_width(of_prompts - of_prompts.mean(), len(of_prompts) - 1)
         means[name] = {"mean": float(of_prompts.mean()), "interval": half}
-        spreads = ()
+        spreads: tuple[str, ...] = ()
         if name in responses.rewards and (parts := spread(value)):
             means[name] |= {"within": parts.within, "offset": parts.offset}
             spreads = f"{parts.within:.3g}", f"{parts.ratio:.2f}"

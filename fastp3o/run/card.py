@@ -122,7 +122,7 @@ def hub_name(name: str) -> str | None:
     return None if match is None or name.endswith(FILE_SUFFIXES) or Path(name).exists() else match[1]
 
 
-def ancestry(model: str) -> tuple[str | None, dict[str, str]]:
+def ancestry(model: str) -> tuple[str | None, dict[str, Any]]:
     """The model of the hub that a model was trained from, through any chain of runs, and the license that binds all of
     them: `license`, `license_name` and `license_link`, as far as the card in the model's folder says so. Terms such as
     Gemma's and Llama's travel with whatever is made of the model.
@@ -137,7 +137,7 @@ def ancestry(model: str) -> tuple[str | None, dict[str, str]]:
     base = stated.get("base_model")
     bases = [base] if isinstance(base, str) else base if isinstance(base, list) else []
     names = [name for name in bases if isinstance(name, str) and HUB_NAME.fullmatch(name)]
-    license = {name: str(stated[name]) for name in LICENSE if stated.get(name)}
+    license: dict[str, Any] = {name: str(stated[name]) for name in LICENSE if stated.get(name)}
     return (names[0] if len(names) == 1 else None), license
 
 

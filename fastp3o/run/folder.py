@@ -30,7 +30,7 @@ from fastp3o.run.manifest import MANIFEST
 
 OURS = re.compile(
     rf"{names.CONFIG}|{'|'.join(names.LOGS)}|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"
-    rf"{names.PROGRESS}|{names.FINISHED_MODEL}|{names.ADAPTER}|{names.BEST_MODEL}|"
+    rf"{names.PROGRESS}|{names.REPORT}|{names.FINISHED_MODEL}|{names.ADAPTER}|{names.BEST_MODEL}|"
     r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 

@@ -1,5 +1,6 @@
 """progress.png: the main metrics of a run over its steps, and its evaluations."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,22 @@ SUPERVISED = {
     "kl": "KL to the reference (nats per response)",
     "grad_norm": "gradient norm",
 }
-MOST_IN_A_ROW = 3  # of a single row
+PART = "reward/"  # begins the names of a reward's parts
+MOST_IN_A_ROW, MOST_IN_ROWS = 3, 4  # panels of a single row, and of each of several
 SMOOTHED_FROM, MEANS = 100, 25  # steps from which on there is a running mean; its window is this part of them
 STEPS, EVALUATIONS = "#1f77b4", "#d62728"
+
+
+def panels(steps: Collection[str], evaluated: Collection[str]) -> tuple[dict[str, str], str]:
+    """The panels of metrics that steps and evaluations have logged: their titles, and the unit of steps. An online run
+    has one for each part of its reward, too.
+    """
+    logged = {*steps, *evaluated}
+    if "reward" not in steps:
+        return {metric: title for metric, title in SUPERVISED.items() if metric in logged}, "step"
+    parts = sorted(name for name in logged if name.startswith(PART) and not name.endswith("_std"))
+    titles = ONLINE | {name: f"reward: {name.removeprefix(PART)}" for name in parts}
+    return {metric: title for metric, title in titles.items() if metric in logged}, "update"
 
 
 def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
@@ -44,9 +58,9 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
     steps, evaluated = (pd.DataFrame([*read(log)]).dropna(axis="columns", how="all") for log in (metrics, evaluations))
     if steps.empty:
         return False
-    titles, unit = (ONLINE, "update") if "reward" in steps else (SUPERVISED, "step")
-    shown = [metric for metric in titles if metric in steps or metric in evaluated]
-    rows = 1 if len(shown) <= MOST_IN_A_ROW else 2
+    titles, unit = panels(steps.columns, evaluated.columns)
+    shown = list(titles)
+    rows = 1 if len(shown) <= MOST_IN_A_ROW else max(2, -(-len(shown) // MOST_IN_ROWS))
     columns = -(-len(shown) // rows)
     figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.6), layout="constrained")
     window = len(steps) // MEANS if len(steps) >= SMOOTHED_FROM else 0

@@ -1,0 +1,1 @@
+"""Runs to look at: what one or several runs have logged, side by side."""
