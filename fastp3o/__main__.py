@@ -23,6 +23,7 @@ COMMANDS = {
     "frontier": "reward against KL of runs",
     "compare": "runs side by side: options, evaluations, curves, answers; or two sets of runs at equal KL",
     "report": "one HTML file of runs, to look at and to search",
+    "chat": "talk to a model, or to two side by side",
     "memory": "the GPU memory that a run will take",
 }
 # Commands that only read options: a configuration, or one for each `--objective`; and the function of them. The others
