@@ -13,7 +13,10 @@ from torch import Tensor
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, with_tensor_group
-from fastp3o.packing.pack import Packing, derived_seed, process_share, sums_by_group
+from fastp3o.packing.pack import Packing
+from fastp3o.packing.seeds import derived_seed
+from fastp3o.packing.shares import process_share
+from fastp3o.packing.tables import sums_by_group
 from fastp3o.rewards.reward import Reward, logged_means, rewarded
 from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, pack_groups
 

@@ -19,8 +19,9 @@ from fastp3o.data.tokens import BEGINNING, Continuation, special_tokens
 from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
-from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
+from fastp3o.packing.tables import by_group
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.pack import first_fit_decreasing
+from fastp3o.packing.bins import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, joined, offsets, to_device
 from fastp3o.rollouts.bundled_cache import BundledCache
 from fastp3o.rollouts.cache import Cache, LayerShape, Room

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
-from fastp3o.packing.pack import Packing, by_group, sums_by_group
+from fastp3o.packing.pack import Packing
 from fastp3o.packing.packed_row import PackedRow, to_device
+from fastp3o.packing.tables import by_group, sums_by_group
 from fastp3o.rollouts.groups import Group, pack_groups
 
 # Share of the clip range; beyond it, clipping acts on rounding more often than users would want.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastp3o.context import Caller
 from fastp3o.objectives.config.base import OnlineConfig
-from fastp3o.packing.pack import derived_seed, shuffled
+from fastp3o.packing.seeds import derived_seed, shuffled
 from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import TOKEN_REWARDS
 from fastp3o.rollouts.groups import finished

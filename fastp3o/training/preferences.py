@@ -24,8 +24,10 @@ from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.config.preferences import KTOConfig, PreferenceConfig
 from fastp3o.objectives.preferences import fixed_pair_sums, kto_sums
-from fastp3o.packing.pack import Examples, pack, sums_by_group
+from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow, to_device
+from fastp3o.packing.shares import Examples
+from fastp3o.packing.tables import sums_by_group
 from fastp3o.processes import on_main_process
 from fastp3o.rewards.reward import asked_of_records
 from fastp3o.run.fingerprints import model_fingerprint

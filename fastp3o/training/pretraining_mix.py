@@ -11,8 +11,10 @@ from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.pack import derived_seed, examples_of_step, own_part, pack
+from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.seeds import derived_seed, examples_of_step
+from fastp3o.packing.shares import own_part
 from fastp3o.training.microbatches import Passes, add_gradients
 
 TEXTS = 2**32 - 2  # part of the seed, so that texts have another order than prompts

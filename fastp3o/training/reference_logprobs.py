@@ -22,7 +22,8 @@ from fastp3o.errors import UserError
 from fastp3o.files import write_file
 from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.reference import Reference
-from fastp3o.packing.pack import Packing, pack, sums_by_group
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.tables import sums_by_group
 from fastp3o.precision import wider_precision
 from fastp3o.processes import NotFiniteError, Share, on_main_process, require_finite
 

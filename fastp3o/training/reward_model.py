@@ -17,8 +17,9 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import scores
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics, with_count
-from fastp3o.packing.pack import Examples, pack
+from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.shares import Examples
 from fastp3o.processes import on_main_process
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.supervised import SupervisedTask, train_supervised

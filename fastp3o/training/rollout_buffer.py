@@ -14,7 +14,8 @@ from fastp3o.data.tokens import Continuation
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.base import OnlineConfig
-from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
+from fastp3o.packing.seeds import derived_seed, examples_of_step
+from fastp3o.packing.shares import process_share
 from fastp3o.rewards.scaling import tied
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn, lengths, make_prompts
 from fastp3o.rollouts.turns.served import ServedTrajectories

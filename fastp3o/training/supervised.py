@@ -19,8 +19,10 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.pack import Examples, efficiency, examples_of_step, own_part
+from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.seeds import examples_of_step
+from fastp3o.packing.shares import Examples, own_part
 from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import load_trained

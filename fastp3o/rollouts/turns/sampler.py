@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.tokens import Continuation
 from fastp3o.named_function import FunctionError
-from fastp3o.packing.pack import derived_seed
 from fastp3o.packing.packed_row import Ids
+from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import Observe, longest_text

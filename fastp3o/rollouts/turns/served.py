@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import Any
 
 from fastp3o.named_function import Background
-from fastp3o.packing.pack import derived_seed
+from fastp3o.packing.seeds import derived_seed
 from fastp3o.processes import on_every_process
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.turns.sampler import TURNS, Trajectory, TrajectorySampler

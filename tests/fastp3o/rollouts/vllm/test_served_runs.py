@@ -18,7 +18,7 @@ from fastp3o.errors import UserError
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.objectives.config.preferences import DPOConfig
-from fastp3o.packing.pack import derived_seed
+from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts import engine_sampler
 from fastp3o.rollouts.turns import kept
 from fastp3o.rollouts.vllm import publisher

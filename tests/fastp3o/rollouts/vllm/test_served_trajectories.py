@@ -8,7 +8,7 @@ import pytest
 
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
-from fastp3o.packing.pack import derived_seed
+from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.vllm.publisher import PROBE_TOKENS
 from fastp3o.training.loop import train
 from fastp3o.training.rollout_buffer import RolloutBuffer
