@@ -61,7 +61,8 @@ def responses(config: BeforeAfterConfig, name: str) -> Responses:
     from transformers.utils.logging import disable_progress_bar
 
     from fastp3o.data.loading import load_prompts
-    from fastp3o.models.loading import load_policy, load_tokenizer
+    from fastp3o.models.loading import load_policy
+    from fastp3o.models.tokenizer import load_tokenizer
     from fastp3o.rewards.function import FunctionReward
     from fastp3o.rollouts.groups import SamplingSettings, make_prompts
     from fastp3o.rollouts.transformers_sampler import TransformersSampler

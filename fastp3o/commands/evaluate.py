@@ -33,7 +33,7 @@ def main() -> None:
     from fastp3o.evaluation.offsets import spread
     from fastp3o.evaluation.win_rates import prompts_for, respond
     from fastp3o.files import write_file
-    from fastp3o.models.loading import load_tokenizer
+    from fastp3o.models.tokenizer import load_tokenizer
     from fastp3o.run.log import prompt_end
 
     disable_progress_bar()

@@ -76,7 +76,7 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fastp3o.commands.predicted_memory import Lengths, Model
-    from fastp3o.models.loading import errors_naming
+    from fastp3o.models.checkpoint_files import errors_naming
     from fastp3o.models.packed_model import PackedModel
     from fastp3o.models.trainable import choose_trainable
 

@@ -17,7 +17,7 @@ from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateCon
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
 from fastp3o.models.attention import choose_attention
-from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.reward import asked_of_records, rewarded
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts

@@ -22,8 +22,8 @@ from fastp3o.generate.revision import revising
 from fastp3o.generate.samples import SamplesFile, make_samples
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.ends import checkpoint_ends
-from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import FrozenModel, process_mesh
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import on_main_process
 from fastp3o.rewards.cascade import Cascade

@@ -7,7 +7,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from fastp3o.config import Named
 from fastp3o.data.encoding import ResponseEnds, response_ends, special_tokens
-from fastp3o.models.loading import at, base_model_name, errors_naming, has_file, load_config
+from fastp3o.models.checkpoint_files import at, base_model_name, errors_naming, has_file, load_config
 
 
 def checkpoint_ends(name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> ResponseEnds:

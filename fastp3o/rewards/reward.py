@@ -17,9 +17,10 @@ from transformers.utils.logging import get_logger
 from fastp3o.config import EnvironmentConfig, Named
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.loaded import LoadedModel
-from fastp3o.models.loading import load_reward_model, load_tokenizer
+from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import loading_device
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.named_function import FunctionError, FunctionInterruptedError
 from fastp3o.precision import wider_precision
 from fastp3o.processes import NotFiniteError, require_finite

@@ -17,7 +17,7 @@ from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.config import Named
-from fastp3o.models.loading import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
+from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")

@@ -15,7 +15,7 @@ from fastp3o.context import Context
 from fastp3o.data.tokens import Continuation, tokenise
 from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, write_ends
-from fastp3o.models.loading import load_policy, load_reward_model, require_same_vocabulary
+from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.merging import has_adapter, parted
 from fastp3o.models.overflow import Overflow, OverflowsError
 from fastp3o.models.packable import trial_overflow
@@ -24,6 +24,7 @@ from fastp3o.models.quantized import quantized_layers
 from fastp3o.models.reference import InContext, MovingReference, NoReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
+from fastp3o.models.tokenizer import require_same_vocabulary
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.distillation import DistillationConfig

@@ -22,10 +22,10 @@ from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.attention import choose_attention
-from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.packable import trial_overflow
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import process_mesh
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.precision import Precision, choose_precision, wider_precision
 from fastp3o.processes import on_main_process
 from fastp3o.run.checkpoint import newest_first

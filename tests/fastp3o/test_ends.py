@@ -25,8 +25,9 @@ from fastp3o.data.loading import load_demonstrations, load_preferences, load_pro
 from fastp3o.data.tokens import Continuation, text_of_ids
 from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, padding_token, write_ends
-from fastp3o.models.loading import load_reward_model, load_tokenizer
+from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import load_reward

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.frontier.tasks import synthetic
 from benchmarks.frontier.tasks.language import Language
 from fastp3o.data.loading import load_prompts
-from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.loading import load_policy
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rollouts.groups import make_prompts, texts

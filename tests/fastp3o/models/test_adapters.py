@@ -11,10 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastp3o.config import StageConfig, TrainableConfig
-from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
+from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.merging import whole_model
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision

@@ -11,7 +11,8 @@ from tokenizers import AddedToken
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from fastp3o.config import TrainableConfig
-from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer, require_same_vocabulary
+from fastp3o.models.loading import load_policy, load_reward_model
+from fastp3o.models.tokenizer import load_tokenizer, require_same_vocabulary
 from fastp3o.models.trainable import add_lora
 from fastp3o.run.result import load_model
 from tests.fastp3o.models.model_families import random_model, save_adapter
@@ -135,7 +136,7 @@ def test_no_tokenizer_is_made_up_where_there_is_none(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match=f"cannot load {tmp_path}: no tokenizer files found"):
         load_tokenizer(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fastp3o.models.loading.cached_file", lambda *_, **__: None)  # as without a network
+    monkeypatch.setattr("fastp3o.models.checkpoint_files.cached_file", lambda *_, **__: None)  # as without a network
     with pytest.raises(ValueError, match="cannot load owner/name: it is neither a folder nor in the cache"):
         load_tokenizer("owner/name")
 

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from fastp3o import P3OConfig, train
 from fastp3o.config import Named
 from fastp3o.data.loading import load_preferences
-from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Prompt, SamplingSettings

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.clock import Clock
 from fastp3o.data.loading import load_demonstrations, load_prompts
-from fastp3o.models.loading import load_reward_model, load_tokenizer
+from fastp3o.models.loading import load_reward_model
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.model import ModelReward, Translation

@@ -1,0 +1,71 @@
+"""Loads the tokenizer of a checkpoint, and compares the vocabularies of a policy and its reference."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+
+from fastp3o.config import Named
+from fastp3o.errors import UserError
+from fastp3o.files import read_text
+from fastp3o.models.checkpoint_files import at, errors_naming, has_file, has_tokenizer, load_config
+from fastp3o.models.load_report import listed
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+    """Loads the tokenizer of a model. chat_template: a file that has another one than its own. Raises ValueError if
+    there is none, if the file cannot be read, if it has no end-of-sequence token, as responses could not end, and if it
+    has tokens that the model does not have.
+    """
+    if isinstance(name, Named):
+        tokenizer, config = copy.deepcopy(name.content.tokenizer), name.content.model.config
+        return usable_tokenizer(name, tokenizer, config, chat_template)
+    with errors_naming(name):
+        # First: without the network the hub's client tries for half a minute to find each file.
+        if not Path(name).is_dir() and not (has_file(name, CONFIG_NAME) or has_file(name, ADAPTER_CONFIG_NAME)):
+            raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
+        if not has_tokenizer(name):
+            if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
+                raise UserError(f"it has an adapter alone: name {name}/adapter")
+            raise UserError("no tokenizer files found")
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **at(name))
+        config = load_config(name, trust_remote_code)
+    return usable_tokenizer(name, tokenizer, config, chat_template)
+
+
+def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_template: str | None) -> Tokenizer:
+    if chat_template:
+        tokenizer.chat_template = read_text(chat_template, "chat_template")
+    tokens = config.get_text_config().vocab_size
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens)
+    if beyond:
+        names = listed([repr(token) for _, token in beyond])
+        raise UserError(f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: {names}")
+    if tokenizer.pad_token_id is None:
+        # Padding is masked wherever it is used, so any id serves.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def require_same_vocabulary(
+    reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False
+) -> None:
+    """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's. tokenizer: the
+    policy's. If the reference has no tokenizer, only the numbers of tokens are compared.
+    """
+    expected = f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
+    with errors_naming(reference):
+        configs = (load_config(name, trust_remote_code) for name in (reference, policy))
+        there, here = (config.get_text_config().vocab_size for config in configs)
+        ids = others = tokenizer.get_vocab()
+        if has_tokenizer(reference):
+            others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
+    if there != here:
+        raise UserError(f"{expected}{there} tokens instead of {here}")
+    if differing := sorted({token for token, _ in ids.items() ^ others.items()}):
+        raise UserError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
