@@ -39,7 +39,7 @@ from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA, DEVICE
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.run import names as run_files
-from fastp3o.run import report as reporting
+from fastp3o.run import phases as run_phases
 from fastp3o.run.run import Run
 from fastp3o.training import loop, setup
 
@@ -64,7 +64,7 @@ class Task(NamedTuple):
     passes: int = 1
 
 
-wall_clock = reporting.now
+wall_clock = run_phases.now
 
 
 def clock() -> float:
@@ -141,7 +141,7 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
     report = loop.report_update
     with (
         patch.object(loop, "report_update", report_update),
-        patch.object(reporting, "now", clock),
+        patch.object(run_phases, "now", clock),
         # Which would take longer than what is measured.
         patch.object(Run, "save_state"),
         patch.object(Run, "save_model"),

@@ -18,16 +18,16 @@ from accelerate import Accelerator
 
 from benchmarks.environment import environment
 from fastp3o.config import SamplerConfig
-from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.objectives.config.p3o import P3OConfig
-from fastp3o.precision import choose_precision
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.precision import choose_precision
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "served.json"

@@ -22,9 +22,9 @@ from fastp3o.commands.predicted_memory import Lengths, Model, frozen_memory, upd
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.precision import choose_precision
 from fastp3o.run.names import METRICS
 from fastp3o.run.run import Run
+from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import loop, setup
 
 PROMPTS, K, UPDATES = (64, 4, 10) if LARGE else (2, 2, 2) if TRIAL else (16, 4, 10)

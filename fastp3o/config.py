@@ -34,7 +34,7 @@ from fastp3o.trl_names import hint
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
 ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
 
-# Names of `fastp3o.precision.choose_precision`.
+# Names of `fastp3o.runtime.precision.choose_precision`.
 PrecisionName = Literal["auto", "fp32", "bf16-autocast", "bf16", "fp16"]
 PRECISIONS = get_args(PrecisionName)
 AttentionName = Literal["auto", "fa3", "fa4", "hub"]

@@ -19,8 +19,10 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import compute_in
 from fastp3o.models.sharding import map_rows_in_lockstep, shard
 from fastp3o.packing.packed_row import PackedRow, to_device
-from fastp3o.precision import Precision
-from fastp3o.processes import NotFiniteError, Share, copies, local_part, not_finite_error, sum_over_processes
+from fastp3o.runtime.finiteness import NotFiniteError, not_finite_error
+from fastp3o.runtime.precision import Precision
+from fastp3o.runtime.processes import sum_over_processes
+from fastp3o.runtime.shares import Share, copies, local_part
 
 # A parameter's tensors in a state: its value, and AdamW's state, as torch and as bitsandbytes names it.
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")

@@ -14,7 +14,7 @@ from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
-from fastp3o.precision import choose_precision
+from fastp3o.runtime.precision import choose_precision
 
 EIGHT_B = llama(4096, 14336, 32, 32, 8, 128256)
 EIGHT_B.tie_word_embeddings = False

@@ -110,8 +110,8 @@ def main() -> None:
 def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list[Memory]":
     """The update, the reference's pass and rollouts, each with what waits beside it."""
     from fastp3o.commands.predicted_memory import frozen_memory, rollout_memory, sharded, together, update_memory
-    from fastp3o.precision import choose_precision
     from fastp3o.rollouts.cache import fitting_room
+    from fastp3o.runtime.precision import choose_precision
     from fastp3o_kernels.head.chunks import budget_of
 
     precision = choose_precision(config.precision, config.precision)

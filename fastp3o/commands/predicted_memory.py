@@ -12,9 +12,9 @@ from torch import nn
 from fastp3o.models.fused_layers import Wiring, gate_of, norm_of
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import Packing, group_tokens
-from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import TOKENS_PER_ROW
+from fastp3o.runtime.precision import Precision, choose_precision
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, TILE, HeadPlan, plan_chunks
 from fastp3o_kernels.head.head import HeadDtypes, multiplies
 

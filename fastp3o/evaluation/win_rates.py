@@ -10,7 +10,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateConfig
@@ -18,10 +17,11 @@ from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.precision import choose_precision
 from fastp3o.rewards.reward import asked_of_records, rewarded
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
 from fastp3o.rollouts.prefix import Prefix
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.precision import choose_precision
 from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
 
 

@@ -10,7 +10,6 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from fastp3o.config import LARGEST_INT
-from fastp3o.context import Context
 from fastp3o.data.encoding import Encoder
 from fastp3o.data.loading import load_prompts
 from fastp3o.data.tokens import Continuation
@@ -24,8 +23,6 @@ from fastp3o.models.attention import choose_attention
 from fastp3o.models.ends import checkpoint_ends
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.precision import choose_precision
-from fastp3o.processes import on_main_process
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, require_finite_rewards, rewarded
@@ -35,7 +32,10 @@ from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
 from fastp3o.run.manifest import CorruptStateError, Manifest, first_start, read_manifest, require_same_run
 from fastp3o.run.names import KEPT, SAMPLES
-from fastp3o.run.report import Phases
+from fastp3o.run.phases import Phases
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.precision import choose_precision
+from fastp3o.runtime.processes import on_main_process
 from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
 from fastp3o.training.setup import make_accelerator
 

@@ -14,7 +14,7 @@ from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
 from fastp3o.models.trainable import adapters_off
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
-from fastp3o.processes import local_part
+from fastp3o.runtime.shares import local_part
 
 TokenValues = Callable[[PackedModel, PackedRow], Tensor]  # a model's values of a row's labelled tokens, [N, ...]
 

@@ -24,7 +24,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from fastp3o.models.merging import ADAPTER, has_adapter, whole_model, whole_weights
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
-from fastp3o.processes import on_main_process
+from fastp3o.runtime.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
 # Up to the number of a layer, or up to the module. What is fused or renamed in memory is so within one of these.

@@ -3,7 +3,7 @@
 from accelerate import Accelerator
 
 from fastp3o.packing.bins import deal
-from fastp3o.processes import Share
+from fastp3o.runtime.shares import Share
 
 Examples = dict[str, list]  # columns of a data set
 

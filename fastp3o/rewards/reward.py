@@ -22,8 +22,6 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.named_function import FunctionError, FunctionInterruptedError
-from fastp3o.precision import wider_precision
-from fastp3o.processes import NotFiniteError, require_finite
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward
@@ -32,6 +30,8 @@ from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
+from fastp3o.runtime.finiteness import NotFiniteError, require_finite
+from fastp3o.runtime.precision import wider_precision
 from fastp3o_kernels.losses import overlong_penalty
 
 logger = get_logger(__name__)

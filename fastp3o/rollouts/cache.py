@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o.host_memory import free_host_memory
+from fastp3o.runtime.host_memory import free_host_memory
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
 
 # The cache may take this share of free memory; the rest is for activations of a step and of prompts, and for logits.

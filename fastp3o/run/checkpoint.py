@@ -36,7 +36,6 @@ from fastp3o.files import (
     write_file,
 )
 from fastp3o.optimizer import Optimizer
-from fastp3o.processes import on_every_process, on_main_process, require_all_finite
 from fastp3o.run.manifest import (
     CorruptStateError,
     Manifest,
@@ -47,6 +46,8 @@ from fastp3o.run.manifest import (
     require_files,
 )
 from fastp3o.run.tensors import copied_to_write, load_tensors
+from fastp3o.runtime.finiteness import require_all_finite
+from fastp3o.runtime.processes import on_every_process, on_main_process
 
 # --- random generators ------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,10 @@ from fastp3o.files import (
     temporary_sibling,
     write_file,
 )
-from fastp3o.processes import on_main_process
 from fastp3o.run import names
 from fastp3o.run.fingerprints import MODELS, names_in
 from fastp3o.run.manifest import MANIFEST
+from fastp3o.runtime.processes import on_main_process
 
 OURS = re.compile(
     rf"{names.CONFIG}|{'|'.join(names.LOGS)}|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"

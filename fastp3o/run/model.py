@@ -10,9 +10,9 @@ from fastp3o.files import remove
 from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter, write_model
 from fastp3o.models.trainable import scores_responses
 from fastp3o.optimizer import Optimizer
-from fastp3o.processes import on_main_process, whole_folder
 from fastp3o.run.card import CARD, Training
 from fastp3o.run.names import ADAPTER, FINISHED_MODEL
+from fastp3o.runtime.processes import on_main_process, whole_folder
 
 
 def save_trained(

@@ -1,21 +1,17 @@
-"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
+"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, and a plot."""
 
 import json
-import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 from tqdm import auto, tqdm
 
 from fastp3o.errors import visible
@@ -33,9 +29,6 @@ IN_NOTEBOOK = "ipykernel" in sys.modules
 
 # tqdm's own lock is shared by forks: one that is killed while it prints would stop the run for ever.
 tqdm.set_lock(threading.RLock())
-
-
-# --- lines and trackers -----------------------------------------------------------------------------------------------
 
 
 class Reporter:
@@ -173,71 +166,3 @@ def with_deviations(metrics: dict[str, float]) -> str:
         f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
         for name, value in means.items()
     )
-
-
-# --- clocks of a device -----------------------------------------------------------------------------------------------
-
-
-class Moment:
-    """When the device has done all that was launched before; on a CPU that is when this is made."""
-
-    def __init__(self, device: torch.device):
-        self.time = time.perf_counter()
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
-
-    def seconds_since(self, earlier: "Moment") -> float:
-        """Call after both events have completed."""
-        if self.event is None or earlier.event is None:
-            return self.time - earlier.time
-        return earlier.event.elapsed_time(self.event) / 1000
-
-
-class LateNumbers(Moment):
-    """Numbers that are on their way to the host, and the moment of their arrival: the host launches more meanwhile."""
-
-    def __init__(self, numbers: Tensor):
-        self.numbers = numbers.to("cpu", non_blocking=True)
-        super().__init__(numbers.device)
-
-    def read(self) -> list[float]:
-        """Waits until they have arrived, and not for what was launched since."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.numbers.tolist()
-
-
-# --- phases of a step -------------------------------------------------------------------------------------------------
-
-
-class Phases:
-    """Seconds spent in each named phase since the last reading."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = now()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
-
-    def read(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, {}
-        return seconds
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def peak_memory_gib() -> float:
-    """The most memory used so far: the GPU's if there is one, else the process's."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    kib = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib / 2**30

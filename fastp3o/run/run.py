@@ -15,25 +15,15 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.config import StageConfig
-from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.files import clear_leftovers, from_here
 from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
 from fastp3o.optimizer import Optimizer
-from fastp3o.precision import wider_precision
-from fastp3o.processes import (
-    NotFiniteError,
-    largest,
-    not_finite,
-    not_finite_error,
-    on_main_process,
-    require_all_finite,
-    result_or_error,
-)
 from fastp3o.run.best import Best
 from fastp3o.run.card import Training
 from fastp3o.run.checkpoint import NAME, Progress, RunState, States
+from fastp3o.run.device_clock import LateNumbers, Moment
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import claim, clear_away, keep_newest, release, require_claimed, write_config
 from fastp3o.run.hang import HangWatch
@@ -42,8 +32,13 @@ from fastp3o.run.log import cut_after, sync_logs
 from fastp3o.run.manifest import ResumeError, require_same_run
 from fastp3o.run.model import save_trained
 from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS, STATES
-from fastp3o.run.report import LateNumbers, Moment, Phases, Reporter, peak_memory_gib
+from fastp3o.run.phases import Phases, peak_memory_gib
+from fastp3o.run.report import Reporter
 from fastp3o.run.signals import StoppedError, Stops
+from fastp3o.runtime.context import Callback, Caller, Context
+from fastp3o.runtime.finiteness import NotFiniteError, largest, not_finite, not_finite_error, require_all_finite
+from fastp3o.runtime.precision import wider_precision
+from fastp3o.runtime.processes import on_main_process, result_or_error
 
 A_WEIGHT = "a weight"
 TOGETHER = ("logprobs", "update")  # phases in which no process works alone for long

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from fastp3o.packing.packed_row import to_device
-from fastp3o.run.report import LateNumbers
+from fastp3o.run.device_clock import LateNumbers
 
 ONE_REQUEST = 3.0  # seconds
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fastp3o.files import write_file
-from fastp3o.host_memory import free_host_memory
 from fastp3o.models.sharding import pin
+from fastp3o.runtime.host_memory import free_host_memory
 
 ELEMENTS_AT_ONCE = 2**20
 # safetensors' names.

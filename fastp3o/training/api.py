@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, Named, StageConfig
-from fastp3o.context import Callback, Caller
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.named_function import FunctionError
@@ -25,6 +24,7 @@ from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
+from fastp3o.runtime.context import Callback, Caller
 from fastp3o.script import lasting_output, let_segments_grow
 from fastp3o.training import loop as online
 from fastp3o.training import preferences as preference

@@ -11,7 +11,6 @@ from datasets import Dataset
 from transformers.utils.logging import get_logger
 
 from fastp3o.config import EnvironmentConfig, PolicyConfig, SamplerConfig, StageConfig
-from fastp3o.context import Context
 from fastp3o.data.tokens import Continuation, tokenise
 from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, write_ends
@@ -28,8 +27,6 @@ from fastp3o.models.tokenizer import require_same_vocabulary
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.distillation import DistillationConfig
-from fastp3o.precision import choose_precision, wider_precision
-from fastp3o.processes import on_every_process, on_main_process
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import cascaded, short_names
 from fastp3o.rewards.environment import EnvironmentReward
@@ -47,6 +44,9 @@ from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.precision import choose_precision, wider_precision
+from fastp3o.runtime.processes import on_every_process, on_main_process
 from fastp3o.training.row_length import fit_rows
 from fastp3o.training.setup import holding
 

@@ -8,12 +8,12 @@ from itertools import chain
 
 from torch import Tensor
 
-from fastp3o.context import Caller
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.seeds import derived_seed, shuffled
-from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import TOKEN_REWARDS
 from fastp3o.rollouts.groups import finished
+from fastp3o.runtime.context import Caller
+from fastp3o.runtime.finiteness import require_finite
 from fastp3o.training.kl_per_update import adapted
 from fastp3o.training.logprob_gaps import evaluated_again, logprob_metrics, measures_noise
 from fastp3o.training.metrics import Update, report_update

@@ -24,8 +24,9 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.packing.bins import balanced, deal
 from fastp3o.packing.pack import Packing, group_sizes
 from fastp3o.packing.packed_row import PackedRow, to_device
-from fastp3o.processes import Share, require_finite
 from fastp3o.rollouts.groups import Group, pack_groups, token_ids
+from fastp3o.runtime.finiteness import require_finite
+from fastp3o.runtime.shares import Share
 
 RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
 Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised

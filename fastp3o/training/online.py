@@ -8,7 +8,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.context import Caller, Context
 from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.ends import checkpoint_ends
@@ -24,6 +23,7 @@ from fastp3o.rollouts.groups import Group, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
+from fastp3o.runtime.context import Caller, Context
 from fastp3o.training.build import (
     SampledModel,
     in_context,

@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.context import Caller, Context
 from fastp3o.data.loading import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
@@ -28,9 +27,10 @@ from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.packing.shares import Examples
 from fastp3o.packing.tables import sums_by_group
-from fastp3o.processes import on_main_process
 from fastp3o.rewards.reward import asked_of_records
 from fastp3o.run.fingerprints import model_fingerprint
+from fastp3o.runtime.context import Caller, Context
+from fastp3o.runtime.processes import on_main_process
 from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
 from fastp3o.training.setup import load_held_out

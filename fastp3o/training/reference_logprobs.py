@@ -24,8 +24,10 @@ from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
 from fastp3o.models.reference import Reference
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.tables import sums_by_group
-from fastp3o.precision import wider_precision
-from fastp3o.processes import NotFiniteError, Share, on_main_process, require_finite
+from fastp3o.runtime.finiteness import NotFiniteError, require_finite
+from fastp3o.runtime.precision import wider_precision
+from fastp3o.runtime.processes import on_main_process
+from fastp3o.runtime.shares import Share
 
 NAME = "logprobs"
 CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.context import Caller
 from fastp3o.data.loading import load_rankings
 from fastp3o.evaluation.calibration import judged
 from fastp3o.models.loading import load_reward_model
@@ -20,7 +19,8 @@ from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.shares import Examples
-from fastp3o.processes import on_main_process
+from fastp3o.runtime.context import Caller
+from fastp3o.runtime.processes import on_main_process
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 

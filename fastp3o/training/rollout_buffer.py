@@ -9,7 +9,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.context import Context
 from fastp3o.data.tokens import Continuation
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
@@ -21,6 +20,7 @@ from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn, leng
 from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
+from fastp3o.runtime.context import Context
 from fastp3o.training.microbatches import Rewards, gather_groups
 
 # Samplers whose responses come from servers.

@@ -18,7 +18,6 @@ from datasets import Dataset, concatenate_datasets
 from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import DataConfig, Named, StageConfig
-from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.attention import choose_attention
@@ -26,13 +25,14 @@ from fastp3o.models.packable import trial_overflow
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import process_mesh
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.precision import Precision, choose_precision, wider_precision
-from fastp3o.processes import on_main_process
 from fastp3o.run.checkpoint import newest_first
 from fastp3o.run.folder import check_output_dir
 from fastp3o.run.hub import require_repository
 from fastp3o.run.manifest import first_start
 from fastp3o.run.names import STATES
+from fastp3o.runtime.context import Caller, Context
+from fastp3o.runtime.precision import Precision, choose_precision, wider_precision
+from fastp3o.runtime.processes import on_main_process
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
 

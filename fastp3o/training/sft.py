@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastp3o.context import Caller
 from fastp3o.data.loading import Loaded, load_demonstrations
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
@@ -13,6 +12,7 @@ from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.settings import Packing
 from fastp3o.packing.shares import Examples
+from fastp3o.runtime.context import Caller
 from fastp3o.training.config import SFTConfig
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 

@@ -11,7 +11,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.config import SupervisedConfig
-from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.ends import checkpoint_ends
@@ -23,8 +22,9 @@ from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.seeds import examples_of_step
 from fastp3o.packing.shares import Examples, own_part
-from fastp3o.run.report import Moment
+from fastp3o.run.device_clock import Moment
 from fastp3o.run.run import Run, Steps
+from fastp3o.runtime.context import Caller, Context
 from fastp3o.training.build import load_trained
 from fastp3o.training.microbatches import MetricSums, Passes, add_gradients, mean_over_steps
 from fastp3o.training.setup import load_examples, load_held_out, make_context

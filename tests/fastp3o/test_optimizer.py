@@ -16,8 +16,8 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.trainable import freeze_below
 from fastp3o.optimizer import Masters, Optimizer
-from fastp3o.precision import choose_precision
-from fastp3o.processes import NotFiniteError
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import PAIRS
 from tests.fastp3o.runs import assert_resumes, weights

@@ -29,9 +29,9 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.precision import choose_precision
 from fastp3o.rollouts.cache import Room, fitting_room
 from fastp3o.rollouts.engine import Engine, layer_shapes
+from fastp3o.runtime.precision import choose_precision
 from fastp3o_kernels import onednn
 from fastp3o_kernels.decoding import response_keys
 from fastp3o_kernels.head import scratch

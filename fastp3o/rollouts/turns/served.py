@@ -8,11 +8,11 @@ from typing import Any
 
 from fastp3o.named_function import Background
 from fastp3o.packing.seeds import derived_seed
-from fastp3o.processes import on_every_process
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.turns.sampler import TURNS, Trajectory, TrajectorySampler
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import Question
+from fastp3o.runtime.processes import on_every_process
 
 
 class ServedTrajectories(TrajectorySampler):

@@ -25,8 +25,8 @@ from fastp3o.endpoint import Answers, EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.save import hub_weights
-from fastp3o.processes import on_main_process
 from fastp3o.rollouts.vllm.servers import QUICK, Servers, dotted, read_version
+from fastp3o.runtime.processes import on_main_process
 
 DEVICE = "cuda"  # that has NCCL
 POLL = 0.01  # seconds

@@ -21,17 +21,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from fastp3o.config import PolicyConfig, SamplerConfig
-from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered
 from fastp3o.models.save import write_model
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.processes import on_every_process, on_main_process, whole_folder
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.vllm.nccl_transfer import NCCLTransfer
 from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Question, Servers, completion_settings
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.processes import on_every_process, on_main_process, whole_folder
 
 IN_MEMORY = Path("/dev/shm")
 LOCAL = {"localhost", "127.0.0.1", "::1"}

@@ -6,10 +6,10 @@ from itertools import count
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.packing.seeds import derived_seed
-from fastp3o.processes import on_every_process
 from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Response, SamplingSettings
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.servers import Completion, Question, completion_settings
+from fastp3o.runtime.processes import on_every_process
 
 
 class VLLMSampler:

@@ -10,9 +10,9 @@ from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
-from fastp3o.processes import NotFiniteError
 from fastp3o.run.folder import release
 from fastp3o.run.manifest import CorruptStateError, ResumeError
+from fastp3o.runtime.finiteness import NotFiniteError
 from tests.fastp3o.evaluation.test_judge import JUDGES
 from tests.fastp3o.together import together
 

@@ -13,7 +13,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.processes import Share
+from fastp3o.runtime.shares import Share
 from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 

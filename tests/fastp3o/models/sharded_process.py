@@ -21,7 +21,7 @@ from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.precision import choose_precision
+from fastp3o.runtime.precision import choose_precision
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import (

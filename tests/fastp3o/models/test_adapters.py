@@ -18,7 +18,7 @@ from fastp3o.models.save import adapter_config, adapter_weights, base_name, writ
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.optimizer import Optimizer
-from fastp3o.precision import choose_precision
+from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge_trained, random_model
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

@@ -17,10 +17,10 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import InContext, SecondModel
 from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.processes import Share
 from fastp3o.rollouts.groups import Group, Response, Turn
 from fastp3o.run import log
 from fastp3o.run.names import ROLLOUTS
+from fastp3o.runtime.shares import Share
 from fastp3o.training.loop import train
 from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids

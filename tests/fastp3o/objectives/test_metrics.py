@@ -12,7 +12,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
-from fastp3o.processes import Share
+from fastp3o.runtime.shares import Share
 from fastp3o.training import microbatches
 from fastp3o.training.microbatches import MetricSums, mean_over_steps
 from tests.fastp3o.groups import groups_of_ids

@@ -23,8 +23,6 @@ from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES, OnlineDPOConfig
 from fastp3o.optimizer import Optimizer
-from fastp3o.precision import choose_precision
-from fastp3o.processes import NotFiniteError
 from fastp3o.rewards.scaling import DifferenceScaler
 from fastp3o.run import tensors as store
 from fastp3o.run.checkpoint import RunState, States
@@ -38,6 +36,8 @@ from fastp3o.run.manifest import (
     read_unplaced,
     require_same_run,
 )
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.precision import choose_precision
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 from tests.fastp3o.backward import scaled_backward

@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from fastp3o.config import StageConfig
-from fastp3o.context import Context
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.optimizer import Optimizer
-from fastp3o.precision import choose_precision
-from fastp3o.processes import NotFiniteError
 from fastp3o.run import signals as stopping
 from fastp3o.run import tensors as store
 from fastp3o.run.best import Best
 from fastp3o.run.manifest import ResumeError
 from fastp3o.run.run import Run, Steps
 from fastp3o.run.signals import Stops
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.runs import assert_equal, weights
 
 STEPS = 4

@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from fastp3o import precision
+from fastp3o.runtime import precision
 from fastp3o.training import setup
 
 precision.multiplies = lambda _: True

@@ -15,9 +15,9 @@ from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.processes import Share
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, token_ids
+from fastp3o.runtime.shares import Share
 from fastp3o.training.logprob_gaps import NOISE_RESPONSES, evaluated_again, first_responses, logprob_metrics
 from fastp3o.training.microbatches import (
     Passes,

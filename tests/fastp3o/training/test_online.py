@@ -8,9 +8,9 @@ from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.preferences import NashMDConfig, OnlineDPOConfig
-from fastp3o.precision import choose_precision
-from fastp3o.processes import NotFiniteError
 from fastp3o.run.manifest import ResumeError
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import sft
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fastp3o import precision, train
+from fastp3o import train
 from fastp3o.evaluation import win_rates
 from fastp3o.evaluation.config import EvaluateConfig
 from fastp3o.generate import loop as generating
@@ -24,9 +24,11 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.pack import Packing
-from fastp3o.precision import named_precision, wider_precision
-from fastp3o.processes import NotFiniteError, Share
 from fastp3o.rewards.model import ModelReward
+from fastp3o.runtime import precision
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.precision import named_precision, wider_precision
+from fastp3o.runtime.shares import Share
 from fastp3o.training import setup
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
 from tests.fastp3o.generate import test_generate

@@ -18,8 +18,8 @@ from fastp3o.models.reference import NoReference
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
-from fastp3o.processes import Share
 from fastp3o.run.run import Run
+from fastp3o.runtime.shares import Share
 from fastp3o.training import build, loop
 from fastp3o.training.logprob_gaps import NOISE_EVERY, NOISE_RESPONSES
 from fastp3o.training.microbatches import make_microbatches, pack_minibatches, policy_logprobs

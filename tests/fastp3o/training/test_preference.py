@@ -23,7 +23,8 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.packing.pack import Packing
-from fastp3o.processes import NotFiniteError, Share
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.shares import Share
 from fastp3o.training import build as models
 from fastp3o.training import reference_logprobs, supervised
 from fastp3o.training.preferences import train, with_other_prompts

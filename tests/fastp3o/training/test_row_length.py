@@ -8,7 +8,7 @@ import torch
 
 from fastp3o import SFTConfig, train
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.precision import choose_precision
+from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import row_length
 from tests.fastp3o.models.model_families import CONFIGS, random_model
 from tests.fastp3o.runs import config, metrics

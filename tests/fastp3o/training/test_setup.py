@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fastp3o.config import SamplerConfig, TrainableConfig
-from fastp3o.context import Context
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import add_lora
-from fastp3o.precision import choose_precision
+from fastp3o.runtime.context import Context
+from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import build as models
 from fastp3o.training.build import sampled_model
 from fastp3o.training.setup import make_accelerator

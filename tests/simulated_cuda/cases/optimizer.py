@@ -9,8 +9,8 @@ from torch import nn
 
 from fastp3o.config import StageConfig
 from fastp3o.optimizer import Optimizer
-from fastp3o.precision import choose_precision
-from fastp3o.processes import NotFiniteError
+from fastp3o.runtime.finiteness import NotFiniteError
+from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.backward import scaled_backward
 from tests.simulated_cuda.host import recorded
 

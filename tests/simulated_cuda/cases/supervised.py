@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
-from fastp3o.run.report import LateNumbers
+from fastp3o.run.device_clock import LateNumbers
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
 from tests.fastp3o.runs import metrics
@@ -42,5 +42,5 @@ def test_a_step_waits_once_after_the_next_one_is_launched(tiny_model, workplace,
     waits = {place: count for place, count in further.items() if count}
     each = {" ".join(place): count / (steps[1] - steps[0]) for place, count in waits.items()}
     write_counts(f"{stage}, of a step", {"waits": each})
-    assert waits == {("fastp3o/run/report.py", "LateNumbers.read"): steps[1] - steps[0]}
+    assert waits == {("fastp3o/run/device_clock.py", "LateNumbers.read"): steps[1] - steps[0]}
     assert launched[-steps[1] :] == [*range(2, steps[1] + 1), steps[1]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastp3o.objectives.ppo import estimate_advantages, whiten
-from fastp3o.run.report import Phases
+from fastp3o.run.phases import Phases
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.host import Record, recorded, write_counts
@@ -19,7 +19,7 @@ LAUNCHES = {"fp32": 1400, "bf16": 980, "bf16-autocast": 1160, "fp16": 1050}
 # transformers' `generate` alone, whose attention looks at the mask.
 WAITS = {
     ("fastp3o/training/metrics.py", "update_metrics"): 1,
-    ("fastp3o/processes.py", "require_finite"): 1,
+    ("fastp3o/runtime/finiteness.py", "require_finite"): 1,
     ("fastp3o/optimizer.py", "Optimizer.require_finite"): 1,
 }
 

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.clock import Clock
-from fastp3o.precision import Precision
-from fastp3o.processes import Share
+from fastp3o.runtime.precision import Precision
+from fastp3o.runtime.shares import Share
 
 # Gets the metrics of a step, or of an evaluation, with `step`. If it returns True, the run ends there.
 Callback = Callable[[dict[str, Any]], bool | None]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastp3o.config import PRECISIONS
-from fastp3o.precision import choose_precision, wider_precision
+from fastp3o.runtime.precision import choose_precision, wider_precision
 
 DTYPES = {
     "fp32": (torch.float32, None),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastp3o import host_memory
-from fastp3o.host_memory import free_host_memory
+from fastp3o.runtime import host_memory
+from fastp3o.runtime.host_memory import free_host_memory
 
 GIB = 2**30
 FILES = {
