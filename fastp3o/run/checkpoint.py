@@ -35,7 +35,7 @@ from fastp3o.files import (
     temporary_sibling,
     write_file,
 )
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run.manifest import (
     CorruptStateError,
     Manifest,

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.files import remove
 from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter, write_model
 from fastp3o.models.trainable import scores_responses
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run.card import CARD, Training
 from fastp3o.run.names import ADAPTER, FINISHED_MODEL
 from fastp3o.runtime.processes import on_main_process, whole_folder

@@ -19,7 +19,7 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.files import clear_leftovers, from_here
 from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run.best import Best
 from fastp3o.run.card import Training
 from fastp3o.run.checkpoint import NAME, Progress, RunState, States

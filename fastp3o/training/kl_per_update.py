@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fastp3o.objectives.base import Microbatch, Minibatches
 from fastp3o.objectives.config.base import OnlineConfig
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.runtime.processes import sum_over_processes
 from fastp3o.training.microbatches import policy_logprobs
 from fastp3o_kernels.losses import step_kl

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config.base import OnlineConfig
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
 from fastp3o.rewards.scaling import Outlier, differences, tied

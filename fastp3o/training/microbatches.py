@@ -20,7 +20,7 @@ from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, most_passes, padded
 from fastp3o.models.trainable import dropout_on
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.bins import balanced, deal
 from fastp3o.packing.pack import Packing, group_sizes
 from fastp3o.packing.packed_row import PackedRow, to_device

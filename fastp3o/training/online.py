@@ -16,7 +16,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards, require_finite_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group, sampling_settings

@@ -10,7 +10,7 @@ from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.objectives.config.base import OnlineConfig
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.seeds import derived_seed, examples_of_step

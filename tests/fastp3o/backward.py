@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 
 
 def scaled_backward(optimizer: Optimizer, loss: Tensor) -> None:

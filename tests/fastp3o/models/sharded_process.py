@@ -19,7 +19,7 @@ from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import empty, is_main_process, pad_to_longest_rank, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.runtime.precision import choose_precision
 from fastp3o_kernels import linear_logprobs

@@ -17,7 +17,7 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge_trained, random_model
 

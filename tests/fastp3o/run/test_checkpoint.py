@@ -22,7 +22,7 @@ from fastp3o.files import write_file
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES, OnlineDPOConfig
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.rewards.scaling import DifferenceScaler
 from fastp3o.run import tensors as store
 from fastp3o.run.checkpoint import RunState, States

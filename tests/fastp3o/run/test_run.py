@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fastp3o.config import StageConfig
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run import signals as stopping
 from fastp3o.run import tensors as store
 from fastp3o.run.best import Best

@@ -22,7 +22,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.packable import trial_overflow
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.model import ModelReward
 from fastp3o.runtime import precision

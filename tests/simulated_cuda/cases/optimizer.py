@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from fastp3o.config import StageConfig
-from fastp3o.optimizer import Optimizer
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.runtime.finiteness import NotFiniteError
 from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.backward import scaled_backward

@@ -20,7 +20,7 @@ LAUNCHES = {"fp32": 1400, "bf16": 980, "bf16-autocast": 1160, "fp16": 1050}
 WAITS = {
     ("fastp3o/training/metrics.py", "update_metrics"): 1,
     ("fastp3o/runtime/finiteness.py", "require_finite"): 1,
-    ("fastp3o/optimizer.py", "Optimizer.require_finite"): 1,
+    ("fastp3o/optimizer/optimizer.py", "Optimizer.require_finite"): 1,
 }
 
 

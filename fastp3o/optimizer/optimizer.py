@@ -1,6 +1,5 @@
 """AdamW: the gradients of a minibatch's packed rows are added up in fp32, then one step is made."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -18,20 +17,18 @@ from fastp3o.models.overflow import Overflow, first_overflow, overflow
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import compute_in
 from fastp3o.models.sharding import map_rows_in_lockstep, shard
+from fastp3o.optimizer.adamw import DividingAdamW
+from fastp3o.optimizer.masters import Masters, trained_parameters
+from fastp3o.optimizer.step_guard import StepGuard
 from fastp3o.packing.packed_row import PackedRow, to_device
-from fastp3o.runtime.finiteness import NotFiniteError, not_finite_error
 from fastp3o.runtime.precision import Precision
 from fastp3o.runtime.processes import sum_over_processes
 from fastp3o.runtime.shares import Share, copies, local_part
 
 # A parameter's tensors in a state: its value, and AdamW's state, as torch and as bitsandbytes names it.
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
-# Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
-FIRST_SCALE = 2.0**12
 # Rows: a supervised step's loss is found not to be finite after the next step.
 RECENT = 64
-# The rule of torch.amp.GradScaler.
-GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
 
 class Optimizer:
@@ -65,7 +62,7 @@ class Optimizer:
             if mesh is not None:
                 raise UserError("--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors")
             try:
-                from fastp3o.adamw_8bit import DividingAdamW8bit
+                from fastp3o.optimizer.adamw_8bit import DividingAdamW8bit
             except ImportError as error:
                 raise UserError("--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'") from error
             embeddings = [f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
@@ -223,136 +220,3 @@ class Optimizer:
             self.schedule.step()
             self.learning_rate = self.next_learning_rate()
         self.guard.load_state_dict(state["loss_scale"])
-
-
-# --- losses and gradients that are not finite -------------------------------------------------------------------------
-
-
-class StepGuard:
-    """Decides on the device which optimizer steps move nothing. A host that asked after each would wait for the device.
-
-    A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything, so the model is the
-    one before it when `require_finite` raises. In fp16 an infinite gradient has overflowed: its step alone moves
-    nothing, and the loss's scale is halved; a scale below 1 is a failure. scale: of fp16's loss, 0-d fp32, or None.
-    """
-
-    def __init__(self, accelerator: Accelerator, *, scaled: bool):
-        self.accelerator = accelerator
-        # The values of the first failure that were not finite, infinite if no scale was low enough; 0 without one.
-        self.failure = torch.zeros((), device=accelerator.device)
-        self.lost = torch.zeros((), device=accelerator.device)  # steps from that one on
-        self.scale: Tensor | None = None
-        if scaled:
-            self.set_scale(FIRST_SCALE, finite_steps=0)
-
-    def skips(self, loss: Tensor, norms: Tensor) -> Tensor:
-        """1.0 if a step must move nothing, else 0.0. loss: 0-d, this process's. norms: of all processes' gradients."""
-        # 0 times a value is 0 only if it is finite.
-        broken = (torch.cat([loss.detach().float()[None], norms]) * 0 != 0).float()
-        broken = sum_over_processes(self.accelerator, broken)
-        if self.scale is None:
-            failure, overflow = broken.sum(), None
-        else:
-            overflow = broken[1:].sum().clamp(max=1.0)
-            torch._amp_update_scale_(self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL)
-            failure = torch.where(self.scale < 1, math.inf, broken[0])
-        self.failure = torch.where(self.failure > 0, self.failure, failure)
-        failed = self.failure.clamp(max=1.0)
-        self.lost += failed
-        return failed if overflow is None else torch.maximum(failed, overflow)
-
-    def numbers(self) -> Tensor:
-        """The numbers that `read` takes: the steps that a failure has lost, the failure, the loss scale's state; 1-d
-        fp32.
-        """
-        scale = [] if self.scale is None else [self.scale, self.finite_steps.float()]
-        return torch.stack([self.lost, self.failure, *scale])
-
-    def read(self, numbers: list[float]) -> tuple[int, NotFiniteError | None]:
-        """The number of steps that a failure has lost, and its error, None without one."""
-        lost, failure, *self.scale_read = numbers
-        if math.isinf(failure):
-            return int(lost), NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
-        what = "the loss or the gradient" if self.scale is None else "the loss"
-        return int(lost), not_finite_error(what, int(failure)) if failure else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale as the host last read it; empty without one."""
-        if self.scale is None:
-            return {}
-        scale, finite_steps = self.scale_read
-        return {"scale": scale, "finite_steps": int(finite_steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the loss scale. Precisions without one ignore it."""
-        if self.scale is not None and state:
-            self.set_scale(state["scale"], finite_steps=state["finite_steps"])
-
-    def set_scale(self, scale: float, *, finite_steps: int) -> None:
-        """finite_steps: since the scale last changed."""
-        device = self.accelerator.device
-        self.scale_read = [scale, float(finite_steps)]
-        self.scale = torch.full((), scale, device=device)
-        self.finite_steps = torch.full((), finite_steps, dtype=torch.int32, device=device)
-
-
-# --- AdamW, and masters of half-precision weights ---------------------------------------------------------------------
-
-
-class DividingAdamW(torch.optim.AdamW):
-    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
-
-    @torch.no_grad()
-    def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
-        """Makes a step. divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0."""
-        groups, self.found_inf = self.param_groups, skip
-        try:
-            # torch's AdamW takes one divisor for all of its groups.
-            for group, self.grad_scale in zip(groups, divisors, strict=True):
-                self.param_groups = [group]
-                super().step()
-        finally:
-            self.param_groups = groups
-
-    def begin(self, parameter: nn.Parameter) -> None:
-        """Makes the state of a parameter that has made no step."""
-        step, moments = torch.zeros((), device=parameter.device), map(torch.zeros_like, [parameter] * 2)
-        self.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
-
-
-class Masters:
-    """fp32 copies of the trained weights of a model in half precision, made before these are rounded. Everything else
-    is rounded for good. A sharded model needs none: its parts are fp32.
-
-    Each gradient is added in fp32 to its copy's as soon as it is computed, and freed. device: the copies', to which the
-    model goes afterwards. parameters: the copies, by their names in the model.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
-        self.rounded = trained_parameters(model)
-        copies = {name: weight.detach().to(device, torch.float32, copy=True) for name, weight in self.rounded.items()}
-        self.parameters = {name: nn.Parameter(copied) for name, copied in copies.items()}
-        # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
-        # rounded rotary frequencies would move every position.
-        for parameter in model.parameters():
-            if parameter.is_floating_point():  # and not quantized
-                parameter.data = parameter.data.to(dtype)
-        for name, parameter in self.rounded.items():
-            master = self.parameters[name]
-            parameter.register_post_accumulate_grad_hook(lambda trained, master=master: add_gradient(trained, master))
-
-    @torch.no_grad()
-    def round(self) -> None:
-        """Rounds the masters, which have moved, to the model's weights."""
-        torch._foreach_copy_([*self.rounded.values()], [*self.parameters.values()])
-
-
-def add_gradient(trained: Tensor, master: Tensor) -> None:
-    """Adds the gradient of a half-precision parameter, which must have one, to its master's, and frees it."""
-    assert trained.grad is not None
-    master.grad = trained.grad.float() if master.grad is None else master.grad.add_(trained.grad)
-    trained.grad = None
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

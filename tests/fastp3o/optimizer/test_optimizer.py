@@ -15,7 +15,8 @@ from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.trainable import freeze_below
-from fastp3o.optimizer import Masters, Optimizer
+from fastp3o.optimizer.masters import Masters
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.runtime.finiteness import NotFiniteError
 from fastp3o.runtime.precision import choose_precision
 from tests.fastp3o.backward import scaled_backward

@@ -1,0 +1,1 @@
+"""Optimizer steps: AdamW on fp32 weights, and which steps move nothing."""
