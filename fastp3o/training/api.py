@@ -25,7 +25,7 @@ from fastp3o.rewards.function import FunctionReward
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
 from fastp3o.runtime.context import Callback, Caller
-from fastp3o.script import lasting_output, let_segments_grow
+from fastp3o.script import let_segments_grow
 from fastp3o.training import loop as online
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
@@ -87,7 +87,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     saved its state, from which `resume=True` continues; StoppedError after other signals.
     """
     let_segments_grow()
-    with as_the_command(), lasting_output():
+    with as_the_command():
         stages = {OnlineConfig: online, PreferenceConfig: preference, SFTConfig: sft, RewardModelConfig: reward_model}
         stage = next((stage for kind, stage in stages.items() if isinstance(config, kind)), None)
         if stage is None:
