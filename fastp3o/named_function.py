@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
-
 from fastp3o.errors import UserError, text_of, visible
 
 GRACE = 2.0  # seconds
@@ -52,7 +50,7 @@ class Background(threading.Thread):
     def __init__(self, call: Callable[[], Any]):
         super().__init__(daemon=True)
         self.call, self.result = call, Future[Any]()
-        defaults.hold(self)  # here, where no user's code runs yet
+        directory.hold(self)  # here, where no user's code runs yet
         self.start()
 
     def run(self) -> None:
@@ -62,12 +60,12 @@ class Background(threading.Thread):
             except BaseException as error:
                 self.result.set_exception(error)
             finally:
-                defaults.release(self)
+                directory.release(self)
 
     def leave_behind(self, error: FunctionError) -> None:
         """Makes an error the result of a call that nobody waits for any more."""
         self.result.set_exception(error)
-        defaults.leave_behind(self)
+        directory.leave_behind(self)
 
 
 # --- import and call --------------------------------------------------------------------------------------------------
@@ -112,8 +110,8 @@ def call_for_list(
     may be a list, a tuple, an array or a tensor; an `async def` is awaited. timeout: in seconds; None for no limit.
     option: that says it, in messages.
 
-    The function may change the lists that it gets, the working directory and torch's defaults. Raises FunctionError,
-    with the function's name, if it returns another type or another number of entries, if it raises (with the place) or
+    The function may change the lists that it gets and the working directory. Raises FunctionError, with the function's
+    name, if it returns another type or another number of entries, if it raises (with the place) or
     takes too long, and if it ends the program, which would look like the end of a run, or the event loop; and
     FunctionInterruptedError after a KeyboardInterrupt.
     """
@@ -328,11 +326,10 @@ def goes_on(thread: LoopThread, given_up: Future) -> bool:
 # --- a process as users' code found it --------------------------------------------------------------------------------
 
 
-class Defaults:
-    """What users' code changes for the whole process: the working directory and torch's default dtype. A thread that
-    puts one back, while another's code has changed it for a while, takes it from that. So the main thread alone puts
-    them back, to what they were when no thread ran users' code; the directory only when no other thread does. A thread
-    that is left behind counts no more.
+class Directory:
+    """The working directory, which users' code may change for the whole process. A thread that puts it back, while
+    another's code has changed it for a while, takes it from that. So the main thread alone puts it back, to what it was
+    when no thread ran users' code, and only when no other thread does. A thread that is left behind counts no more.
 
     holders, running: threads, each as often as it has begun.
     """
@@ -343,14 +340,13 @@ class Defaults:
         self.before = self.left = self.now()
 
     @staticmethod
-    def now() -> tuple[str | None, torch.dtype]:
-        folder = None
+    def now() -> str | None:
         with suppress(OSError):  # the folder was removed: nothing is relative to it any more
-            folder = os.getcwd()
-        return folder, torch.get_default_dtype()
+            return os.getcwd()
+        return None
 
     def hold(self, thread: threading.Thread) -> None:
-        """Until `release`, what there is counts as the run's, unless users' code has left it behind."""
+        """Until `release`, the directory counts as the run's, unless users' code has left it behind."""
         with self.lock:
             if not self.holders and (now := self.now()) != self.left:
                 self.before = now
@@ -374,9 +370,9 @@ class Defaults:
         """Users' code runs in this thread."""
         thread = threading.current_thread()
         with self.lock:
-            self.put_back(anyway=False)
+            self.put_back()
             self.running.append(thread)
-            os._exit, dtype = end_by_error, torch.get_default_dtype()
+            os._exit = end_by_error
         outer, self.here.runs = self.runs_here, True
         try:
             yield
@@ -385,7 +381,7 @@ class Defaults:
             with self.lock:
                 if thread in self.running:
                     self.running.remove(thread)
-                self.put_back(anyway=torch.get_default_dtype() != dtype)
+                self.put_back()
                 if not self.running:
                     os._exit = end_process
 
@@ -393,33 +389,28 @@ class Defaults:
     def runs_here(self) -> bool:
         return getattr(self.here, "runs", False)
 
-    def put_back(self, *, anyway: bool) -> None:
-        """anyway: the dtype also while other threads run users' code."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        folder, dtype = self.before
-        if anyway or not self.running:
-            torch.set_default_dtype(dtype)
-        if folder is not None and not self.running:
+    def put_back(self) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and self.before is not None and not self.running:
             with suppress(OSError):
-                os.chdir(folder)
+                os.chdir(self.before)
 
 
-defaults = Defaults()
+directory = Directory()
 
 
 def end_by_error(status: int) -> NoReturn:
     """What users' code gets as `os._exit`, which ends a run without a word, and with status 0 as if it were finished:
     raises SystemExit. In other threads the process ends.
     """
-    if defaults.runs_here or isinstance(threading.current_thread(), LoopThread):
+    if directory.runs_here or isinstance(threading.current_thread(), LoopThread):
         raise SystemExit(status)
     end_process(status)
 
 
 def begin_fork() -> None:
     """A process that users' code has forked ends as it wants to, and has locks that nobody holds."""
-    os._exit, defaults.lock = end_process, threading.Lock()
+    os._exit, directory.lock = end_process, threading.Lock()
 
 
 os.register_at_fork(after_in_child=begin_fork)
@@ -427,18 +418,11 @@ os.register_at_fork(after_in_child=begin_fork)
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Puts back what users' code changes: `defaults`, and of this thread whether torch computes gradients, and its
-    default device.
-    """
+    """Users' code runs in this thread; the working directory that it changes is put back."""
     thread = threading.current_thread()
-    defaults.hold(thread)
-    grad, device = torch.is_grad_enabled(), torch.get_default_device()
+    directory.hold(thread)
     try:
-        with defaults.changeable():
+        with directory.changeable():
             yield
     finally:
-        defaults.release(thread)
-        torch.set_grad_enabled(grad)
-        if torch.get_default_device() != device:
-            # A default that somebody has set costs each call into torch a little; the CPU is the one without.
-            torch.set_default_device(None if device.type == "cpu" else device)
+        directory.release(thread)

@@ -366,8 +366,8 @@ class Run:
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """The run ends after `step` if the callback returns True. Saves the state if it raises anything at all, such as
-        sys.exit's, or returns neither True, False nor None, so that the run can continue. Torch's defaults and the
-        working directory are as before it.
+        sys.exit's, or returns neither True, False nor None, so that the run can continue. The working
+        directory is as before it.
         """
 
         def asked() -> tuple[bool, BaseException | None]:

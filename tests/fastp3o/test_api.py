@@ -176,8 +176,6 @@ def test_what_the_caller_has_set_and_a_callback_changes_alters_nothing_of_the_ru
     def careless(metrics: dict) -> None:
         metrics.clear()
         os.chdir("/")
-        torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(False)
 
     given = {**GIVEN, "eval_prompts": PROMPTS}
     train(without_data(tiny_model, "plain"), **given)
