@@ -93,6 +93,10 @@ FORBIDDEN = [
     ("fastp3o.packing", in_any("transformers", "fastp3o.config")),
     ("fastp3o.data", in_any("fastp3o.models")),
     ("fastp3o.runtime", in_any("fastp3o.config", "fastp3o.packing", "fastp3o.models", "fastp3o.optimizer")),
+    (
+        "fastp3o.calls",
+        in_any("fastp3o.config", "fastp3o.data", "fastp3o.runtime", "fastp3o.rollouts", "fastp3o.rewards"),
+    ),
     ("fastp3o.optimizer", in_any("fastp3o.rollouts", "fastp3o.objectives", "fastp3o.run", "fastp3o.training")),
     ("fastp3o.rollouts", in_any("fastp3o.rewards", "fastp3o.objectives", "fastp3o.run", "fastp3o.training")),
     ("fastp3o.objectives", in_any("fastp3o.rollouts", "fastp3o.training", "fastp3o.run", "accelerate")),

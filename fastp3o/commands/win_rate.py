@@ -33,7 +33,7 @@ def print_win_rates(config: WinRateConfig) -> None:
     # These take seconds, which --help does without.
     from transformers.utils.logging import disable_progress_bar
 
-    from fastp3o.endpoint import EndpointError
+    from fastp3o.calls.endpoint import EndpointError
     from fastp3o.evaluation.judge import load_judge
     from fastp3o.evaluation.win_rates import responses_of_all, win_rates
 

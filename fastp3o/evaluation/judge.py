@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fastp3o.endpoint import Answers, Endpoint, check_url
+from fastp3o.calls.answers import Answers
+from fastp3o.calls.endpoint import Endpoint, check_url
+from fastp3o.calls.function import call_for_list, import_function
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile
-from fastp3o.named_function import call_for_list, import_function
 
 # Called with texts: prompts, first responses, second responses. Returns one verdict for each prompt.
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Verdict]]

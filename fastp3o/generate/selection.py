@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
+from fastp3o.calls.endpoint import EndpointError
 from fastp3o.data.layouts import Message, in_prompt_form
-from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict
 from fastp3o.generate.config import SelectionConfig

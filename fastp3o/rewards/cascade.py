@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fastp3o.endpoint import EndpointError
-from fastp3o.named_function import FunctionError, FunctionInterruptedError
+from fastp3o.calls.endpoint import EndpointError
+from fastp3o.calls.function import FunctionError, FunctionInterruptedError
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rollouts.groups import Group
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastp3o.calls.function import FunctionError, call_for_list, import_function
 from fastp3o.errors import UserError, text_of
-from fastp3o.named_function import FunctionError, call_for_list, import_function
 from fastp3o.rollouts.groups import AtTokens, Group, Prompt, Response, texts, texts_or_messages
 
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

@@ -7,7 +7,8 @@ from math import nan
 import torch
 from torch import Tensor
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint
+from fastp3o.calls.answers import Answers
+from fastp3o.calls.endpoint import AnswerError, Endpoint
 from fastp3o.rewards.config import REQUEST_SECONDS, TEXTS, RemoteConfig
 from fastp3o.rollouts.groups import Group, Prompt, Response
 

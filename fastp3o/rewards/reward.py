@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import get_logger
 
+from fastp3o.calls.endpoint import EndpointError
+from fastp3o.calls.function import FunctionError, FunctionInterruptedError
 from fastp3o.config import EnvironmentConfig, Named
-from fastp3o.endpoint import EndpointError
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.named_function import FunctionError, FunctionInterruptedError
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward

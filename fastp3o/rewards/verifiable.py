@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
+from fastp3o.calls.time_limit import TookTooLongError, time_limit
 from fastp3o.errors import UserError
-from fastp3o.named_function import TookTooLongError, time_limit
 
 ANSWER_SECONDS = 5.0
 UNIT = re.compile(r"(?<=\d)\s+[a-zA-Z]{2}[a-zA-Z ]*\.?$")

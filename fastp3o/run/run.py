@@ -14,11 +14,12 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from fastp3o.calls.endpoint import EndpointError
+from fastp3o.calls.function import FunctionError, FunctionInterruptedError
+from fastp3o.calls.users_code import restored
 from fastp3o.config import StageConfig
-from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.files import clear_leftovers, from_here
-from fastp3o.named_function import FunctionError, FunctionInterruptedError, restored
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run.best import Best
 from fastp3o.run.card import Training

@@ -15,10 +15,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from fastp3o.calls.function import FunctionError
 from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, Named, StageConfig
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
-from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.function import FunctionReward

@@ -9,9 +9,9 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
+from fastp3o.calls.endpoint import EndpointError
+from fastp3o.calls.function import FunctionError
 from fastp3o.data.tokens import Continuation
-from fastp3o.endpoint import EndpointError
-from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.seeds import derived_seed, examples_of_step
 from fastp3o.packing.shares import process_share

@@ -22,9 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastp3o.config import EnvironmentConfig, Named
-from fastp3o.errors import UserError, shown
-from fastp3o.named_function import (
+from fastp3o.calls.function import (
     FunctionError,
     FunctionInterruptedError,
     call_for_list,
@@ -32,6 +30,8 @@ from fastp3o.named_function import (
     raised_by_itself,
     told,
 )
+from fastp3o.config import EnvironmentConfig, Named
+from fastp3o.errors import UserError, shown
 
 SCORE = "score"  # the name of a reward that is a plain number
 LARGEST = torch.finfo(torch.float32).max

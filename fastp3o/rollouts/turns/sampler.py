@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.calls.function import FunctionError
 from fastp3o.data.tokens import Continuation
-from fastp3o.named_function import FunctionError
 from fastp3o.packing.packed_row import Ids
 from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
-from fastp3o.named_function import Background
+from fastp3o.calls.function import Background
 from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.turns.sampler import TURNS, Trajectory, TrajectorySampler

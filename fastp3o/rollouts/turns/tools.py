@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from transformers.utils import get_json_schema
 
+from fastp3o.calls.function import raised_by_itself
 from fastp3o.errors import text_of, visible
-from fastp3o.named_function import raised_by_itself
 
 # As Hermes, Qwen and others write calls.
 BEGIN, END = "<tool_call>", "</tool_call>"

@@ -21,7 +21,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from fastp3o.endpoint import Answers, EndpointError
+from fastp3o.calls.answers import Answers
+from fastp3o.calls.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.save import hub_weights

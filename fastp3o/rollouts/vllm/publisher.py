@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from fastp3o.calls.endpoint import EndpointError
 from fastp3o.config import PolicyConfig, SamplerConfig
-from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered

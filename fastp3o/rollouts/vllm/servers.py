@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers.utils.logging import get_logger
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, UnavailableError
+from fastp3o.calls.answers import Answers
+from fastp3o.calls.endpoint import AnswerError, Endpoint, EndpointError, UnavailableError
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import SamplingSettings

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.endpoint import EndpointError
+from fastp3o.calls.endpoint import EndpointError
 from fastp3o.evaluation.judge import MARKS, Answer, ChatEndpoint, EndpointJudge, FunctionJudge, parse_verdict
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile
 from tests.fastp3o.local_server import Reply, Server, always

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from fastp3o import UserError, train
-from fastp3o.named_function import FunctionError
+from fastp3o.calls.function import FunctionError
 from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.config import PenaltyConfig

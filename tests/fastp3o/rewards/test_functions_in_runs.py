@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.named_function import FunctionError, FunctionInterruptedError, TookTooLongError, time_limit
+from fastp3o.calls.function import FunctionError, FunctionInterruptedError
+from fastp3o.calls.time_limit import TookTooLongError, time_limit
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.verifiable import math_answer
 from fastp3o.training.loop import train

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from fastp3o.endpoint import AnswerError, EndpointError
+from fastp3o.calls.endpoint import AnswerError, EndpointError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward, read_rewards
 from tests.fastp3o.groups import groups_of_texts

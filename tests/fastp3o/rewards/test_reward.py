@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from fastp3o import named_function
+from fastp3o.calls import event_loop
+from fastp3o.calls import function as user_function
+from fastp3o.calls.function import FunctionError
 from fastp3o.models.loading import load_reward_model
-from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -201,7 +202,8 @@ async def blocking(prompts, responses):
 
 @pytest.mark.parametrize("function", [sleeping, swallowing, stubborn, blocking])
 def test_a_call_has_a_time_limit(rollouts, free_alarm, monkeypatch, function):
-    monkeypatch.setattr(named_function, "GRACE", 0.1 if function is blocking else 5.0)
+    for module in (event_loop, user_function):
+        monkeypatch.setattr(module, "GRACE", 0.1 if function is blocking else 5.0)
     place = ": it was in .*test_reward.py" if function is sleeping else ""
     with pytest.raises(FunctionError, match=rf"tests:f has not returned after 0\.1 s \(--reward_timeout\){place}"):
         reward_of(function, timeout=0.1)(rollouts)
@@ -213,7 +215,7 @@ def test_a_function_that_blocks_leaves_the_next_one_another_loop(rollouts, monke
     async def good(prompts, responses):
         return [1.0] * len(responses)
 
-    monkeypatch.setattr(named_function, "GRACE", 0.1)
+    monkeypatch.setattr(event_loop, "GRACE", 0.1)
     with pytest.raises(FunctionError, match="has not returned after"):
         reward_of(blocking, timeout=0.1)(rollouts)
     assert reward_of(good, timeout=5.0)(rollouts).tolist() == [[1, 1], [1, 1]]
@@ -225,8 +227,8 @@ def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(rollou
         time.sleep(0.5)
         return [1.0] * len(responses)
 
-    monkeypatch.setattr(named_function, "LONG", 0.05)
-    monkeypatch.setattr(named_function, "GRACE", 0.0)
+    monkeypatch.setattr(user_function, "LONG", 0.05)
+    monkeypatch.setattr(user_function, "GRACE", 0.0)
     assert reward_of(slow, timeout=0.2)(rollouts).tolist() == [[1, 1], [1, 1]]
     said = [f"tests:f has not returned after {late} (--reward_timeout)" for late in ("0.05 s; it has 0.2", "0.2 s")]
     assert capsys.readouterr().err.splitlines() == said

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from fastp3o.calls.function import FunctionError
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts import cache
 from fastp3o.rollouts.engine_sampler import EngineSampler

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fastp3o import UserError, train
+from fastp3o.calls.function import FunctionError
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig, RLOOConfig
 from fastp3o.objectives.config.ppo import PPOConfig

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o import UserError, train
-from fastp3o.named_function import FunctionError
+from fastp3o.calls.function import FunctionError
 from fastp3o.rewards.verifiable import UNIT, exact_match, final_answer, word_overlap
 from fastp3o.rollouts.groups import Prompt
 from fastp3o.rollouts.turns.environment import Environments

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fastp3o.calls.function import FunctionError
 from fastp3o.errors import UserError
-from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.preferences import NashMDConfig, OnlineDPOConfig
 from fastp3o.run.manifest import ResumeError

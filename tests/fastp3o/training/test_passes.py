@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from fastp3o.endpoint import EndpointError
+from fastp3o.calls.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.evaluation.matched_kl import read_run
 from fastp3o.models.packed_model import PackedModel

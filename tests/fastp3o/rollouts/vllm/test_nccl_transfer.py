@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fastp3o.calls.endpoint import EndpointError
 from fastp3o.config import TrainableConfig
-from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.save import hub_weights, write_model

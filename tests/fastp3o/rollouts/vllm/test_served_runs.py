@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from fastp3o.endpoint import AnswerError, EndpointError
+from fastp3o.calls.endpoint import AnswerError, EndpointError
 from fastp3o.errors import UserError
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate

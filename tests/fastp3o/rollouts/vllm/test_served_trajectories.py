@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.endpoint import EndpointError
-from fastp3o.named_function import FunctionError
+from fastp3o.calls.endpoint import EndpointError
+from fastp3o.calls.function import FunctionError
 from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.vllm.publisher import PROBE_TOKENS
 from fastp3o.training.loop import train

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.named_function import FunctionError
+from fastp3o.calls.function import FunctionError
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.rewards.function import FunctionReward
 from tests.fastp3o.run.faults.injection import DAMAGES, KILLED, LONGEST, fork, wait_together

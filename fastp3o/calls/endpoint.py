@@ -8,21 +8,17 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, wait
 from email.utils import parsedate_to_datetime
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from itertools import chain, count
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from itertools import count
 
 import httpx
 
+from fastp3o.calls.answers import Answer
 from fastp3o.errors import UserError
-
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
 
 STARS = "***"
 SHORTEST_SECRET = 8  # characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers
@@ -185,51 +181,6 @@ def background(process: int, proxied: bool) -> tuple[asyncio.AbstractEventLoop, 
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
     )
-
-
-class Answers(Generic[Question, Answer]):
-    """Answers to questions that are asked in the background, some `at_once`. `ask` gets an event that is set once
-    no more answers are wanted.
-
-    Iterating yields answers as they come. An error or an interrupt sends no more requests, and waits for pending ones.
-    """
-
-    def __init__(self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], at_once: int):
-        self.ask, self.stopped, self.pool = ask, threading.Event(), ThreadPoolExecutor(at_once)
-        self.awaited: set[Future[Answer]] = set()
-        self.come: SimpleQueue[Future[Answer]] = SimpleQueue()
-        self.add(questions)
-
-    def add(self, questions: Iterable[Question]) -> None:
-        for question in questions:
-            future = self.pool.submit(self.ask, question, self.stopped)
-            self.awaited.add(future)
-            future.add_done_callback(self.come.put)
-
-    @property
-    def futures(self) -> list[Future[Answer]]:
-        """Requests whose answers have not been read yet."""
-        return list(self.awaited)
-
-    def __iter__(self) -> Iterator[Answer]:
-        return chain.from_iterable(self.lists())
-
-    def lists(self) -> Generator[list[Answer], None, None]:
-        """Lists of the answers that have come meanwhile, also to questions that were added."""
-        try:
-            while self.awaited:
-                done = [self.come.get()]
-                done += [self.come.get() for _ in range(self.come.qsize())]  # nobody else takes any
-                self.awaited.difference_update(done)
-                yield [future.result() for future in done]
-        finally:
-            self.stop()
-            self.pool.shutdown()
-
-    def stop(self) -> None:
-        """Sends no more requests, and does not wait for those under way."""
-        self.stopped.set()
-        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 # --- what answers and URLs say ----------------------------------------------------------------------------------------

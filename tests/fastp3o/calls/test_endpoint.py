@@ -11,7 +11,8 @@ from math import inf
 
 import pytest
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, background, seconds_asked
+from fastp3o.calls.answers import Answers
+from fastp3o.calls.endpoint import AnswerError, Endpoint, EndpointError, background, seconds_asked
 from tests.fastp3o.counted import instructions
 from tests.fastp3o.local_server import Reply, always, time_limit
 

@@ -14,14 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.named_function import (
-    Background,
-    FunctionError,
-    FunctionInterruptedError,
-    TookTooLongError,
-    call_for_list,
-    import_function,
-)
+from fastp3o.calls.function import Background, FunctionError, FunctionInterruptedError, call_for_list, import_function
+from fastp3o.calls.time_limit import TookTooLongError
 from tests.fastp3o.torchrun import ROOT
 
 
@@ -169,7 +163,7 @@ def test_a_functions_own_end_of_the_process_is_an_error_and_a_forked_process_end
 WAITS = """
 import asyncio, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
-from fastp3o.named_function import call_for_list
+from fastp3o.calls.function import call_for_list
 async def function(responses):
     print("waits", flush=True)
     await asyncio.sleep(60)
@@ -256,7 +250,7 @@ def test_no_thread_takes_the_working_directory_from_another(tmp_path, first, sec
 
 
 def test_a_thread_that_is_left_behind_takes_the_directory_from_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastp3o.named_function.GRACE", 0.1)
+    monkeypatch.setattr("fastp3o.calls.function.GRACE", 0.1)
     monkeypatch.chdir(tmp_path)
     may_end = threading.Event()
     late = Background(lambda: call_for_list(lambda responses: may_end.wait(20), "m:late", ["r"], timeout=0.1))
@@ -273,7 +267,7 @@ def test_a_thread_that_is_left_behind_takes_the_directory_from_nobody(tmp_path, 
 
 
 def test_a_limit_in_the_main_thread_is_no_error_of_the_codes_own(monkeypatch):
-    from fastp3o.named_function import raised_by_itself
+    from fastp3o.calls.function import raised_by_itself
 
     # A shell starts what runs in its background with an ignored SIGINT.
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
