@@ -18,6 +18,7 @@ from itertools import count
 import httpx
 
 from fastp3o.calls.answers import Answer
+from fastp3o.calls.event_loop import event_loop
 from fastp3o.errors import UserError
 
 STARS = "***"
@@ -93,7 +94,7 @@ class Endpoint:
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", **authorization}
         try:
-            background(os.getpid(), self.proxied)  # made here once, rather than in all threads that ask first
+            client(os.getpid(), self.proxied)  # made here once, rather than in all threads that ask first
         except (httpx.InvalidURL, ValueError, ImportError) as error:  # a SOCKS proxy needs another package
             raise UserError(f"the environment's proxy for https cannot be used: {error}") from error
 
@@ -121,8 +122,7 @@ class Endpoint:
 
     def attempt(self, content: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         try:
-            loop, client = background(os.getpid(), self.proxied)
-            answered = asyncio.run_coroutine_threadsafe(self.request(client, content), loop)
+            answered = asyncio.run_coroutine_threadsafe(self.request(content), event_loop("requests").loop)
             while self.abandons and not wait([answered], timeout=0.2).done:
                 if stopped.is_set():
                     answered.cancel()
@@ -147,11 +147,12 @@ class Endpoint:
         except (ValueError, RecursionError) as error:  # of JSON that is nested too deeply
             raise AttemptError(f"{what} — {error}") from error
 
-    async def request(self, client: httpx.AsyncClient, content: bytes) -> httpx.Response:
+    async def request(self, content: bytes) -> httpx.Response:
         """The whole answer. Raises TimeoutError; httpx's own limits begin again with each byte."""
         async with asyncio.timeout(self.timeout):
+            ask = client(os.getpid(), self.proxied).request
             method = "POST" if content else "GET"
-            return await client.request(method, self.url, params=self.query, content=content, headers=self.headers)
+            return await ask(method, self.url, params=self.query, content=content, headers=self.headers)
 
     def without_key(self, text: str) -> str:
         """The text with stars in the place of the key, if it is long enough to be a secret."""
@@ -164,17 +165,12 @@ class Endpoint:
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
 
-# --- the thread of requests -------------------------------------------------------------------------------------------
-
-
 @cache
-def background(process: int, proxied: bool) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient]:
-    """The client whose connections all requests of a process share, which keeps no cookies; and its event loop, in a
-    thread of its own, since a caller's thread may run one. proxied: through the environment's proxy, if there is one.
+def client(process: int, proxied: bool) -> httpx.AsyncClient:
+    """The client whose connections all requests of a process share, in the event loop of requests. It keeps no cookies.
+    proxied: through the environment's proxy, if there is one.
     """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop, httpx.AsyncClient(
+    return httpx.AsyncClient(
         verify=ssl.create_default_context(),
         trust_env=proxied,
         timeout=None,

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, in which coroutines run whatever the caller's thread does."""
+"""Event loops in threads of their own, in which users' coroutines and our requests run whatever the caller does."""
 
 import asyncio
 import inspect
@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -21,12 +20,12 @@ OF_TASKS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASY
 
 class LoopThread(threading.Thread):
     """An event loop that continues, whatever its tasks and callbacks raise, or if they stop it. ends: what callbacks
-    have raised to end the program.
+    have raised to end the program. left: behind, for another loop.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.loop, self.ends = asyncio.new_event_loop(), list[BaseException]()
+        self.loop, self.ends, self.left = asyncio.new_event_loop(), list[BaseException](), False
         self.loop.set_default_executor(Workers())
         self.start()
 
@@ -56,12 +55,20 @@ class Workers(ThreadPoolExecutor):
         return super().submit(call)
 
 
-@cache
-def event_loop(process: int) -> LoopThread:
-    """The event loop of all coroutines of a process: a client that a module keeps belongs to the loop in which it was
-    first used. It runs in a thread of its own, since a notebook's runs in the caller's.
+LOOPS: dict[tuple[int, str], LoopThread] = {}  # by process and what they run
+
+
+def event_loop(runs: str) -> LoopThread:
+    """The event loop of this process for coroutines of one kind: a client belongs to the loop in which it was first
+    used. It runs in a thread of its own, since a notebook's runs in the caller's.
+
+    runs: "users' code" or "requests". Users' code may block, break or close its loop, which then is left behind; our
+    requests continue in theirs.
     """
-    return LoopThread()
+    thread = LOOPS.get((os.getpid(), runs))
+    if thread is None or thread.left or not thread.is_alive():
+        thread = LOOPS[os.getpid(), runs] = LoopThread()
+    return thread
 
 
 def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
@@ -75,10 +82,7 @@ def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
         except BaseException as error:
             return None, error
 
-    thread = event_loop(os.getpid())
-    if not thread.is_alive():
-        event_loop.cache_clear()
-        thread = event_loop(os.getpid())
+    thread = event_loop("users' code")
     ends, latest = len(thread.ends), time.monotonic() + (timeout or inf)
     future = asyncio.run_coroutine_threadsafe(settled(), thread.loop)
     try:
@@ -91,15 +95,14 @@ def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
                 raise TookTooLongError(timeout)
         result, error = future.result()
     except BaseException:
-        if not goes_on(thread, future):
-            event_loop.cache_clear()
+        thread.left = not continues(thread, future)
         raise
     if error is not None:
         raise error
     return result
 
 
-def goes_on(thread: LoopThread, given_up: Future) -> bool:
+def continues(thread: LoopThread, given_up: Future) -> bool:
     """Cancels a call, and says whether its event loop continues. Code that blocks it is left behind, with the loop."""
     if not thread.is_alive():
         return False

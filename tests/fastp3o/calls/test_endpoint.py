@@ -12,7 +12,7 @@ from math import inf
 import pytest
 
 from fastp3o.calls.answers import Answers
-from fastp3o.calls.endpoint import AnswerError, Endpoint, EndpointError, background, seconds_asked
+from fastp3o.calls.endpoint import AnswerError, Endpoint, EndpointError, client, seconds_asked
 from tests.fastp3o.counted import instructions
 from tests.fastp3o.local_server import Reply, always, time_limit
 
@@ -156,7 +156,7 @@ def test_a_url_that_cannot_be_one_is_refused_without_its_secrets(url):
     ],
 )
 def test_a_proxy_or_a_key_that_cannot_be_one_is_refused_unseen(monkeypatch, variable, value, said):
-    background.cache_clear()
+    client.cache_clear()
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=said) as refused:
         Endpoint("https://host/score", VARIABLE)
