@@ -147,7 +147,8 @@ def load(name: str, config: ChatConfig) -> Speaker:
     from transformers.utils.logging import disable_progress_bar
 
     from fastp3o.data.encoding import Encoder, response_ends
-    from fastp3o.models.loading import load_policy, load_tokenizer
+    from fastp3o.models.loading import load_policy
+    from fastp3o.models.tokenizer import load_tokenizer
     from fastp3o.rollouts.groups import SamplingSettings
     from fastp3o.rollouts.transformers_sampler import TransformersSampler
 
