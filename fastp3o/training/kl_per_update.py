@@ -1,6 +1,6 @@
 """A learning rate that follows how far the steps of an update move the policy (`--kl_per_update`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
@@ -90,17 +90,8 @@ class Search:
             self.lessons, self.hidden = state["lessons"], state["hidden"]
 
 
-def adapted(
-    optimizer: Optimizer,
-    config: OnlineConfig,
-    update: int,
-    order: Sequence[int],
-    minibatches: Minibatches,
-    step_metrics: Sequence[dict[str, Tensor]],
-    rate_metrics: dict[str, float],
-    search: Search | None = None,
-) -> Iterator[int]:
-    """The minibatches of an update's steps, in this order. Adapts the policy's learning rate after the last one.
+class LearningRateSearch:
+    """Adapts the policy's learning rate to what the steps of one update move it, once the last one is made.
 
     A run's first update tests rates (Smith, arXiv 1506.01186): they double from step to step, up to the peak, and it
     ends with the step that moves the policy beyond the target. Otherwise a start that is too high would do damage that
@@ -109,47 +100,88 @@ def adapted(
     What rounding makes of the movement is taken off. Where it hides the movement, as in bf16 at first, what was
     measured still bounds it: the rate rises as far as is safe by that, and the next update tests rates from there on.
 
-    search: what goes from update to update; None: nothing has. step_metrics: of the steps so far. rate_metrics:
-    gets `kl_moved`, KL(π_before ‖ π_after) in nats per response, by a pass of one minibatch, which stands for all. With
-    `--old_logprobs sampler` and several steps one more before them gives log π_before.
+    With `--old_logprobs sampler` and several steps one more pass, of one minibatch, gives log π_before here.
+
+    search: what goes from update to update. minibatches: of this update; the first one that has a row stands for all.
+    steps: number of steps that the update is to make. metrics: `kl_moved`, KL(π_before ‖ π_after) in nats per
+    response, once the last step is made. Without `--kl_per_update` nothing is measured, and nothing changes.
     """
-    target, accelerator, schedule = config.kl_per_update, optimizer.accelerator, optimizer.schedule
-    if target is None:
-        yield from order
-        return
-    watched = next(filter(None, minibatches))  # a process may have no row in the first
-    if config.old_logprobs == "sampler" and config.steps_per_update > 1:
-        with torch.no_grad(), accelerator.autocast():
-            before = policy_logprobs(optimizer.model, [microbatch.row for microbatch in watched])
-        pairs = zip(watched, before, strict=True)
-        watched = [replace(microbatch, noted_token_logprobs=logprobs) for microbatch, logprobs in pairs]
-    peak, rates, tested, moved = float(schedule.base_lrs[0]), list[float](), 0, 0.0
-    search = search or Search(config.learning_rate)
-    first = peak == config.learning_rate
-    tests = first or search.hidden
-    for made, index in enumerate(order, 1):
-        if tests:
-            doubled = 2.0 ** (tested + 1 - len(order)) if first else min(2.0**tested, FIRST_CHANGE)
-            optimizer.set_peak_learning_rate(peak * doubled)
-        rates.append(optimizer.next_learning_rate())
-        yield index
-        if tests or made == len(order):
-            tested += step_metrics[-1]["grad_norm"].item() > 0
-            with accelerator.autocast():
-                rate_metrics["kl_moved"] = moved = kl_moved(optimizer, watched)
-            if tests and search.without_rounding(moved) > target:
-                which = "first update" if first else f"update {update}"
-                accelerator.print(f"--kl_per_update: the {which} ends after {made} steps and {moved:.3g} nats")
-                break
-    # The KL grows with the square of the way, the sum of the steps' rates.
-    norms = torch.stack([step["grad_norm"] for step in step_metrics]).tolist()
-    way = sum(rate for rate, norm in zip(rates, norms, strict=True) if norm > 0)
-    if way > 0:
-        peak *= search.learned(way / (len(order) * peak), moved, target, tested=tests)
-        if search.is_slow and not search.said:
-            search.said = True
-            accelerator.print(told_of_slowness(moved, target, peak))
-    optimizer.set_peak_learning_rate(peak)
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: OnlineConfig,
+        search: Search,
+        update: int,
+        minibatches: Minibatches,
+        steps: int,
+    ):
+        self.optimizer, self.search, self.update, self.steps = optimizer, search, update, steps
+        self.target = config.kl_per_update
+        self.metrics: dict[str, float] = {}
+        if self.target is None:
+            return
+        self.watched = next(filter(None, minibatches))  # a process may have no row in the first
+        if config.old_logprobs == "sampler" and config.steps_per_update > 1:
+            self.watched = with_policy_logprobs(optimizer, self.watched)
+        self.peak = float(optimizer.schedule.base_lrs[0])
+        self.is_first = self.peak == config.learning_rate
+        self.tests = self.is_first or search.hidden
+        self.tested = 0  # steps so far that had a gradient, in an update that tests rates
+        self.rates: list[float] = []  # of the steps so far
+        self.norms: list[Tensor] = []  # of their gradients
+
+    def before_step(self) -> None:
+        """Sets the rate of the next step, if this update tests rates."""
+        if self.target is None:
+            return
+        if self.tests:
+            doubled = 2.0 ** (self.tested + 1 - self.steps) if self.is_first else min(2.0**self.tested, FIRST_CHANGE)
+            self.optimizer.set_peak_learning_rate(self.peak * doubled)
+        self.rates.append(self.optimizer.next_learning_rate())
+
+    def after_step(self, metrics: Mapping[str, Tensor]) -> bool:
+        """Whether the update ends with this step. metrics: the step's; `grad_norm` is read, 0-d."""
+        if self.target is None:
+            return False
+        self.norms.append(metrics["grad_norm"])
+        is_last = len(self.norms) == self.steps
+        if not (self.tests or is_last):
+            return False
+        accelerator = self.optimizer.accelerator
+        self.tested += self.norms[-1].item() > 0
+        with accelerator.autocast():
+            moved = kl_moved(self.optimizer, self.watched)
+        self.metrics["kl_moved"] = moved
+        ends_early = self.tests and self.search.without_rounding(moved) > self.target
+        if ends_early:
+            which = "first update" if self.is_first else f"update {self.update}"
+            accelerator.print(f"--kl_per_update: the {which} ends after {len(self.norms)} steps and {moved:.3g} nats")
+        if ends_early or is_last:
+            self.set_next_rate(moved, self.target)
+        return ends_early
+
+    def set_next_rate(self, moved: float, target: float) -> None:
+        """Sets the peak rate of the updates to come by what this one has moved, in nats per response."""
+        # The KL grows with the square of the way, the sum of the steps' rates.
+        norms = torch.stack(self.norms).tolist()
+        way = sum(rate for rate, norm in zip(self.rates, norms, strict=True) if norm > 0)
+        peak, search = self.peak, self.search
+        if way > 0:
+            peak *= search.learned(way / (self.steps * peak), moved, target, tested=self.tests)
+            if search.is_slow and not search.said:
+                search.said = True
+                self.optimizer.accelerator.print(told_of_slowness(moved, target, peak))
+        self.optimizer.set_peak_learning_rate(peak)
+
+
+@torch.no_grad()
+def with_policy_logprobs(optimizer: Optimizer, microbatches: list[Microbatch]) -> list[Microbatch]:
+    """The microbatches with the log-probs of the policy as it is now, whatever their old ones are by."""
+    with optimizer.accelerator.autocast():
+        before = policy_logprobs(optimizer.model, [microbatch.row for microbatch in microbatches])
+    pairs = zip(microbatches, before, strict=True)
+    return [replace(microbatch, noted_token_logprobs=logprobs) for microbatch, logprobs in pairs]
 
 
 def told_of_slowness(moved: float, target: float, rate: float) -> str:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -76,6 +76,18 @@ def logprob_metrics(
     sampled = torch.tensor([[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers])
     gaps = to_device(sampled, known.device) - known
     return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `logprob_metrics` compares, kept until the policy's log-probs of all of it are known."""
+
+    groups: Sequence[Group]
+    microbatches: Sequence[Microbatch]
+    again: Tensor | None
+
+    def metrics(self) -> dict[str, Tensor]:
+        return logprob_metrics(self.groups, self.microbatches, self.again)
 
 
 def noise_warning(noise: float, clip_range: float, precision: str, device: str) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -17,20 +17,20 @@ from fastp3o.rewards.scaling import Outlier, differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.run.log import LoggedGroup, LoggedResponse, finite_or_none
 from fastp3o.run.run import Run
+from fastp3o.training.batch import RolloutBatch
 from fastp3o.training.logprob_gaps import TOLERATED, noise_warning
-from fastp3o.training.microbatches import Rewards, mean_over_steps
+from fastp3o.training.microbatches import mean_over_steps
 
 SAMPLED_PROMPTS = 3
 
 
-class Update(NamedTuple):
-    """A finished update. Groups and rewards are those of all processes, the rest is of this one."""
+@dataclass(frozen=True)
+class Update:
+    """A finished update. The batch is that of all processes, the rest is of this one."""
 
     number: int
-    groups: list[Group]
-    rewards: Rewards  # unscaled, less penalties
-    sampled_again: int  # how often a prompt was
-    round_metrics: dict[str, float]  # `RolloutBuffer.metrics` and `logged_means`
+    batch: RolloutBatch
+    round_metrics: dict[str, float]  # of the rollouts, of what rewards log, and of the search for a learning rate
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]
@@ -46,7 +46,8 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         rewards = torch.cat(
             [microbatch.ref_logprobs - microbatch.old_logprobs for microbatch in update.microbatches]
         ).cpu()
-        update = update._replace(rewards={"reward": gather_table(run.optimizer, update, rewards)})
+        table = gather_table(run.optimizer, update, rewards)
+        update = replace(update, batch=replace(update.batch, rewards={"reward": table}))
     metrics, log_ratios = update_metrics(run.optimizer, update, from_policy)
     if not config.needs_reference:
         metrics.pop("kl")
@@ -55,7 +56,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
     if config.dynamic_sampling:
-        metrics["sampled_again"] = update.sampled_again / len(update.groups)
+        metrics["sampled_again"] = update.batch.sampled_again / len(update.batch.groups)
     metrics["packing_efficiency"] = efficiency(
         [microbatch.row for microbatch in update.microbatches], config.packing.tokens_per_row
     )
@@ -78,10 +79,10 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if config.log_rollouts and update.number % config.log_rollouts == 0:
         run.reporter.rollouts(update.number, logged_groups(run, config, update, log_ratios))
     if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
-        shown = update.groups[:SAMPLED_PROMPTS]
+        shown = update.batch.groups[:SAMPLED_PROMPTS]
         prompts = [group.prompt.text for group in shown]
         responses = [[response.text for response in group.responses] for group in shown]
-        run.reporter.samples(update.number, prompts, responses, update.rewards["reward"][: len(shown)].tolist())
+        run.reporter.samples(update.number, prompts, responses, update.batch.rewards["reward"][: len(shown)].tolist())
 
 
 def outlier_warning(outlier: Outlier) -> str:
@@ -104,8 +105,8 @@ def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tu
     end-of-sequence. Others: `logprob_metrics`.
     """
     accelerator, shares = optimizer.accelerator, optimizer.share.count
-    rewards, microbatches = update.rewards["reward"], update.microbatches
-    tokens = lengths(update.groups)
+    rewards, microbatches = update.batch.rewards["reward"], update.microbatches
+    tokens = lengths(update.batch.groups)
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
     log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
     # Processes have different numbers of responses: means over all are means of what each adds to them.
@@ -113,10 +114,10 @@ def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tu
         "reward_difference": differences(rewards).abs().mean(),
         "tied_prompts": tied(rewards).float().mean(),
         "response_length": tokens.mean(),
-        "missing_eos": 1 - finished(update.groups).float().mean(),
+        "missing_eos": 1 - finished(update.batch.groups).float().mean(),
         "response_tokens": tokens.sum(),
-        **turn_metrics(update.groups),
-        **{name: table.mean() for name, table in update.rewards.items()},
+        **turn_metrics(update.batch.groups),
+        **{name: table.mean() for name, table in update.batch.rewards.items()},
     }
     on_device = {
         # Over the policy's responses, or over all if none is the policy's.
@@ -164,14 +165,14 @@ def gather_table(optimizer: Optimizer, update: Update, values: Tensor) -> Tensor
     """The table of all processes, [P, K], from the values of this one's responses, [p, K] fp32. All are on the CPU."""
     places = (place for microbatch in update.microbatches for place in microbatch.row.groups)
     by_place = dict(optimizer.share.gather([*zip(places, values.tolist(), strict=True)]))
-    return torch.tensor([by_place[place] for place in range(len(update.groups))])
+    return torch.tensor([by_place[place] for place in range(len(update.batch.groups))])
 
 
 def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:
     """The groups of an update that are logged, in order. log_ratios: of this process's responses, [p, K]. Those whose
     prompts have the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
     """
-    groups = update.groups
+    groups = update.batch.groups
     places: Sequence[int] = range(len(groups))
     if config.log_rollouts_prompts:
         hashed = sorted(places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest())
@@ -180,7 +181,7 @@ def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Te
     # Over the policy's responses, or over all if none is the policy's.
     from_policy = config.responses_per_prompt - config.from_mixture
     ratios, kls = table.tolist(), table[:, : from_policy or None].mean(dim=1).tolist()
-    tables = {name: rewards.tolist() for name, rewards in update.rewards.items()}
+    tables = {name: rewards.tolist() for name, rewards in update.batch.rewards.items()}
     return [
         LoggedGroup(
             update.number,

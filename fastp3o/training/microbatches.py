@@ -11,7 +11,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fastp3o.errors import UserError
@@ -29,22 +28,9 @@ from fastp3o.runtime.finiteness import require_finite
 from fastp3o.runtime.shares import Share
 
 RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
-Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
 
 
 # --- rows of an update ------------------------------------------------------------------------------------------------
-
-
-def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
-    """All processes' groups and rewards, by the numbers of their prompts. What only rewards read is not sent."""
-    if accelerator.num_processes == 1:
-        return groups, rewards
-    sent = [Group(group.prompt._replace(columns={}, given=""), group.responses) for group in groups]
-    shares = gather_object([(sent, rewards)])
-    groups = [group for share, _ in shares for group in share]
-    order = sorted(range(len(groups)), key=lambda place: groups[place].prompt.number)
-    tables = {name: torch.cat([table[name] for _, table in shares])[order] for name in rewards}
-    return [groups[place] for place in order], tables
 
 
 def pack_minibatches(share: Share, groups: list[Group], minibatches: int, packing: Packing) -> list[list[PackedRow]]:

@@ -1,12 +1,13 @@
 """The parts of the online loop, built from its configuration."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
@@ -14,16 +15,17 @@ from fastp3o.models.ends import checkpoint_ends
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
-from fastp3o.objectives.base import Objective
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Minibatches, Objective
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards, require_finite_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
-from fastp3o.rollouts.groups import Group, sampling_settings
+from fastp3o.rollouts.groups import Group, Sampler, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.runtime.context import Caller, Context
+from fastp3o.training.batch import RolloutBatch
 from fastp3o.training.build import (
     SampledModel,
     in_context,
@@ -34,30 +36,93 @@ from fastp3o.training.build import (
     policy_sampler,
     sampled_model,
 )
-from fastp3o.training.kl_per_update import Search
-from fastp3o.training.microbatches import Rewards, add_gradients
+from fastp3o.training.kl_per_update import LearningRateSearch, Search
+from fastp3o.training.logprob_gaps import Comparison, evaluated_again, measures_noise
+from fastp3o.training.microbatches import Passes, add_gradients, counted
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
-Score = Callable[[list[Group]], Rewards]
-Logged = Callable[[], dict[str, float]]
-Gradients = Callable[..., dict[str, Tensor]]
-# The buffer, `score`, what rewards log, objective, policy and reference, a step's backward passes, the rate, the run.
-Online = tuple[RolloutBuffer, Score, Logged, Objective, PackedModel, Reference, Gradients, Search, Run]
+
+@dataclass(frozen=True)
+class OnlineLoop:
+    """What the online loop works with, and those of its steps that only need what stays the same from update to update.
+
+    run: folder, logs, checkpoints, and the optimizer. reference: log π_ref of rows. objective: the loss, and what comes
+    before and after an update's steps. buffer: the rollouts of each update. reward: of groups, [P, K]. pretraining: the
+    backward passes of a pretraining mix. search: for the learning rate, from update to update.
+    """
+
+    config: OnlineConfig
+    run: Run
+    policy: PackedModel
+    reference: Reference
+    objective: Objective
+    buffer: RolloutBuffer
+    reward: Reward
+    pretraining: PretrainingMix | None
+    search: Search
+
+    def score(self, groups: list[Group]) -> RolloutBatch:
+        """The batch of all processes' groups with rewards, less penalties. groups: those that this process has sampled.
+        Raises NotFiniteError on all processes if a reward of one is not finite.
+        """
+        config, accelerator = self.config, self.run.accelerator
+        by_token = config.process_rewards
+        rewards = penalised_rewards(self.reward, groups, config, config.max_response_tokens, by_token=by_token)
+        require_finite_rewards(accelerator, self.reward, groups, rewards["reward"])
+        return RolloutBatch.gathered(accelerator, groups, rewards)
+
+    def comparison(
+        self, update: int, groups: list[Group], minibatches: Minibatches, first: Passes[Microbatch]
+    ) -> Comparison:
+        """What of an update's rollouts is compared with the policy. first: the passes of the update's first step, which
+        alone computes the policy's log-probs if the old ones are the sampler's.
+        """
+        from_sampler = self.config.old_logprobs == "sampler"
+        compared = counted(first) if from_sampler else [*chain.from_iterable(minibatches)]
+        again = evaluated_again(self.policy, groups, compared[0].row) if measures_noise(update) else None
+        return Comparison(groups, compared, again)
+
+    def measured(self, update: int, comparison: Comparison) -> dict[str, Tensor]:
+        """Metrics of a comparison, 0-d, once the policy's log-probs are known. Raises OtherWeightsError on every
+        process if servers sampled from other weights than the policy's.
+        """
+        gaps = comparison.metrics()
+        self.buffer.require_same_policy(update, comparison.groups, gaps)
+        self.search.note_noise(self.run.accelerator, gaps)
+        return gaps
+
+    def learning_rate_search(self, update: int, minibatches: Minibatches, steps: int) -> LearningRateSearch:
+        return LearningRateSearch(self.run.optimizer, self.config, self.search, update, minibatches, steps)
+
+    def add_gradients(
+        self, passes: Passes[Microbatch], loss: Callable[[nn.Module, Microbatch, float | Tensor], LossAndMetrics]
+    ) -> dict[str, Tensor]:
+        """Makes a step's backward passes; those of the pretraining mix, too. Returns loss and metrics."""
+        return add_gradients(self.run.optimizer, passes, loss, further_passes=self.pretraining)
+
+    def sum_over_processes(self, sums: Tensor) -> Tensor:
+        return self.run.accelerator.reduce(sums, reduction="sum")
+
+    def round_metrics(self, update: int) -> dict[str, float]:
+        """Metrics of an update's rollouts, and of what reward functions logged about them."""
+        return self.buffer.metrics(update) | logged_means({"reward": self.reward})
 
 
-def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
+def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
-    # A remainder of 0 is a multiple of any number of processes.
+    # Processes, arithmetic and tokenizer. A remainder of 0 is a multiple of any number of processes.
     ptx_batch_size = config.ptx_batch_size if config.ptx_data else 0
     context = make_context(
         config, "fp16", caller, prompts_per_update=config.prompts_per_update, ptx_batch_size=ptx_batch_size
     )
+
     # Data before models: what is wrong in them is told in seconds.
     objective = config.build()
     prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
+
     # The policy, whole and on the CPU. What is sampled in its place, a copy or servers, is chosen before the optimizer
     # spreads it over the processes and takes its memory.
     policy, context = load_trained(context, config, partial(load_policy, trains=True))
@@ -65,7 +130,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         config,
         policy,
         context,
-        version=lambda: optimizer.steps,
+        version=lambda: optimizer.steps,  # servers are asked for it once there is an optimizer
         # Where `RolloutBuffer.require_same_policy` cannot tell.
         probes_always=bool(config.rounds_ahead) or config.truncates,
         tolerant=bool(config.sampler_ratio_cap),
@@ -74,28 +139,34 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     )
     # A critic, if the objective has one, is there before the optimizer lists what trains.
     objective.add_to(policy)
+
+    # Rewards: a function or an endpoint is tried on the first example.
     rewards = load_rewards(context, config, prompts, held_out.examples)
-    accelerator, precision, _, mesh, *_ = context
-    steps = config.updates * config.steps_per_update
-    optimizer: Optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
-    # log π_ref comes from a second model, which may move, or from the policy without its adapters; or nothing needs it.
-    reference, sampled_reference = load_reference(context, config, policy)
-    sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
-    # Some objectives also sample a mixture of policy and reference, token by token, which needs both on the device.
-    if isinstance(config, MixtureConfig) and sampled_reference is not None:
-        teacher, memory, longest = sampled_reference, rollout_bytes(config), config.max_response_tokens
-        options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": config.rollout_batch_size}
-        options |= {"tokenizer": context.tokenizer, "settings": sampling_settings(config), "memory": memory}
-        mix = partial(MixtureSampler, weight=config.mixture, **options)
-        mixed = sampled.gathered(lambda model: teacher.gathered(lambda other: mix(policy=model, other=other)))
-        sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
-    buffer = RolloutBuffer(context, config, sampler, prompts)
-    # A reference that moves is a part of the run's state; a fixed one is read again.
-    tensors = reference.tensors if isinstance(reference, MovingReference) else dict
-    reference = in_context(context, config, reference)
-    objective.reference_values = reference.map_rows
     # Distillation needs no reward: the loop has a table of zeros then.
     reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
+
+    steps = config.updates * config.steps_per_update
+    optimizer: Optimizer = Optimizer(
+        context.accelerator, policy, context.precision, config, steps, objective.learning_rates, context.mesh
+    )
+
+    # log π_ref comes from a second model, which may move, or from the policy without its adapters; or nothing needs it.
+    reference, sampled_reference = load_reference(context, config, policy)
+    # A reference that moves is a part of the run's state; a fixed one is read again.
+    tensors = reference.tensors if isinstance(reference, MovingReference) else dict
+
+    # What samples. Some objectives also sample a mixture of policy and reference, which needs both on the device.
+    sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
+    if isinstance(config, MixtureConfig) and sampled_reference is not None:
+        sampler = with_mixture(context, config, sampler, sampled, sampled_reference)
+    buffer = RolloutBuffer(context, config, sampler, prompts)
+
+    reference = in_context(context, config, reference)
+    objective.reference_values = reference.map_rows
+    evaluate = make_evaluation(
+        context, config, sampled, reference if config.needs_reference else None, rewards, held_out
+    )
+
     # The run restores a resumed state into all of these, and checks that data and options are those of the state.
     search = Search(config.learning_rate)
     run = Run(
@@ -103,18 +174,33 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         config,
         optimizer,
         Steps(type(objective).__name__, "update", config.updates),
-        evaluate=make_evaluation(
-            context, config, sampled, reference if config.needs_reference else None, rewards, held_out
-        ),
+        evaluate=evaluate,
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
-    # What the loop calls, with all that stays the same already filled in.
-    score = partial(finite_rewards, context, config, reward)
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
-    gradients = partial(add_gradients, optimizer, further_passes=pretraining)
-    logged = partial(logged_means, {"reward": reward})
-    return buffer, score, logged, objective, policy, reference, gradients, search, run
+    return OnlineLoop(config, run, policy, reference, objective, buffer, reward, pretraining, search)
+
+
+def with_mixture(
+    context: Context, config: MixtureConfig, sampler: Sampler, policy: SampledModel, reference: SampledModel
+) -> Sampler:
+    """Samples the last responses to each prompt from the mixture of policy and reference, the others by `sampler`."""
+
+    def mixture(model: PackedModel, other: PackedModel) -> Sampler:
+        return MixtureSampler(
+            policy=model,
+            other=other,
+            weight=config.mixture,
+            tokenizer=context.tokenizer,
+            settings=sampling_settings(config),
+            max_response_tokens=config.max_response_tokens,
+            batch_size=config.rollout_batch_size,
+            memory=rollout_bytes(config),
+        )
+
+    mixed = policy.gathered(lambda model: reference.gathered(lambda other: mixture(model, other)))
+    return partly_from_mixture(sampler, mixed, config.from_mixture)
 
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
@@ -191,10 +277,3 @@ def make_evaluation(
         held_out.sets,
         build(greedy=True) if config.eval_greedy else None,
     )
-
-
-def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
-    by_token = getattr(config, "process_rewards", False)
-    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens, by_token=by_token)
-    require_finite_rewards(context.accelerator, reward, groups, rewards["reward"])
-    return rewards

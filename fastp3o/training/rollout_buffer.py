@@ -21,7 +21,7 @@ from fastp3o.rollouts.turns.served import ServedTrajectories
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
 from fastp3o.runtime.context import Context
-from fastp3o.training.microbatches import Rewards, gather_groups
+from fastp3o.training.batch import RolloutBatch
 
 # Samplers whose responses come from servers.
 SERVED = VLLMSampler | ServedTrajectories
@@ -85,15 +85,14 @@ class RolloutBuffer:
             numbers = process_share(list(range(size)), self.context.accelerator)
         return make_prompts(self.examples[[chosen[number] for number in numbers]], numbers)
 
-    def resampled(
-        self, update: int, groups: list[Group], rewards: Rewards, score: Callable[[list[Group]], Rewards]
-    ) -> tuple[list[Group], Rewards, int]:
+    def resampled(self, update: int, batch: RolloutBatch, score: Callable[[list[Group]], RolloutBatch]) -> RolloutBatch:
         """Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so it is sampled again,
-        until it has others, at most `dynamic_sampling` times. Returns groups and rewards of all processes, the same on
-        each, as those that come in; and how often a prompt was sampled again. score: the groups' rewards.
+        until it has others, at most `dynamic_sampling` times. Returns another batch. score: gathers rewards of groups
+        that this process has sampled.
         """
         accelerator, config, count = self.context.accelerator, self.config, 0
-        groups, rewards = list(groups), {name: table.clone() for name, table in rewards.items()}
+        groups, rewards = list(batch.groups), {name: table.clone() for name, table in batch.rewards.items()}
+        token_rewards = None if batch.token_rewards is None else batch.token_rewards.clone()
         for attempt in range(1, config.dynamic_sampling + 1):
             again = tied(rewards["reward"]).nonzero().flatten().tolist()
             if not again:
@@ -102,13 +101,15 @@ class RolloutBuffer:
             # Processes wait for one another in passes, so one that has no prompt left samples another's.
             prompts = self.prompts(update, process_share(again, accelerator) or again[:1])
             seed = derived_seed(config.seed, update, AGAIN, attempt)
-            again_groups = self.sampler(prompts, config.responses_per_prompt, seed)
-            fresh, fresh_rewards = gather_groups(accelerator, again_groups, score(again_groups))
-            for place, group in enumerate(fresh):
-                groups[group.prompt.number] = group
+            fresh = score(self.sampler(prompts, config.responses_per_prompt, seed))
+            for place, group in enumerate(fresh.groups):
+                number = group.prompt.number
+                groups[number] = group
                 for name, table in rewards.items():
-                    table[group.prompt.number] = fresh_rewards[name][place]
-        return groups, rewards, count
+                    table[number] = fresh.rewards[name][place]
+                if token_rewards is not None and fresh.token_rewards is not None:
+                    token_rewards[number] = fresh.token_rewards[place]
+        return RolloutBatch(groups, rewards, token_rewards, sampled_again=count)
 
     def begin(self, number: int) -> Callable[[], list[Group]]:
         prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)

@@ -231,6 +231,11 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         return 0
 
     @property
+    def process_rewards(self) -> bool:
+        """Whether rewards of turns and tokens come where they are given, and not at a response's end."""
+        return False
+
+    @property
     def reference_moves(self) -> bool:
         return bool(self.reference_every or self.reference_decay)
 

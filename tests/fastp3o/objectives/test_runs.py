@@ -218,7 +218,7 @@ def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, ti
 @given(norms=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5), first=st.booleans())
 def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
     """Where the KL grows as it should, one update finds the rate, whatever steps are tied; without any it stays."""
-    rates, done, schedule = [], [], SimpleNamespace(base_lrs=[0.01])
+    rates, schedule = [], SimpleNamespace(base_lrs=[0.01])
     optimizer = SimpleNamespace(
         accelerator=SimpleNamespace(autocast=nullcontext, print=print),
         schedule=schedule,
@@ -228,9 +228,13 @@ def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
     settings = SimpleNamespace(kl_per_update=1.0, old_logprobs="policy", learning_rate=0.01 if first else 0.02)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kl_per_update, "kl_moved", lambda *_: (70 * sum(map(operator.mul, rates, norms))) ** 2)
-        for index in kl_per_update.adapted(optimizer, settings, 1, range(len(norms)), [[None]], done, {}):
+        state = kl_per_update.Search(settings.learning_rate)
+        search = kl_per_update.LearningRateSearch(optimizer, settings, state, 1, [[None]], len(norms))
+        for norm in norms:
+            search.before_step()
             rates.append(schedule.base_lrs[0])
-            done.append({"grad_norm": torch.tensor(norms[index])})
+            if search.after_step({"grad_norm": torch.tensor(norm)}):
+                break
     if first:
         tested = [sum(norms[:step]) for step in range(len(rates))]
         assert rates == [0.01 * 2.0 ** (one + 1 - len(norms)) for one in tested]

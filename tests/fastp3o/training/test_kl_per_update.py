@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o.training import kl_per_update, loop
-from fastp3o.training.kl_per_update import FINDING, RISE, Search, adapted
+from fastp3o.training import kl_per_update, loop, online
+from fastp3o.training.kl_per_update import FINDING, RISE, LearningRateSearch, Search
 from tests.fastp3o.runs import config, metrics
 
 TARGET, START, NEEDED = 0.3, 1e-6, 1e-4
@@ -44,7 +44,7 @@ class Policy:
         return [self.one_update(norm, needed) for norm in norms]
 
     def one_update(self, norm: float, needed: float) -> float:
-        rates, done = [], []
+        rates = []
 
         def kl() -> float:
             return TARGET * (norm * sum(rates) / (self.steps * needed)) ** 2
@@ -52,12 +52,14 @@ class Policy:
         self.update += 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kl_per_update, "kl_moved", lambda *_: kl() + self.noise**2 / 2)
-            given = self, self.settings, self.update, range(self.steps), [[None]], done, {}, self.search
-            for number, _ in enumerate(adapted(*given)):
+            search = LearningRateSearch(self, self.settings, self.search, self.update, [[None]], self.steps)
+            for number in range(self.steps):
+                search.before_step()
                 if number == 0 and self.update % 10 == 1:
                     self.search.note_noise(self.accelerator, {"ratio/noise": torch.tensor(self.noise)})
                 rates.append(self.rate)
-                done.append({"grad_norm": torch.tensor(norm)})
+                if search.after_step({"grad_norm": torch.tensor(norm)}):
+                    break
         return kl()
 
 
@@ -151,7 +153,7 @@ def test_log_probs_with_a_noise_of_a_tenth_find_the_rate_of_those_without(workpl
     generator, policy_logprobs, again = (
         torch.Generator().manual_seed(0),
         kl_per_update.policy_logprobs,
-        loop.evaluated_again,
+        online.evaluated_again,
     )
     changes = {
         "learning_rate": 0.0,
@@ -168,7 +170,7 @@ def test_log_probs_with_a_noise_of_a_tenth_find_the_rate_of_those_without(workpl
         "policy_logprobs",
         lambda *given: [rounded(one, 0.1 / length**0.5) for one in policy_logprobs(*given)],
     )
-    monkeypatch.setattr(loop, "evaluated_again", lambda *given: rounded(again(*given), 0.1))
+    monkeypatch.setattr(online, "evaluated_again", lambda *given: rounded(again(*given), 0.1))
     train(config(tiny_model, "rounded", **changes, **VARIED))
     exact, found = metrics("exact"), metrics("rounded")
     assert found[0]["kl_moved"] > 100 * exact[0]["kl_moved"]

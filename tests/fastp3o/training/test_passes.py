@@ -89,7 +89,7 @@ class Tokens:
         def reported(run, config, objective, update):
             whole = sum(one.row.tokens for one in update.microbatches)
             self.updates.append({phase: count / whole for phase, count in self.counts.items()})
-            longest = max(len(g.prompt.ids) + len(r.ids) for g in update.groups for r in g.responses)
+            longest = max(len(g.prompt.ids) + len(r.ids) for g in update.batch.groups for r in g.responses)
             self.noise.append(NOISE_RESPONSES * longest / whole)
             self.counts.clear()
             report(run, config, objective, update)
