@@ -18,7 +18,6 @@ from benchmarks.iteration_trainers import PHASES, save_model
 from benchmarks.shapes import CUDA, LARGE, TRIAL
 from benchmarks.test_iteration import peak_memory
 from benchmarks.training_shapes import CONFIG
-from fastp3o.commands.predicted_memory import Lengths, Model, frozen_memory, update_memory
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
@@ -26,6 +25,7 @@ from fastp3o.run.names import METRICS
 from fastp3o.run.run import Run
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import loop, setup
+from fastp3o.training.predicted_memory import Lengths, Model, frozen_memory, update_memory
 
 PROMPTS, K, UPDATES = (64, 4, 10) if LARGE else (2, 2, 2) if TRIAL else (16, 4, 10)
 PROMPT, RESPONSE = (350, 40) if LARGE else (9, 5) if TRIAL else (24, 16)

@@ -605,6 +605,16 @@ class LoadingConfig(Flags):
     )
 
     @property
+    def packing(self) -> Packing:
+        """How rows are packed."""
+        return Packing(TOKENS_PER_ROW)
+
+    @property
+    def offload(self) -> bool:
+        """Whether models that do not train are on the CPU between uses."""
+        return False
+
+    @property
     def tokenizer_options(self) -> dict[str, Any]:
         """Options of `load_tokenizer`."""
         return {"trust_remote_code": self.trust_remote_code, "chat_template": self.chat_template}
@@ -715,6 +725,11 @@ class EnvironmentConfig(PolicyConfig):
         "stops. end: only that trajectory ends. A reset that fails stops the run in both cases.",
         needs="environment",
     )
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Trajectories that begin at each prompt."""
+        return 1
 
 
 # --- evaluations during a run -----------------------------------------------------------------------------------------

@@ -91,16 +91,12 @@ def imports() -> Imports:
 FORBIDDEN = [
     ("fastp3o_kernels", in_any("fastp3o", "benchmarks", "scripts", "tests")),
     ("fastp3o.packing", in_any("transformers", "fastp3o.config")),
-    ("fastp3o.data", in_any("fastp3o.models")),
-    ("fastp3o.runtime", in_any("fastp3o.config", "fastp3o.packing", "fastp3o.models", "fastp3o.optimizer")),
     (
         "fastp3o.calls",
         in_any("fastp3o.config", "fastp3o.data", "fastp3o.runtime", "fastp3o.rollouts", "fastp3o.rewards"),
     ),
-    ("fastp3o.optimizer", in_any("fastp3o.rollouts", "fastp3o.objectives", "fastp3o.run", "fastp3o.training")),
-    ("fastp3o.rollouts", in_any("fastp3o.rewards", "fastp3o.objectives", "fastp3o.run", "fastp3o.training")),
-    ("fastp3o.objectives", in_any("fastp3o.rollouts", "fastp3o.training", "fastp3o.run", "accelerate")),
-    ("fastp3o.run", in_any("fastp3o.training")),
+    ("fastp3o.runtime", in_any("fastp3o.config", "fastp3o.packing", "fastp3o.models", "fastp3o.optimizer")),
+    ("fastp3o.objectives", in_any("fastp3o.rollouts", "accelerate")),
     ("fastp3o.run", concrete_objective),
     ("fastp3o.training.microbatches", concrete_objective),
     ("benchmarks", in_any("tests")),
@@ -108,7 +104,29 @@ FORBIDDEN = [
 ]
 
 
-@pytest.mark.parametrize(("package", "forbidden"), FORBIDDEN)
+def folders_in_order() -> list[str]:
+    """The trainer's folders from top to bottom, as the page names them."""
+    page = " ".join((PACKAGES["fastp3o"] / "README.md").read_text().split())
+    (order,) = re.findall(r"Imports point down this order: ([a-z, ]+);", page)
+    return order.split(", ")
+
+
+def test_the_page_orders_all_folders_and_its_table_has_the_lowest_first():
+    folders = {path.parent.name for path in PACKAGES["fastp3o"].glob("*/__init__.py")}
+    rows = re.findall(r"^\| `(\w+)/` \|", (PACKAGES["fastp3o"] / "README.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) == folders
+    assert [row for row in rows if row != "integrations"] == folders_in_order()[::-1]
+
+
+# A folder with those above it, which none of its imports may reach.
+ABOVE = [
+    (f"fastp3o.{folder}", in_any(*(f"fastp3o.{other}" for other in folders_in_order()[:place])))
+    for place, folder in enumerate(folders_in_order())
+    if place
+]
+
+
+@pytest.mark.parametrize(("package", "forbidden"), [*FORBIDDEN, *ABOVE])
 def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[str], bool]):
     own = [module for module in imports.modules if within(module, package)]
     assert own

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from benchmarks.markdown import markdown
 from benchmarks.pages.sources import Records
 from benchmarks.training_shapes import ONE_B, llama
-from fastp3o.commands.predicted_memory import Lengths, Memory, Model, frozen_memory, together, update_memory
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
 from fastp3o.runtime.precision import choose_precision
+from fastp3o.training.predicted_memory import Lengths, Memory, Model, frozen_memory, together, update_memory
 
 EIGHT_B = llama(4096, 14336, 32, 32, 8, 128256)
 EIGHT_B.tie_word_embeddings = False

@@ -15,7 +15,7 @@ from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 
 if TYPE_CHECKING:
-    from fastp3o.commands.predicted_memory import Lengths, Memory, Model
+    from fastp3o.training.predicted_memory import Lengths, Memory, Model
 
 CONTEXT = 1.5  # GB of CUDA's context, workspaces of cuBLAS and NCCL, and fragments; estimated, not measured
 NOTE = """\
@@ -75,10 +75,10 @@ def main() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fastp3o.commands.predicted_memory import Lengths, Model
     from fastp3o.models.checkpoint_files import errors_naming
     from fastp3o.models.packed_model import PackedModel
     from fastp3o.models.trainable import choose_trainable
+    from fastp3o.training.predicted_memory import Lengths, Model
 
     with errors_naming(config.model):
         architecture = AutoConfig.from_pretrained(config.model)
@@ -109,9 +109,9 @@ def main() -> None:
 
 def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list[Memory]":
     """The update, the reference's pass and rollouts, each with what waits beside it."""
-    from fastp3o.commands.predicted_memory import frozen_memory, rollout_memory, sharded, together, update_memory
     from fastp3o.rollouts.cache import fitting_room
     from fastp3o.runtime.precision import choose_precision
+    from fastp3o.training.predicted_memory import frozen_memory, rollout_memory, sharded, together, update_memory
     from fastp3o_kernels.head.chunks import budget_of
 
     precision = choose_precision(config.precision, config.precision)

@@ -18,11 +18,11 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from fastp3o.calls.time_limit import TookTooLongError, time_limit
 from fastp3o.config import LONGEST_TEXT
-from fastp3o.data.clock import READS_CLOCK, Clock, process_clock
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.data.layouts import Fields, Message, Part
 from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, special_tokens, tokenise
 from fastp3o.errors import UserError
+from fastp3o.runtime.clock import READS_CLOCK, Clock, process_clock
 
 TIME_LIMIT = 10.0  # seconds for one text
 # Fields of a record that its chat template reads, beside the messages.

@@ -17,7 +17,6 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fastp3o.config import LONGEST_TEXT
-from fastp3o.data.clock import Clock
 from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, ResponseEnds, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, field_names
 from fastp3o.data.layouts import (
@@ -34,6 +33,7 @@ from fastp3o.data.layouts import (
 from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
 from fastp3o.files import naming
+from fastp3o.runtime.clock import Clock
 
 BATCH = 1000  # records tokenised at once
 IDS = List(Value("int32"))

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, EnvironmentConfig, Flags, option, required
+from fastp3o.config import LARGEST_INT, EnvironmentConfig, Flags, option, required
 from fastp3o.errors import UserError
-from fastp3o.packing.settings import Packing
 from fastp3o.rewards.config import RemoteConfig, reward_names
 
 JUDGED = "keep=judged"
@@ -28,11 +27,6 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
     @property
     def reading(self) -> dict[str, Any]:
         return super().reading | {"split": self.split, "limit": self.limit}
-
-    @property
-    def packing(self) -> Packing:
-        """How a reward model's rows are packed."""
-        return Packing(TOKENS_PER_ROW)
 
 
 class JudgeConfig(Flags):

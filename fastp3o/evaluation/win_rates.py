@@ -16,13 +16,15 @@ from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateCon
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
 from fastp3o.models.attention import choose_attention
+from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.tokenizer import load_tokenizer
+from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.reward import asked_of_records, rewarded
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
+from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import choose_precision
-from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def respond(
     precision = choose_precision("auto", automatic="fp16")
     context = Context(Accelerator(), precision, tokenizer, None)
     choose_attention(config.attention, context.device)
-    rewards = {name: load_named_reward(context, config, name, prompts) for name in config.scorers}
+    rewards = {name: load_named_reward(context, config, config, name, prompts) for name in config.scorers}
     policy, prefix = load_frozen_policy(context, config, checkpoint), Prefix(tokenizer, config.prefix)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
     sampler = policy_sampler(config, sampled_frozen(config, policy, context), context, config.rollout_batch_size)

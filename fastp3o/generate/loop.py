@@ -21,12 +21,15 @@ from fastp3o.generate.revision import revising
 from fastp3o.generate.samples import SamplesFile, make_samples
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.ends import checkpoint_ends
+from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
+from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, require_finite_rewards, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
+from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
@@ -36,7 +39,6 @@ from fastp3o.run.phases import Phases
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.runtime.processes import on_main_process
-from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_frozen
 from fastp3o.training.setup import make_accelerator
 
 # Rewards by models, of which each process has a part.
@@ -98,7 +100,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     _, precision, tokenizer, mesh, *_ = context
     prefix, reward = Prefix(tokenizer, config.prefix), None
     if config.reward:
-        reward = load_named_reward(context, config, config.reward, prompts)
+        reward = load_named_reward(context, config, config, config.reward, prompts, continues=config.resume)
     policy = load_frozen_policy(context, config, config.model)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
     if config.principles:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fastp3o.config import RunConfig
-from fastp3o.data.clock import Clock
 from fastp3o.errors import UserError
 from fastp3o.files import naming, write_file
 from fastp3o.run.fingerprints import FUNCTION
+from fastp3o.runtime.clock import Clock
 
 MANIFEST = "manifest.json"
 VERSION = 2

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.clock import Clock
+from fastp3o.runtime.clock import Clock
 from fastp3o.runtime.precision import Precision
 from fastp3o.runtime.shares import Share
 

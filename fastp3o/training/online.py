@@ -18,24 +18,17 @@ from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Minibatches, Objective
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.optimizer.optimizer import Optimizer
+from fastp3o.rewards.load import load_rewards
 from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards, require_finite_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group, Sampler, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
+from fastp3o.rollouts.plan import SampledModel, policy_sampler, sampled_model
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.runtime.context import Caller, Context
 from fastp3o.training.batch import RolloutBatch
-from fastp3o.training.build import (
-    SampledModel,
-    in_context,
-    load_reference,
-    load_reference_model,
-    load_rewards,
-    load_trained,
-    policy_sampler,
-    sampled_model,
-)
+from fastp3o.training.build import in_context, load_reference, load_reference_model, load_trained
 from fastp3o.training.kl_per_update import LearningRateSearch, Search
 from fastp3o.training.logprob_gaps import Comparison, evaluated_again, measures_noise
 from fastp3o.training.microbatches import Passes, add_gradients, counted
@@ -141,7 +134,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     objective.add_to(policy)
 
     # Rewards: a function or an endpoint is tried on the first example.
-    rewards = load_rewards(context, config, prompts, held_out.examples)
+    rewards = load_rewards(context, config, config, prompts, held_out.examples, continues=config.resume)
     # Distillation needs no reward: the loop has a table of zeros then.
     reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
 

@@ -27,11 +27,13 @@ from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.packing.shares import Examples
 from fastp3o.packing.tables import sums_by_group
+from fastp3o.rewards.load import load_rewards
 from fastp3o.rewards.reward import asked_of_records
+from fastp3o.rollouts.plan import policy_sampler, sampled_model
 from fastp3o.run.fingerprints import model_fingerprint
 from fastp3o.runtime.context import Caller, Context
 from fastp3o.runtime.processes import on_main_process
-from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
+from fastp3o.training.build import load_fixed_reference
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
 from fastp3o.training.setup import load_held_out
 from fastp3o.training.supervised import SupervisedTask, train_supervised
@@ -229,7 +231,7 @@ def sampled_evaluation(
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     load_with_columns = partial(load_prompts, **asked_of_records(config.scorers, config))
     held_out = load_held_out(context, config, load_with_columns, config.eval_prompts)
-    rewards = load_rewards(context, config, held_out.examples, held_out.examples)
+    rewards = load_rewards(context, config, config, held_out.examples, held_out.examples, continues=config.resume)
     # Every evaluation comes after other steps.
     sampled = sampled_model(config, model, context, version=count().__next__)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)

@@ -2,11 +2,11 @@
 
 from accelerate.utils import gather_object
 
-from fastp3o.commands.predicted_memory import Lengths, Model, update_memory
 from fastp3o.config import StageConfig
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.host_memory import free_host_memory
+from fastp3o.training.predicted_memory import Lengths, Model, update_memory
 
 LEAST = 512
 

@@ -14,15 +14,6 @@ from benchmarks.records import GPU_RECORD, select
 from benchmarks.training_shapes import LARGE_TOKENS, ONE_B, random_groups
 from benchmarks.training_shapes import Lengths as MeanLengths
 from fastp3o.commands.memory import CONTEXT
-from fastp3o.commands.predicted_memory import (
-    Lengths,
-    Model,
-    frozen_memory,
-    rollout_memory,
-    sharded,
-    together,
-    update_memory,
-)
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
@@ -32,6 +23,15 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import Room, fitting_room
 from fastp3o.rollouts.engine import Engine, layer_shapes
 from fastp3o.runtime.precision import choose_precision
+from fastp3o.training.predicted_memory import (
+    Lengths,
+    Model,
+    frozen_memory,
+    rollout_memory,
+    sharded,
+    together,
+    update_memory,
+)
 from fastp3o_kernels import onednn
 from fastp3o_kernels.decoding import response_keys
 from fastp3o_kernels.head import scratch

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.clock import Clock
 from fastp3o.data.encoding import TEMPLATE_FIELDS, BetweenTurns, ChatTemplate
 from fastp3o.data.errors import RecordError
 from fastp3o.data.tokens import INSIDE, Continuation
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
+from fastp3o.runtime.clock import Clock
 
 KEPT = 1024  # records' variables whose turns are kept
 CHARACTERS_PER_TOKEN, SHORT = 16, 10_000

@@ -19,7 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def test_every_file_is_a_command_with_a_script(monkeypatch):
-    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "predicted_memory"}
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
     assert sorted([*files, *STAGES]) == sorted(COMMANDS)
     scripts = [path.read_text() for path in (FOLDER.parents[1] / "scripts").glob("*.py")]
     for name in COMMANDS.keys() - {"evaluate"}:

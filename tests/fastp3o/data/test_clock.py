@@ -11,13 +11,13 @@ from transformers.utils import chat_template_utils
 
 from fastp3o import train
 from fastp3o.config import StageConfig
-from fastp3o.data.clock import Clock
 from fastp3o.data.encoding import ChatTemplate
 from fastp3o.data.loading import load_prompts
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.run.manifest import Manifest, content_checksum, first_start, read_manifest
+from fastp3o.runtime.clock import Clock
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 from tests.fastp3o.data.test_loading import jsonl
 from tests.fastp3o.families import WITH_TEMPLATE, Family, every_chat_family, save_family

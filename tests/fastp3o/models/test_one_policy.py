@@ -28,7 +28,7 @@ from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.save import adapter_config, adapter_weights, hub_weights, write_adapter, write_model
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.p3o import P3OConfig
-from fastp3o.training.build import sampled_model
+from fastp3o.rollouts.plan import sampled_model
 from tests.fastp3o.models.model_families import EXPERTS, FAMILIES, PAIRS, enlarge_trained, random_model
 
 ROW = PAIRS.row()

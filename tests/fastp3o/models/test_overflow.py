@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from fastp3o.models.frozen import load_held
 from fastp3o.models.loading import load_policy
 from fastp3o.models.overflow import OverflowsError
 from fastp3o.models.packable import TOLERANCE, trial_overflow
@@ -16,7 +17,6 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import decodable_shapes
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import Precision, named_precision
-from fastp3o.training.build import load_held
 from tests.fastp3o.models.model_families import BEGIN, FAMILIES, random_model, with_large_stream
 
 REACH = 103_795.0  # of Gemma 3 270M

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.clock import Clock
 from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.tokenizer import load_tokenizer
@@ -17,6 +16,7 @@ from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.model import ModelReward, Translation
 from fastp3o.rewards.reward import asked_of_records
 from fastp3o.rollouts.groups import Group, Prompt, Response, make_prompts
+from fastp3o.runtime.clock import Clock
 from tests.fastp3o.data.test_clock import EVENING
 from tests.fastp3o.data.test_loading import jsonl
 from tests.fastp3o.families import WITH_TEMPLATE, Family, every_chat_family, save_family

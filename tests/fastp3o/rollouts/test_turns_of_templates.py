@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from fastp3o import UserError, train
-from fastp3o.data.clock import Clock
 from fastp3o.data.encoding import Encoder
 from fastp3o.data.errors import DataError
 from fastp3o.data.layouts import Part
@@ -20,6 +19,7 @@ from fastp3o.data.loading import load_prompts
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.rollouts.turns.observation import chat_observations
+from fastp3o.runtime.clock import Clock
 from tests.fastp3o.data.test_loading import jsonl
 from tests.fastp3o.families import CHATML, QWEN_TOKENS, WITH_TEMPLATE, Family, save_family
 from tests.fastp3o.rollouts.environments import games

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fastp3o.data.loading import load_preferences, load_unpaired_preferences
 from fastp3o.errors import UserError
+from fastp3o.models import frozen
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
@@ -25,7 +26,6 @@ from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.runtime.finiteness import NotFiniteError
 from fastp3o.runtime.shares import Share
-from fastp3o.training import build as models
 from fastp3o.training import reference_logprobs, supervised
 from fastp3o.training.preferences import train, with_other_prompts
 from fastp3o.training.reference_logprobs import ReferenceLogprobs, read_logprobs, write_logprobs
@@ -174,7 +174,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     gc.collect()
     before = policies_in_memory()  # of an earlier test's thread that hangs
     seen = SimpleNamespace(references=0, more_in_memory=set())
-    load, prepared = models.load_policy, supervised.SupervisedTask.prepared_rows
+    load, prepared = frozen.load_policy, supervised.SupervisedTask.prepared_rows
 
     def loads(*arguments, **options) -> PackedModel:
         seen.references += 1
@@ -184,7 +184,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         seen.more_in_memory.add(policies_in_memory() - before)
         return prepared(*arguments)
 
-    monkeypatch.setattr(models, "load_policy", loads)
+    monkeypatch.setattr(frozen, "load_policy", loads)
     monkeypatch.setattr(supervised.SupervisedTask, "prepared_rows", looks)
     return seen
 

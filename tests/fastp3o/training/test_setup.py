@@ -9,10 +9,10 @@ import torch
 from fastp3o.config import SamplerConfig, TrainableConfig
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import add_lora
+from fastp3o.rollouts import plan
+from fastp3o.rollouts.plan import sampled_model
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import choose_precision
-from fastp3o.training import build as models
-from fastp3o.training.build import sampled_model
 from fastp3o.training.setup import make_accelerator
 from tests.fastp3o.models.model_families import random_model
 
@@ -62,9 +62,9 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
         made.append((dtype, merges))
         return SimpleNamespace(model="copy", bytes=10**9, memory=torch.empty(0), gathered=lambda model: nullcontext())
 
-    monkeypatch.setattr(models, "SamplingCopy", copy)
+    monkeypatch.setattr(plan, "SamplingCopy", copy)
     free = [memory, 10**10 if precision in ("fp32", "bf16") else 10**8]
-    monkeypatch.setattr(models, "available_memory", lambda _: free.pop(0))
+    monkeypatch.setattr(plan, "available_memory", lambda _: free.pop(0))
     policy = PackedModel(random_model("llama"))
     if lora:
         add_lora(policy, TrainableConfig(lora_rank=2))

@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-from fastp3o.commands.predicted_memory import Lengths, Model, kept_by_a_layer
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.runtime.precision import choose_precision
+from fastp3o.training.predicted_memory import Lengths, Model, kept_by_a_layer
 from tests.fastp3o.models.model_families import random_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 128}
