@@ -124,6 +124,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     # Importance weights add the same few instructions to each, and the flags of valid responses take the most beside.
     for clipping, K in product(CHOICES["clipping"], RESPONSES):
         yield pair_configuration(clipping, "current", K, valid=True, sampler=True)
+        yield pair_configuration(clipping, "current", K, valid=True, sampler=True, of_pairs=True)
     blocks = {"BLOCK_R": pair_kernel.BLOCK_R}
     yield configuration("results_kernel", "", {}, blocks, warps=pair_kernel.RESULTS_WARPS)
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
@@ -147,12 +148,16 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
             yield configuration(kernel, f"{dtype}, {activation}", pointers, constants)
 
 
-def pair_configuration(clipping: str, kl_reward: str, K: int, *, valid: bool, sampler: bool = False) -> Configuration:
-    """valid: some responses take part in no pair. sampler: pairs have importance weights."""
-    constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K}
+def pair_configuration(
+    clipping: str, kl_reward: str, K: int, *, valid: bool, sampler: bool = False, of_pairs: bool = False
+) -> Configuration:
+    """valid: some responses take part in no pair. sampler: pairs have importance weights. of_pairs: rewards are the
+    differences of pairs.
+    """
+    constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "OF_PAIRS": of_pairs, "K": K}
     constants |= ({} if valid else {"valid_ptr": None}) | ({} if sampler else {"sampler_logprobs_ptr": None})
     constants |= {"MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)), **pair_kernel.block_sizes(K)}
-    name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid + ", weights" * sampler
+    name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid + ", weights" * sampler + ", of pairs" * of_pairs
     return configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants)
 
 

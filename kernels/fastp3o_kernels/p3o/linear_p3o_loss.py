@@ -103,7 +103,7 @@ def linear_p3o_loss(
         cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]. It is needed
             on the host: a list or a tensor on the CPU spares waiting for the device. An empty response takes part in no
             pair.
-        old_logprobs, ref_logprobs, rewards: [P, K]. old_logprobs None: this policy's own, as in `p3o_loss`.
+        old_logprobs, ref_logprobs, rewards: as in `p3o_loss`.
         settings, valid_responses, sampler_logprobs: as in `p3o_loss`. Tokens of responses that are not valid have no
             gradient but take part in the logits' product, which empty responses do not.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.

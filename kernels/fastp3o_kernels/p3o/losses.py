@@ -165,7 +165,8 @@ def p3o_loss(
         old_logprobs: [P, K] of the policy that sampled, as this model computes them. None: they are this policy's own,
             as at the first step after a rollout; every ratio is exactly 1.
         ref_logprobs: [P, K] of the frozen reference.
-        rewards: [P, K].
+        rewards: [P, K]; or [P, K, K], which has what stands for r_i − r_j in each pair i < j where no scores give them,
+            such as judged comparisons.
         settings: clipping is "joint", "separate" or "none"; for "token" see `token_p3o_loss`.
         valid_responses: [P, K] bool, False for responses that take part in no pair, such as truncated ones, which may
             have NaN elsewhere; None: all are valid. Their pairs count in the mean, as 0:
@@ -195,7 +196,8 @@ def p3o_loss(
     if logprobs.dim() != 2 or logprobs.shape[1] < 2:
         raise ValueError(f"logprobs must have shape [P, K] with K of at least 2, got {list(logprobs.shape)}")
     check_floating("logprobs", logprobs)
-    check_shape("rewards", rewards, tuple(logprobs.shape), "as logprobs")
+    shape = tuple(logprobs.shape)
+    check_shape("rewards", rewards, shape + shape[1:] if rewards.dim() == 3 else shape, "as logprobs")
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
     given: dict[str, Any] = {"valid_responses": valid_responses, "sampler_logprobs": sampler_logprobs}

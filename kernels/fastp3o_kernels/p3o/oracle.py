@@ -24,7 +24,7 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
     2310.00212 calls P3O-V2, V1 and an ablation. Or the first author's later variant, where every token is clipped
     separately in each pair of its response: the mean over these N (K − 1) cases.
     """
-    (P, K), Q, epsilon = pairs.rewards.shape, pairs.pairs_per_prompt, settings.clip_range
+    (P, K), Q, epsilon = pairs.rewards.shape[:2], pairs.pairs_per_prompt, settings.clip_range
     logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(P, K)
     old = logprobs.detach() if pairs.old_logprobs is None else pairs.old_logprobs
     lengths = pairs.cu_seqlens.long().diff()
@@ -41,14 +41,15 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
         logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(P, K)
     # All are 0 in a pair that does not count: so are its advantage difference, loss and gradient.
     counts = pair_values(pairs.in_pairs).all(dim=1)
-    pair_logprobs, old_logprobs, ref_logprobs, rewards = (
+    pair_logprobs, old_logprobs, ref_logprobs = (
         pair_values(at_least_fp32(values)).masked_fill(~counts.unsqueeze(1), 0.0)
-        for values in (logprobs, old, pairs.ref_logprobs, pairs.rewards)
+        for values in (logprobs, old, pairs.ref_logprobs)
     )
+    reward_differences = pairs.reward_differences.masked_fill(~counts, 0.0)
     log_ratios = pair_logprobs - old_logprobs
     u, u_old = preference(pair_logprobs, ref_logprobs), preference(old_logprobs, ref_logprobs)
     policys = u if settings.kl_reward == "current" else u_old
-    q = (rewards[:, 0] - rewards[:, 1] - settings.kl_coef * policys).detach()
+    q = (reward_differences - settings.kl_coef * policys).detach()
     means = {"advantage_mean_abs": (q.abs(), counts)}
     if pairs.sampler_logprobs is not None:
         # Importance weights of pairs: min(π_old/μ(y1) π_old/μ(y2), C).

@@ -114,7 +114,7 @@ def pair_kernel(
     cu_seqlens_ptr,  # [P K + 1]
     old_logprobs_ptr,  # [P, K] fp32; may be sums_ptr
     ref_logprobs_ptr,  # [P, K] fp32
-    rewards_ptr,  # [P, K] fp32
+    rewards_ptr,  # [P, K] fp32; where OF_PAIRS [P, K, K]: differences, of which i < j is read
     valid_ptr,  # [P, K] uint8: whether a response may be in pairs; None: all may
     old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"; may be logprobs_ptr
     sampler_logprobs_ptr,  # [P, K] fp32; None: pairs have no importance weights
@@ -132,6 +132,7 @@ def pair_kernel(
     sampler_ratio_cap,
     CLIPPING: tl.constexpr,
     KL_REWARD: tl.constexpr,
+    OF_PAIRS: tl.constexpr,
     K: tl.constexpr,
     MEAN_OVER: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -167,12 +168,17 @@ def pair_kernel(
     logprob = tl.load(sums_ptr + place, mask=counts, other=0.0)
     old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
     ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
-    reward = tl.load(rewards_ptr + place, mask=counts, other=0.0)
     log_ratio = logprob - old
     # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
     u = pair_differences(logprob - ref)
     u_old = pair_differences(old - ref)
-    q = pair_differences(reward) - kl_coef * (u if KL_REWARD == "current" else u_old)
+    if OF_PAIRS:
+        reward_difference = tl.load(
+            rewards_ptr + place[:, :, None] * K + responses[None, None, :], mask=is_pair, other=0.0
+        )
+    else:
+        reward_difference = pair_differences(tl.load(rewards_ptr + place, mask=counts, other=0.0))
+    q = reward_difference - kl_coef * (u if KL_REWARD == "current" else u_old)
     # Where it is 0 there is neither a loss nor a slope.
     q = tl.where(is_pair, q, 0.0)
     tl.store(terms_ptr + ADVANTAGES * terms_stride, sum_of_pairs(tl.abs(q)), mask=valid)
@@ -301,7 +307,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: Pairs, settings: P3OSetti
 
     It fills in what each prompt adds to the results, terms of `empty_terms`, which may be columns of a larger tensor.
     """
-    P, K = pairs.rewards.shape
+    P, K = pairs.rewards.shape[:2]
     sums, response_slopes, negative_slopes = torch.empty(3, P, K, dtype=torch.float32, device=token_logprobs.device)
     coefficients = torch.empty_like(token_logprobs)
     # The policy's own are those that the kernel has summed before it reads any old one.
@@ -333,6 +339,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: Pairs, settings: P3OSetti
             settings.sampler_ratio_cap,
             CLIPPING=settings.clipping,
             KL_REWARD=settings.kl_reward,
+            OF_PAIRS=pairs.compares_pairs,
             K=K,
             MEAN_OVER=mean_over(K, settings),
             **blocks,
@@ -344,7 +351,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: Pairs, settings: P3OSetti
 
 def launch_results(terms: Tensor, pairs: Pairs, settings: P3OSettings) -> Tensor:
     """What each prompt adds, terms of `empty_terms` -> RESULTS, as many; one launch."""
-    P, K = pairs.rewards.shape
+    P, K = pairs.rewards.shape[:2]
     results = torch.empty(len(terms), dtype=torch.float32, device=terms.device)
     with torch.cuda.device_of(terms):
         results_kernel[(len(terms),)](

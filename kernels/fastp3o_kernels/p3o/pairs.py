@@ -32,7 +32,7 @@ class Pairs:
     cu_seqlens: Tensor  # [P K + 1], into [N]
     old_logprobs: Tensor | None  # [P, K]; None: the policy's own
     ref_logprobs: Tensor  # [P, K]
-    rewards: Tensor  # [P, K]
+    rewards: Tensor  # [P, K]; or [P, K, K], the difference of each pair, of which i < j is read
     old_token_logprobs: Tensor | None = None  # [N], where single tokens are clipped; None: the policy's own
     valid_responses: Tensor | None = None  # [P, K] bool
     sampler_logprobs: Tensor | None = None  # [P, K]; None: pairs have no importance weights
@@ -48,10 +48,10 @@ class Pairs:
         NaN or an infinity of a response that takes part in a pair (on a GPU only with FASTP3O_DEBUG=1).
         """
         tokens, device, rewards, divisor = len(policy), policy.device, self.rewards, self.divisor
-        if rewards.dim() != 2 or rewards.shape[1] < 2:
+        if rewards.dim() not in (2, 3) or rewards.shape[1] < 2 or rewards.shape[1] != rewards.shape[-1]:
             raise ValueError(
-                "rewards must have shape [P, K], with K of 2 or more for the responses to a prompt, got "
-                f"{list(rewards.shape)}"
+                "rewards must have shape [P, K], with K of 2 or more for the responses to a prompt, or [P, K, K] for "
+                f"the differences of their pairs, got {list(rewards.shape)}"
             )
         K = rewards.shape[1]
         cu_seqlens = checked_cu_seqlens(self.cu_seqlens, policy, responses_per_prompt=K)
@@ -61,6 +61,7 @@ class Pairs:
             if by_token and settings.clipping != "token":
                 raise ValueError(f'{name} is for clipping="token" only, and clipping is "{settings.clipping}"')
             shape, why = ((tokens,), "one for each token") if by_token else ((P, K), "a row for each prompt")
+            shape = (P, K, K) if name == "rewards" and self.compares_pairs else shape
             check_shape(name, tensor, shape, why)
             check_floating(name, tensor)
         if self.valid_responses is not None:
@@ -88,9 +89,12 @@ class Pairs:
         for name, tensor in pairs.floating.items() if may_look_at_values(policy) else ():
             # A reference that rules a response out makes the loss infinite, which a trainer sees and survives.
             wrong = tensor.isnan() if name == "ref_logprobs" else ~tensor.isfinite()
-            if tensor.dim() == 2 and (bad := wrong & pairs.in_pairs).any():
+            if tensor.dim() == 3:  # a response counts with its pairs
+                wrong = (wrong & pairs.in_pairs[:, None, :]).any(dim=2)
+            if tensor.dim() > 1 and (bad := wrong & pairs.in_pairs).any():
                 prompt, response = first_index(bad)
-                value = float(tensor[prompt, response])
+                of_response = tensor[prompt, response].flatten()
+                value = float(of_response[of_response.isfinite().logical_not()][0])
                 raise ValueError(
                     f"{name}[{prompt}, {response}] is {'NaN' if isnan(value) else value}: response {response + 1} of "
                     f"prompt {prompt}"
@@ -104,6 +108,20 @@ class Pairs:
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @property
+    def compares_pairs(self) -> bool:
+        """Whether rewards are the differences of pairs, which need not be those of any scores."""
+        return self.rewards.dim() == 3
+
+    @property
+    def reward_differences(self) -> Tensor:
+        """[P K (K − 1) / 2]: r_i − r_j of all i < j."""
+        K = self.rewards.shape[1]
+        first, second = torch.triu_indices(K, K, offset=1, device=self.rewards.device)
+        rewards = at_least_fp32(self.rewards)
+        values = rewards[:, first, second] if self.compares_pairs else rewards[:, first] - rewards[:, second]
+        return values.flatten()
+
+    @property
     def pairs_per_prompt(self) -> int:
         K = self.rewards.shape[1]
         return K * (K - 1) // 2
@@ -111,7 +129,7 @@ class Pairs:
     @cached_property
     def in_pairs(self) -> Tensor:
         """[P, K] bool: which responses take part in a pair: valid, with tokens, as is another one to the prompt."""
-        counts = (self.cu_seqlens.diff() > 0).view(self.rewards.shape)
+        counts = (self.cu_seqlens.diff() > 0).view(self.rewards.shape[:2])
         if self.valid_responses is not None:
             counts = counts & self.valid_responses
         return counts & (counts.sum(dim=1, keepdim=True) > 1)
