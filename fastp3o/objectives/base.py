@@ -32,7 +32,8 @@ class Microbatch:
     """A packed row of rollouts with everything that a loss takes."""
 
     row: PackedRow
-    rewards: Tensor  # [P, K] fp32, scaled
+    # [P, K] fp32, scaled; [P, K, K] where the reward compares and the objective takes that (`takes_pairs`)
+    rewards: Tensor
     old_token_logprobs: Tensor  # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`)
     ref_token_logprobs: Tensor  # [N] fp32, by the reference; zeros without one
     # [N] fp32: the update's first loss leaves the policy's log-probs here, NaN until then. None: nothing needs that. If
@@ -71,7 +72,7 @@ class Microbatch:
 
     def response_sums(self, values: Tensor) -> Tensor:
         """[N] -> [P, K]."""
-        return sequence_logprobs(values, self.row.cu_seqlens).view(self.rewards.shape)
+        return sequence_logprobs(values, self.row.cu_seqlens).view(self.rewards.shape[:2])
 
     def sampler_log_ratios(self) -> Tensor:
         """[N] fp32: log π_old − log μ of each token, μ what sampled it. Raises ValueError if log μ is not known."""
@@ -121,10 +122,12 @@ SumOverProcesses = Callable[[Tensor], Tensor]
 class Objective(ABC):
     """Updates the policy from rollouts with rewards, old and reference log-probs. scaler: scales rewards. kl: the
     weight of the KL to the reference, if it is a part of the state. reference_values: `Reference.map_rows` of the
-    run's, for objectives that take more of it than log-probs.
+    run's, for objectives that take more of it than log-probs. takes_pairs: whether rewards that compare come as
+    differences of pairs, [P, K, K], rather than as row means of these.
     """
 
     scaler: Scaler
+    takes_pairs: bool = False
     reference_values: Callable[[Sequence[PackedRow], Callable[["PackedModel", PackedRow], Tensor]], list[Tensor]]
     kl: KLCoefficient | None = None
 
@@ -205,7 +208,7 @@ class GroupwiseObjective(Objective):
     ) -> LossAndMetrics:
         row, loss_mask = microbatch.row, microbatch.loss_mask
         if loss_mask is None:
-            loss_mask = torch.ones_like(microbatch.rewards, dtype=torch.bool)
+            loss_mask = torch.ones(microbatch.rewards.shape[:2], dtype=torch.bool, device=microbatch.rewards.device)
         token_tensors = {"ref_tokens": microbatch.ref_token_logprobs}
         if self.sampler_ratio_cap:
             token_tensors["sampler_tokens"] = microbatch.known_sampler_logprobs()

@@ -25,6 +25,7 @@ class P3O(Objective):
         self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)
         self.old_is_policy = config.old_logprobs == "policy"
+        self.takes_pairs = config.pair_weights == "comparisons"
         self.scaler = scaler_of_differences(config.reward_scaling, config.reward_clip)
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 

@@ -57,8 +57,9 @@ def pair_sums(
 ) -> LossAndMetrics:
     """The mean of the loss over all M pairs of each prompt's responses, summed over P prompts, and its metrics.
 
-    The response with the higher reward is chosen; pairs with equal rewards have no label, and count as zero. A
-    response's score is the difference of log-probs to the anchor, or log π without one; nats per response or token.
+    The response with the higher reward is chosen, or the one that a comparison prefers; pairs with equal rewards have
+    no label, and count as zero. A response's score is the difference of log-probs to the anchor, or log π without one;
+    nats per response or token.
 
     accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. margin: the
     difference of scores, chosen less rejected. further: metrics of pairs, [P, M], from scores, [P, K], and labels.
@@ -105,6 +106,8 @@ def fixed_pair_sums(config: configs.PairConfig, groups: Groups) -> LossAndMetric
 
 class FreshPairs(GroupwiseObjective):
     """A loss of all pairs of each prompt's fresh responses."""
+
+    takes_pairs = True
 
     def __init__(self, config: configs.FreshPairConfig):
         self.config, self.sampler_ratio_cap = config, config.sampler_ratio_cap
@@ -159,9 +162,12 @@ def kto_sums(config: configs.KTOConfig, groups: Groups) -> LossAndMetrics:
 
 class NashMD(GroupwiseObjective):
     """−(P(y ≻ y′) − ½ − τ log π/π_ref(y)) log π(y), the mean over a prompt's y, P the mean over its y′. A prompt's
-    first K / 2 responses, y, are the policy's, and learn. The others, y′, are the mixture's. P(y ≻ y′) is σ(r(y) −
-    r(y′)), as in the Bradley–Terry model of a reward model's scores.
+    first K / 2 responses, y, are the policy's, and learn. The others, y′, are the mixture's. P(y ≻ y′) is that of
+    rewards that compare: 1/2 + their weighted sum, less penalties, kept within 0 and 1. Of scores it is σ(r(y) −
+    r(y′)), as in the Bradley–Terry model.
     """
+
+    takes_pairs = True
 
     def __init__(self, config: configs.NashMDConfig):
         self.config = config
@@ -170,7 +176,10 @@ class NashMD(GroupwiseObjective):
     def sums(self, groups: Groups) -> LossAndMetrics:
         count, rewards = self.config.from_mixture, groups["rewards"]
         loss_mask = groups["loss_mask"][:, :count]
-        preferred = (rewards[:, :count, None] - rewards[:, None, count:]).sigmoid().mean(2)
+        if rewards.dim() == 3:
+            preferred = (0.5 + rewards[:, :count, count:]).clamp(0, 1).mean(2)
+        else:
+            preferred = (rewards[:, :count, None] - rewards[:, None, count:]).sigmoid().mean(2)
         values = losses.nash_md(groups.logprobs[:, :count], groups["ref"][:, :count], preferred, tau=self.config.tau)
         sums = {"preferred": preferred.where(loss_mask, 0.0).sum()}
         return values.where(loss_mask, 0.0).mean(1).sum(), with_count(sums, loss_mask.sum())

@@ -4,11 +4,14 @@ import os
 import re
 from collections.abc import Sequence
 from math import isfinite
+from typing import Literal
 
 from fastp3o.config import Condition, Flags, Named, option, required
 from fastp3o.errors import UserError
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
+# Which of a prompt's responses a reward compares.
+Compared = Literal["all", "circular", "anchor"]
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
 # The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.
@@ -39,7 +42,12 @@ class RemoteConfig(Flags):
         8, "Maximum number of concurrent requests to an endpoint, per process.", at_least=1, needs=URL, changeable=True
     )
     reward_batch_size: int = option(
-        16, "Responses in one request to an endpoint.", at_least=1, needs=URL, changeable=True
+        16,
+        "Responses in one request to an endpoint. All responses to a prompt go together: as many prompts as fit, at "
+        "least one.",
+        at_least=1,
+        needs=URL,
+        changeable=True,
     )
     reward_timeout: float | None = option(
         None,
@@ -140,6 +148,18 @@ class RewardConfig(RemoteConfig):
             if self.reward_weights
             else [1.0] * len(self.rewards)
         )
+
+
+class ComparisonConfig(Flags):
+    """Rewards that compare the responses to a prompt, in the place of scoring each."""
+
+    section = "rewards"
+    comparisons: Compared = option(
+        "all",
+        "Pairs that a reward which compares responses judges, of K responses to a prompt. all: every pair, K (K − 1) / "
+        "2. circular: each response with the next, K. anchor: each with one response of the reference, K. No effect on "
+        "rewards that score.",
+    )
 
 
 class PenaltyConfig(Flags):

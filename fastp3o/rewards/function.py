@@ -2,7 +2,7 @@
 
 import inspect
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from inspect import Parameter
@@ -17,18 +17,64 @@ from fastp3o.calls.function import FunctionError, call_for_list, import_function
 from fastp3o.errors import UserError, text_of
 from fastp3o.rollouts.groups import AtTokens, Group, Prompt, Response, texts, texts_or_messages
 
+SIBLINGS = "compares_siblings"
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
-class FunctionReward:
+def compares_siblings(function: Callable) -> Callable:
+    """Marks a reward function that compares the responses to a prompt with one another. It gets those of a prompt next
+    to each other, as many as a prompt has: in evaluations one of the policy's and the rest a rival's.
+    """
+    setattr(function, SIBLINGS, True)
+    return function
+
+
+class UserFunction:
+    """What functions of texts share: further parameters without a default are columns of the prompts' data, given by
+    name. Parameters with a default, and `**columns`, get the columns of `--reward_columns`; `log_metric` is a function
+    that logs a number by its name. It may be an `async def`.
+
+    columns: those it must have. logged: by `log_metric`, until `logged_means` takes them.
+    """
+
+    in_trls_form = False
+
+    def __init__(self, name: str, timeout: float | None, function: Callable, given: Iterable[str]):
+        """timeout: seconds that a call may take. given: parameters that are no columns."""
+        self.name, self.timeout, self.function = name, timeout, function
+        parameters = signature_of(function).parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        self.takes_all = Parameter.VAR_KEYWORD in kinds.values()
+        self.logs = "log_metric" in kinds
+        by_name = {name for name, kind in kinds.items() if kind in BY_NAME}
+        self.optional = by_name - {*given, "log_metric", "completion_ids"}
+        self.columns = [name for name, p in parameters.items() if name in self.optional and p.default is p.empty]
+        self.logged: list[tuple[str, float]] = []
+
+    def by_name(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Columns of these prompts, and `log_metric`, as far as the function takes them. Raises UserError if a column
+        is missing.
+        """
+        # A copy for each: a function may change what it gets.
+        columns: dict[str, Any] = {
+            name: [deepcopy(prompt.columns[name]) for prompt in prompts]
+            for name in prompts[0].columns
+            if self.takes_all or name in self.optional
+        }
+        if missing := [name for name in self.columns if name not in columns]:
+            raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
+        if self.logs:
+            columns["log_metric"] = lambda name, value: self.logged.append((name, float(value)))
+        return columns
+
+
+class FunctionReward(UserFunction):
     """`function(prompts: list[str], responses: list[str], ...) -> list[float]`, given as `module:function`.
 
-    It gets all P K responses, and a list of the same length with the prompt of each. Further parameters without a
-    default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
-    `**columns`, get the columns of `--reward_columns`; `log_metric` is a function that logs a number by its name. It
-    may be an `async def`. None in the place of all numbers of a prompt's responses says that the reward does not apply
-    to it: it is 0 there. In a cascade, None leaves a response to the next reward. A list of numbers in the place of one
-    rewards tokens: one for each id of `completion_ids`, which it may ask for.
+    It gets all P K responses, and a list of the same length with the prompt of each. None in the place of all numbers
+    of a prompt's responses says that the reward does not apply to it: it is 0 there. In a cascade, None leaves a
+    response to the next reward. A list of numbers in the place of one rewards tokens: one for each id of
+    `completion_ids`, which it may ask for.
 
     TRL's form, `function(completions, **kwargs)`, is called as TRL does: with `prompts`, `completions`, which are
     messages where the record's prompt is, `completion_ids` and `log_metric` by name.
@@ -38,53 +84,37 @@ class FunctionReward:
         """timeout: seconds that a call may take. function: itself, instead of importing the name. Raises ValueError if
         there is no such function, or it does not take prompts and responses.
         """
-        self.name, self.timeout = name, timeout
         function = import_function(name, "reward function") if function is None else function
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # a builtin's
-            signature = inspect.signature(lambda prompts, responses: None)
-        parameters = signature.parameters
-        kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        self.takes_all = Parameter.VAR_KEYWORD in kinds.values()
+        signature = signature_of(function)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        takes_all = Parameter.VAR_KEYWORD in kinds.values()
         # Whether TRL could call it, with `completions` and much else by name.
-        self.in_trls_form = self.takes_all and kinds.get("completions") in BY_NAME
-        if self.in_trls_form:
-            first = ["prompts", "completions", "completion_ids"]
+        in_trls_form = takes_all and kinds.get("completions") in BY_NAME
+        given = ["prompts", "completions", "completion_ids"] if in_trls_form else first_two(signature, name)
+        super().__init__(name, timeout, function, given)
+        self.compares_siblings = getattr(function, SIBLINGS, False)
+        self.in_trls_form, self.logs = in_trls_form, self.logs or in_trls_form
+        self.takes_ids = "completion_ids" in kinds or in_trls_form
+        if in_trls_form:
             self.function = lambda prompts, texts, **more: function(prompts=prompts, completions=texts, **more)
-        else:
-            first, self.function = first_two(signature, name), function
-        self.logs = self.in_trls_form or "log_metric" in kinds
-        self.takes_ids = "completion_ids" in kinds or self.in_trls_form
-        by_name = {name for name, kind in kinds.items() if kind in BY_NAME}
-        self.optional = by_name - {*first, "log_metric", "completion_ids"}
-        self.columns = [name for name, p in parameters.items() if name in self.optional and p.default is p.empty]
-        self.logged: list[tuple[str, float]] = []  # by `log_metric`, until `logged_means` takes them
         self.passes = False  # whether None leaves a response to the next reward of a cascade, as NaN
         self.of_tokens: list[Any] = []  # the answers of the last call that are lists, None in the place of others
 
-    def check(self, prompt: Prompt) -> None:
-        """Asks for the reward of a response to a prompt, the word "response". Raises as a call does."""
+    def check(self, prompt: Prompt, siblings: int = 1) -> None:
+        """Asks for the reward of a response to a prompt, the word "response"; or of as many siblings as a prompt has
+        responses, if it compares them. Raises as a call does.
+        """
         # Functions that look at tokens may rely on one.
-        self([Group(prompt, [Response(prompt.ids[-1:], "response", True)])])
+        response = Response(prompt.ids[-1:], "response", True)
+        self([Group(prompt, [response] * (siblings if self.compares_siblings else 1))])
         self.logged.clear()
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """Raises FunctionError if the function fails, or does not return one number a response."""
-        # A copy for each response: a function may change what it gets.
-        columns = {
-            name: [deepcopy(group.prompt.columns[name]) for group in groups for _ in group.responses]
-            for name in groups[0].prompt.columns
-            if self.takes_all or name in self.optional
-        }
-        if missing := [name for name in self.columns if name not in columns]:
-            raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
-        further: dict[str, Any] = {}
-        if self.logs:
-            further["log_metric"] = lambda name, value: self.logged.append((name, float(value)))
+        further = self.by_name([group.prompt for group in groups for _ in group.responses])
         if self.takes_ids:
             further["completion_ids"] = [list(response.ids) for group in groups for response in group.responses]
-        function = partial(self.function, **columns | further)
+        function = partial(self.function, **further)
         texts_or_chats = texts_or_messages(groups) if self.in_trls_form else texts(groups)
         returned = call_for_list(function, self.name, *texts_or_chats, timeout=self.timeout)
         responses = len(groups[0].responses)
@@ -112,6 +142,13 @@ class FunctionReward:
             for k, response in enumerate(group.responses):
                 if numbers := next(answers):
                     yield AtTokens(p, k, response.own_places, np.array(array("d", numbers)))
+
+
+def signature_of(function: Callable) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a builtin's
+        return inspect.signature(lambda prompts, responses: None)
 
 
 def first_two(signature: inspect.Signature, name: str) -> list[str]:

@@ -28,7 +28,9 @@ class RemoteReward:
         self.passes = False  # whether null leaves a response to the next reward of a cascade
 
     def __call__(self, groups: list[Group]) -> Tensor:
-        """Finite values, NaN for what it passes on. Raises EndpointError if the endpoint refuses or keeps failing."""
+        """Finite values, NaN for what it passes on. A prompt's responses go in one request: an endpoint may compare
+        them. Raises EndpointError if the endpoint refuses or keeps failing.
+        """
         columns = self.fields[len(TEXTS) :]
         texts = [
             (prompt.text, response.text, *(prompt.columns[name] for name in columns))
@@ -37,13 +39,16 @@ class RemoteReward:
         ]
         rewards = torch.empty(len(texts))
 
+        responses = len(groups[0].responses)
+        size = max(1, self.batch_size // responses) * responses
+
         def ask(start: int, stopped: threading.Event) -> None:
-            batch = texts[start : start + self.batch_size]
+            batch = texts[start : start + size]
             body = dict(zip(self.fields, zip(*batch, strict=True), strict=True))
             answer = self.endpoint.post(body, lambda answer: read_rewards(answer, len(batch), self.passes), stopped)
             rewards[start : start + len(batch)] = torch.tensor(answer)
 
-        for _ in Answers(ask, range(0, len(texts), self.batch_size), self.requests):
+        for _ in Answers(ask, range(0, len(texts), size), self.requests):
             pass
         return rewards.view(len(groups), -1)
 

@@ -23,9 +23,11 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
+from fastp3o.rewards.comparing_function import load_function
+from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, RelativeReward
 from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward
-from fastp3o.rewards.function import FunctionReward
+from fastp3o.rewards.function import FunctionReward, UserFunction
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Group, finished, lengths
@@ -39,6 +41,8 @@ Reward = Callable[[list[Group]], Tensor]
 
 # The name of a table [P, K, longest] beside those of rewards: what comes at which of the policy's own tokens.
 TOKEN_REWARDS = "token_rewards"
+# The name of a table [P, K, K] beside them, where a reward compares: the rewards' difference in each pair.
+PAIR_REWARDS = "pair_rewards"
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -65,7 +69,7 @@ def load_reward(
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
-        return FunctionReward(name, (remote or RemoteConfig()).call_seconds)
+        return load_function(name, (remote or RemoteConfig()).call_seconds)
     device = loading_device(settings["device"], settings.get("mesh"))
     model = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
@@ -85,11 +89,11 @@ def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, An
     """
     singles = [single for several in names for single in cascaded(several)]
     objects = {
-        name: name.content if isinstance(name, Named) else FunctionReward(name)
+        name: name.content if isinstance(name, Named) else load_function(name)
         for name in singles
         if isinstance(name, Named) or is_function(name)
     }
-    functions = {name: reward for name, reward in objects.items() if isinstance(reward, FunctionReward)}
+    functions = {name: reward for name, reward in objects.items() if isinstance(reward, UserFunction)}
     models = [name for name in singles if isinstance(objects.get(name), LoadedModel)]
     models += [name for name in singles if name not in objects and not is_endpoint(name) and name != ENVIRONMENT]
     role = None
@@ -148,6 +152,11 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
                 values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
             if isinstance(single, Cascade):
                 values |= {f"{name}/{part}_answered": table for part, table in single.answered.items()}
+            if isinstance(single, JudgedPairs):
+                values[f"{name}_answered"] = single.answered
+            if isinstance(single, ComparisonCascade):
+                shares = single.answered_by.items()
+                values |= {f"{name}/{part}_answered": torch.full_like(values[name], share) for part, share in shares}
             logged = [entry for function in functions_in(single) for entry in function.logged]
             if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
                 raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
@@ -182,9 +191,9 @@ def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: lis
         raise
 
 
-def functions_in(reward: Reward) -> list[FunctionReward]:
-    rewards = reward.rewards.values() if isinstance(reward, Cascade) else [reward]
-    return [one for one in rewards if isinstance(one, FunctionReward)]
+def functions_in(reward: Reward) -> list[UserFunction]:
+    rewards = reward.rewards.values() if isinstance(reward, Cascade | ComparisonCascade) else [reward]
+    return [one for one in rewards if isinstance(one, UserFunction)]
 
 
 def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
@@ -219,9 +228,12 @@ def penalised_rewards(
     values = rewarded({"reward": reward}, groups) | subtracted
     for penalty in subtracted.values():
         values["reward"] = values["reward"] - penalty
+    parts = reward if isinstance(reward, WeightedSum) else WeightedSum({"": reward}, [1.0])
+    if any(isinstance(single, RelativeReward) for single in parts.rewards.values()):
+        scores = [values[f"reward/{name}" if name else "reward"] for name in parts.rewards]
+        values[PAIR_REWARDS] = pair_rewards(parts, scores, [*subtracted.values()])
     if by_token:
         table = np.zeros((*values["reward"].shape, longest), dtype=np.float32)
-        parts = reward if isinstance(reward, WeightedSum) else WeightedSum({"": reward}, [1.0])
         for single, weight in zip(parts.rewards.values(), parts.weights, strict=True):
             if weight and isinstance(single, EnvironmentReward | FunctionReward):
                 for token in single.at_tokens(groups):
@@ -229,6 +241,24 @@ def penalised_rewards(
                     np.add.at(at_response, token.places, (weight * token.values).astype(np.float32))
         values[TOKEN_REWARDS] = torch.from_numpy(table)
     return values
+
+
+def pair_rewards(reward: WeightedSum, values: Sequence[Tensor], subtracted: Sequence[Tensor]) -> Tensor:
+    """The rewards' difference in each pair, [P, K, K] fp32, skew-symmetric: D of those that compare, and differences of
+    those that score, each times its weight, less differences of penalties. values: each reward's of the last call, and
+    subtracted: the penalties, [P, K] each.
+    """
+    terms = [
+        weight * (single.compared if isinstance(single, RelativeReward) else differences_of(value.float()))
+        for single, weight, value in zip(reward.rewards.values(), reward.weights, values, strict=True)
+        if weight
+    ]
+    return torch.stack(terms + [-differences_of(penalty.float()) for penalty in subtracted]).sum(0)
+
+
+def differences_of(values: Tensor) -> Tensor:
+    """v_i − v_j, [P, K] -> [P, K, K]."""
+    return values[:, :, None] - values[:, None, :]
 
 
 def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:

@@ -20,7 +20,11 @@ def pairs(values: Tensor) -> Tensor:
 
 
 def differences(values: Tensor) -> Tensor:
-    """v_i − v_j of all i < j, [P, K] -> [P, K (K − 1) / 2]."""
+    """v_i − v_j of all i < j, [P, K] -> [P, K (K − 1) / 2]. What has them already, [P, K, K], need not have any v."""
+    if values.dim() == 3:
+        K = values.shape[1]
+        first_places, second_places = torch.triu_indices(K, K, offset=1, device=values.device)
+        return values[:, first_places, second_places]
     first, second = pairs(values).unbind(-1)
     return first - second
 
@@ -60,6 +64,10 @@ class Scaler(ABC):
     @abstractmethod
     def __call__(self, rewards: Tensor) -> Tensor:
         """Adds rewards [P, K] fp32 of all processes to the running statistics, and scales them."""
+
+    @abstractmethod
+    def of_pairs(self, table: Tensor) -> Tensor:
+        """The same for what stands for differences of rewards, [P, K, K] fp32, skew-symmetric: D of comparisons."""
 
     @abstractmethod
     def std(self) -> float:
@@ -121,6 +129,10 @@ class DifferenceScaler(Scaler):
         centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
         return (centred / self.std()).clamp(-self.clip / 2, self.clip / 2)
 
+    def of_pairs(self, table: Tensor) -> Tensor:
+        self.update(differences(table), 0.0, shared_by=table.shape[1] - 1)
+        return (table / self.std()).clamp(-self.clip, self.clip)
+
     def std(self) -> float:
         return self.deviation_around(0.0)
 
@@ -134,6 +146,10 @@ class AbsoluteScaler(Scaler):
         centre = self.sum / self.count if self.count >= ENOUGH else rewards.double().median().item()
         self.update(rewards, centre, shared_by=1)
         return (rewards / self.std()).clamp(-self.clip, self.clip)
+
+    def of_pairs(self, table: Tensor) -> Tensor:
+        self(table.mean(dim=2))  # the deviation is of rewards, and row means are those of the responses
+        return (table / self.std()).clamp(-2 * self.clip, 2 * self.clip)
 
     def std(self) -> float:
         return self.deviation_around(self.sum / self.count)

@@ -136,6 +136,15 @@ def sampled_frozen(config: PolicyConfig, frozen: PackedModel, context: Context, 
 # --- samplers of it ---------------------------------------------------------------------------------------------------
 
 
+def sampled_here(config: PolicyConfig, frozen: PackedModel, context: Context) -> SampledModel:
+    """The same in this process, also where servers sample the policy: they have its weights."""
+    if config.sampler != "vllm":
+        return sampled_frozen(config, frozen, context)
+    return SampledModel(
+        frozen, None if context.mesh is None else SamplingCopy(frozen, context.device, frozen.model.dtype)
+    )
+
+
 def policy_sampler(
     config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int, *, greedy: bool = False
 ) -> Sampler:

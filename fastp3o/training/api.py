@@ -21,7 +21,8 @@ from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.preferences import PreferenceConfig
-from fastp3o.rewards.function import FunctionReward
+from fastp3o.rewards.comparing_function import load_function
+from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
 from fastp3o.runtime.context import Callback, Caller
@@ -220,7 +221,8 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
             name = f"{named.__module__}:{named.__qualname__}"  # as the command has it
             if name in parts:
                 name += f" {sum(other.startswith(name) for other in parts) + 1}"
-            parts.append(Named(name, FunctionReward(name, timeout, reward)))
+            relative = isinstance(reward, RelativeReward)
+            parts.append(Named(name, reward if relative else load_function(name, timeout, reward)))
         else:
             raise UserError(f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}")
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)

@@ -13,7 +13,7 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.objectives.config.preferences import PreferenceConfig
-from fastp3o.rollouts.plan import SampledModel, sampled_frozen
+from fastp3o.rollouts.plan import SampledModel, sampled_here
 from fastp3o.runtime.context import Context
 from fastp3o.training.row_length import fit_rows
 from fastp3o.training.setup import holding
@@ -60,17 +60,17 @@ def load_trained(
 def load_reference(
     context: Context, config: OnlineConfig, policy: PackedModel
 ) -> tuple[Reference, SampledModel | None]:
-    """Loads the loop's reference, which may move, if it needs one; and the same model to sample from, if a mixture is
-    sampled.
+    """Loads the loop's reference, which may move, if it needs one; and the same model to sample from, if a mixture or
+    an anchor of comparisons is sampled.
     """
     if not config.needs_reference:
         return NoReference(), None
     # A fixed reference costs least: with LoRA it is the policy without its adapters.
-    if not config.from_mixture and not config.reference_moves:
+    if not config.samples_reference and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
     # One that is sampled, or moves, has weights of its own.
     frozen = load_reference_model(context, config)
-    sampled = sampled_frozen(config, frozen, context) if config.from_mixture else None
+    sampled = sampled_here(config, frozen, context) if config.samples_reference else None
     second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)
     if config.reference_moves:
         return MovingReference(second, every=config.reference_every, decay=config.reference_decay), sampled

@@ -199,6 +199,6 @@ def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
     if isinstance(policy, FSDPModule):
         policy.reshard()  # no backward pass does it, and a reference may follow the own parts
     kls = step_kl(logprobs, torch.cat([microbatch.policy_token_logprobs for microbatch in microbatches])).double()
-    responses = sum(microbatch.rewards.numel() for microbatch in microbatches)
+    responses = sum(microbatch.rewards.shape[:2].numel() for microbatch in microbatches)
     kl, count = sum_over_processes(optimizer.accelerator, torch.stack([kls.sum(), kls.new_tensor(responses)])).tolist()
     return kl / count

@@ -44,7 +44,11 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 # DAPO's dynamic sampling: a prompt whose responses have equal rewards has no gradient.
                 if config.dynamic_sampling:
                     batch = loop.buffer.resampled(update, batch, loop.score)
-                rewards = objective.scaler(batch.rewards["reward"])
+                # Comparisons weigh their own pairs where the loss takes that; their row means are scores to all others.
+                if batch.pair_rewards is None or not objective.takes_pairs:
+                    rewards = objective.scaler(batch.rewards["reward"])
+                else:
+                    rewards = objective.scaler.of_pairs(batch.pair_rewards)
                 require_finite(accelerator, "a difference or a sum of rewards", rewards)
 
             # 3. Packed rows, with log π_old and log π_ref of each response token. Old log-probs are computed in the

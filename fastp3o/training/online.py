@@ -18,8 +18,16 @@ from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Minibatches, Objective
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.optimizer.optimizer import Optimizer
+from fastp3o.rewards.comparisons import JudgedPairs
 from fastp3o.rewards.load import load_rewards
-from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards, require_finite_rewards
+from fastp3o.rewards.reward import (
+    Reward,
+    asked_of_records,
+    logged_means,
+    penalised_rewards,
+    require_finite_rewards,
+    single_rewards,
+)
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group, Sampler, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
@@ -33,6 +41,7 @@ from fastp3o.training.kl_per_update import LearningRateSearch, Search
 from fastp3o.training.logprob_gaps import Comparison, evaluated_again, measures_noise
 from fastp3o.training.microbatches import Passes, add_gradients, counted
 from fastp3o.training.pretraining_mix import PretrainingMix
+from fastp3o.training.rivals import Anchors
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
@@ -134,7 +143,16 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     objective.add_to(policy)
 
     # Rewards: a function or an endpoint is tried on the first example.
-    rewards = load_rewards(context, config, config, prompts, held_out.examples, continues=config.resume)
+    rewards = load_rewards(
+        context,
+        config,
+        config,
+        prompts,
+        held_out.examples,
+        comparisons=config.comparisons,
+        responses_per_prompt=config.responses_per_prompt,
+        continues=config.resume,
+    )
     # Distillation needs no reward: the loop has a table of zeros then.
     reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
 
@@ -152,6 +170,12 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(context, config, sampler, sampled, sampled_reference)
+    # What compares responses may compare each with one of the reference's.
+    if config.comparisons == "anchor" and sampled_reference is not None:
+        anchors = Anchors(policy_sampler(config, sampled_reference, context, config.rollout_batch_size), config.seed)
+        for single in single_rewards(rewards).values():
+            if isinstance(single, JudgedPairs):
+                single.anchor = anchors
     buffer = RolloutBuffer(context, config, sampler, prompts)
 
     reference = in_context(context, config, reference)

@@ -93,6 +93,7 @@ class RolloutBuffer:
         accelerator, config, count = self.context.accelerator, self.config, 0
         groups, rewards = list(batch.groups), {name: table.clone() for name, table in batch.rewards.items()}
         token_rewards = None if batch.token_rewards is None else batch.token_rewards.clone()
+        pair_rewards = None if batch.pair_rewards is None else batch.pair_rewards.clone()
         for attempt in range(1, config.dynamic_sampling + 1):
             again = tied(rewards["reward"]).nonzero().flatten().tolist()
             if not again:
@@ -109,7 +110,9 @@ class RolloutBuffer:
                     table[number] = fresh.rewards[name][place]
                 if token_rewards is not None and fresh.token_rewards is not None:
                     token_rewards[number] = fresh.token_rewards[place]
-        return RolloutBatch(groups, rewards, token_rewards, sampled_again=count)
+                if pair_rewards is not None and fresh.pair_rewards is not None:
+                    pair_rewards[number] = fresh.pair_rewards[place]
+        return RolloutBatch(groups, rewards, token_rewards, pair_rewards, sampled_again=count)
 
     def begin(self, number: int) -> Callable[[], list[Group]]:
         prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fastp3o.config import EnvironmentConfig, ObjectiveConfig, StageConfig, option, required
 from fastp3o.errors import UserError
-from fastp3o.rewards.config import PenaltyConfig, RewardConfig
+from fastp3o.rewards.config import ComparisonConfig, PenaltyConfig, RewardConfig
 
 if TYPE_CHECKING:
     from fastp3o.objectives.base import Objective
@@ -22,7 +22,7 @@ ONE_STEP_RATE = 8e-6
 # --- options of all online objectives ---------------------------------------------------------------------------------
 
 
-class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConfig, StageConfig):
+class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     objective_class: what trains, `module:class`. compares_with_old: whether the loss compares the policy's log-probs
@@ -197,6 +197,12 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
             raise UserError("--reference_every and --reference_decay cannot be combined")
         if self.reference_moves and self.lora_rank:
             raise UserError("--reference_every and --reference_decay need whole weights that train: no --lora_rank")
+        if self.comparisons == "anchor" and self.lora_rank and not self.reference:
+            raise UserError(
+                "--comparisons anchor samples a reference of its own: with --lora_rank, name one by --reference"
+            )
+        if self.comparisons == "anchor" and self.offload:
+            raise UserError("--comparisons anchor and --offload cannot be combined: the reference is sampled from, too")
         if self.lora_dropout and self.compares_with_old:
             raise UserError("--lora_dropout would make ratios random: this objective compares the policy with itself")
         if self.eval_at and not all(part.strip().isdecimal() for part in str(self.eval_at).split(",")):
@@ -236,6 +242,11 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
         return False
 
     @property
+    def samples_reference(self) -> bool:
+        """Whether responses come from the reference, too: a part of a mixture, or what all others are compared with."""
+        return bool(self.from_mixture or self.comparisons == "anchor")
+
+    @property
     def reference_moves(self) -> bool:
         return bool(self.reference_every or self.reference_decay)
 
@@ -254,8 +265,8 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, PenaltyConf
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference is loaded and run: the loss reads one, or the user names or moves one."""
-        return bool(self.loss_reads_reference or self.reference or self.reference_moves)
+        """Whether a reference is loaded and run: the loss reads one, the user names or moves one, or it is sampled."""
+        return bool(self.loss_reads_reference or self.reference or self.reference_moves or self.samples_reference)
 
     @property
     def loss_reads_reference(self) -> bool:

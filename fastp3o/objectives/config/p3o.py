@@ -36,6 +36,11 @@ class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
         "Policy in the KL part of the reward. current: the one that trains (first author's code). rollout: the one "
         "that sampled (the box in the paper).",
     )
+    pair_weights: Literal["means", "comparisons"] = option(
+        "means",
+        "What weighs a pair where the reward compares responses; no effect on rewards that score. means: the "
+        "difference of the two responses' row means over all their comparisons. comparisons: the pair's own.",
+    )
 
 
 class PPGConfig(P3OConfig, objective="ppg"):

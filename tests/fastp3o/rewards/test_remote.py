@@ -70,7 +70,15 @@ def test_batches_are_scored_at_once(server):
     reward = reward_at(server.url, reward_batch_size=1, reward_requests=6, reward_timeout=2.0)
     assert reward(GROUPS).tolist() == RIGHT
     assert time.monotonic() - start < 0.8
-    assert [len(body["responses"]) for body in server.requests] == [1] * 6
+    assert [len(body["responses"]) for body in server.requests] == [2] * 3
+
+
+@pytest.mark.parametrize(("size", "asked"), [(1, [2, 2, 2]), (3, [2, 2, 2]), (5, [4, 2]), (16, [6])])
+def test_a_prompts_responses_are_never_cut_between_requests(server, size, asked):
+    assert reward_at(server.url, reward_batch_size=size, reward_requests=1)(GROUPS).tolist() == RIGHT
+    assert [len(body["responses"]) for body in server.requests] == asked
+    for body in server.requests:
+        assert all(body["prompts"].count(prompt) == 2 for prompt in body["prompts"])
 
 
 @pytest.mark.parametrize(
