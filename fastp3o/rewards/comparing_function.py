@@ -36,9 +36,8 @@ class ComparingFunction(UserFunction, JudgedPairs):
 
     def check(self, prompt: Prompt, siblings: int = 2) -> None:
         """Asks about two responses to a prompt, the words "response" and "other". Raises as a call does."""
-        self.ask(
-            [Comparison(prompt, *(Response(prompt.ids[-1:], text, True) for text in ("response", "other")), (0, 1))]
-        )
+        first, second = (Response(prompt.ids[-1:], text, True) for text in ("response", "other"))
+        self.ask([Comparison(prompt, first, second, (0, 1))])
         self.logged.clear()
 
     def ask(self, comparisons: list[Comparison]) -> list[float]:
@@ -70,7 +69,9 @@ class ComparingFunction(UserFunction, JudgedPairs):
         return value
 
 
-def load_function(name: str, timeout: float | None = None, function: Callable | None = None) -> UserFunction:
+def load_function(
+    name: str, timeout: float | None = None, function: Callable | None = None
+) -> FunctionReward | ComparingFunction:
     """A function of rewards, or one that compares, as the names of its parameters say. function: itself, instead of
     importing the name. Raises UserError if there is no such function, or it takes something else.
     """

@@ -192,8 +192,8 @@ def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: lis
 
 
 def functions_in(reward: Reward) -> list[UserFunction]:
-    rewards = reward.rewards.values() if isinstance(reward, Cascade | ComparisonCascade) else [reward]
-    return [one for one in rewards if isinstance(one, UserFunction)]
+    parts: list[object] = [*reward.rewards.values()] if isinstance(reward, Cascade | ComparisonCascade) else [reward]
+    return [one for one in parts if isinstance(one, UserFunction)]
 
 
 def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:

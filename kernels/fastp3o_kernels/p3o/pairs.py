@@ -60,9 +60,11 @@ class Pairs:
             by_token = name == "old_token_logprobs"
             if by_token and settings.clipping != "token":
                 raise ValueError(f'{name} is for clipping="token" only, and clipping is "{settings.clipping}"')
-            shape, why = ((tokens,), "one for each token") if by_token else ((P, K), "a row for each prompt")
-            shape = (P, K, K) if name == "rewards" and self.compares_pairs else shape
-            check_shape(name, tensor, shape, why)
+            by_response = (P, K, K) if name == "rewards" and self.compares_pairs else (P, K)
+            if by_token:
+                check_shape(name, tensor, (tokens,), "one for each token")
+            else:
+                check_shape(name, tensor, by_response, "a row for each prompt")
             check_floating(name, tensor)
         if self.valid_responses is not None:
             check_shape("valid_responses", self.valid_responses, (P, K), "a row for each prompt")
