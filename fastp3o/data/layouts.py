@@ -221,6 +221,8 @@ def ranked_responses(record: Fields) -> tuple[Part, ...]:
         raise RecordError(field, "a list of two responses or more, from best to worst", ranked)
     if record.get("margin") is not None:
         raise RecordError("margin", "none in a ranking: it is of two responses", record["margin"])
+    if record.get("probability") is not None:
+        raise RecordError("probability", "none in a ranking: it is of two responses", record["probability"])
     by_name = {f"{field}[{number}]": item for number, item in enumerate(ranked)}
     return tuple(response_field({"prompt": record["prompt"], **by_name}, name) for name in by_name)
 
@@ -233,6 +235,24 @@ def margin(record: Fields) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FP32:
         raise RecordError("margin", "a finite number, 0 or more", value)
     return float(value)
+
+
+def probability(record: Fields) -> float:
+    """The probability that the chosen response is better: a soft label, ½ for a tie; 1 if the record has none."""
+    value = record.get("probability")
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise RecordError("probability", "a number from 0 to 1, that the chosen response is better", value)
+    if record.get("margin") is not None:
+        raise RecordError("margin", "none beside a probability, which says how much better it is", record["margin"])
+    return float(value)
+
+
+def require_preferred(record: Fields) -> None:
+    """Raises RecordError if the chosen response is not the better one, by the record's own probability."""
+    if (value := probability(record)) <= 0.5:
+        raise RecordError("probability", "more than 0.5: only the reward stage learns ties and soft labels", value)
 
 
 # --- comparisons of summaries -----------------------------------------------------------------------------------------

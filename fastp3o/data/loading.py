@@ -29,6 +29,8 @@ from fastp3o.data.layouts import (
     desirable,
     find_layout,
     margin,
+    probability,
+    require_preferred,
 )
 from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
@@ -131,10 +133,11 @@ def load_preferences(source: str, tokenizer: Tokenizer, **options: Any) -> Loade
 
 
 def load_rankings(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
-    """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model; and
-    `margin` (float64), by which the chosen response of a preference is better, 0 if the record has none.
+    """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model. `margin`
+    (float64): by how much the chosen response of a preference is better, 0 if the record has none. `probability`
+    (float64): that it is better, 1 if the record has none.
     """
-    labels = {"margin": (Value("float64"), margin)}
+    labels = {"margin": (Value("float64"), margin), "probability": (Value("float64"), probability)}
     return Loader(tokenizer, {"ranked_ids": List(IDS)}, RANKINGS, labels, **options).load(source)
 
 
@@ -278,6 +281,8 @@ class Loader:
             place = f"{record.file} record {record.number}"
             raise DataError(f"{place}: holds messages, and the tokenizer has no chat template (see --chat_template)")
         responses = layout.responses(record.content) if self.response_columns else ()
+        if layout.response_count == 2 and self.response_columns and not self.takes_all:
+            require_preferred(record.content)
         responses = responses if self.takes_all else responses[: len(self.response_columns)]
         texts = self.encoder.render(prompt, responses, record.content)
         template = self.encoder.template

@@ -1,7 +1,8 @@
 """Accuracy and calibration of a reward model: predicted probabilities σ(|r_w − r_l|) next to observed shares.
 
 The order of a pair says nothing. The prediction is the probability that the response with the higher score is the
-better one, and the observation is whether it is.
+better one, and the observation is whether it is; by soft labels, the share of raters who say so. A preference model's
+log-odds take the place of r_w − r_l.
 """
 
 from collections.abc import Sequence
@@ -13,16 +14,16 @@ from fastp3o.evaluation.interval import share_interval
 BINS = 10  # of equal width, from 1/2 to 1
 
 
-def judged(differences: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite. differences: each
-    pair's prompt number and r_w − r_l. Accuracy is the share of pairs with the better response ahead, equal scores
-    counting a half, averaged over prompts, as is the interval.
+def judged(pairs: Sequence[tuple[int, float, float]]) -> dict[str, float]:
+    """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite. pairs: each one's
+    prompt number, r_w − r_l, and the labels' probability that the better response is better. Accuracy is the share of
+    pairs with the better response ahead, equal scores counting a half, averaged over prompts, as is the interval.
     """
-    values = np.array([difference for _, difference in differences])
+    values = np.array([difference for _, difference, _ in pairs])
     if not np.isfinite(values).all():
         return {}
-    right = (np.sign(values) + 1) / 2
-    _, prompts = np.unique([number for number, _ in differences], return_inverse=True)
+    right = 0.5 + np.sign(values) * (np.array([probability for *_, probability in pairs]) - 0.5)
+    _, prompts = np.unique([number for number, *_ in pairs], return_inverse=True)
     shares = np.bincount(prompts, right) / np.bincount(prompts)
     low, high = share_interval(shares, np.ones(len(shares)))
     return {"accuracy_low": low, "accuracy_high": high, "calibration_error": calibration_error(values, right)}

@@ -30,6 +30,7 @@ from fastp3o.models.load_report import listed, require_whole, without_report
 from fastp3o.models.overflow import Overflow, OverflowsError
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.preference import MARKER, begin_head, preference_dim
 from fastp3o.models.quantized import checked, quantized_loading
 from fastp3o.models.sharding import computed_in, is_main_process, number_of_processes
 
@@ -102,6 +103,7 @@ def load_reward_model(
     name: str,
     *,
     new_head: bool = False,
+    vector_size: int = 0,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
@@ -110,12 +112,15 @@ def load_reward_model(
 ) -> PackedModel:
     """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may be saved with them.
 
-    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. as_stored and quantize:
-    as for policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head untrained,
-    if the model has no linear `score` head over hidden states, or several outputs, and if packed rows cannot run it.
+    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. vector_size: loads a
+    preference model with vectors of this size in its place; its configuration says that it is one. as_stored and
+    quantize: as for policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head
+    untrained, if the model has no linear `score` head over hidden states, or other outputs, if a reward model is asked
+    for and it is a preference model or the other way round, and if packed rows cannot run it.
     """
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
-    base = base_model_name(name)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": vector_size or 1}
+    base, stored = base_model_name(name), stored_vector_size(name, trust_remote_code=trust_remote_code)
+    require_same_kind(name, stored, vector_size)
     if not is_main_process():
         model = without_weights(AutoModelForSequenceClassification, base, **options)
         if base != name:
@@ -128,14 +133,18 @@ def load_reward_model(
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
-    outputs = next((shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight"), 1)
-    if outputs != 1:
-        raise UserError(f"{name} has {outputs} outputs; a reward model has one")
     headless = "score.weight" in loading["missing_keys"]
+    mismatched = (shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight")
+    outputs = next(mismatched, len(head.weight))
+    if not headless and (outputs, stored) != (len(head.weight), vector_size):
+        begins = "--preference_dim begins with a language model, or goes on with a preference model of its size"
+        raise UserError(f"{name} has {outputs} outputs; {begins if vector_size else 'a reward model has one'}")
     require_whole(base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
     require_finite_weights(base, model)
     if headless:
-        nn.init.zeros_(head.weight)
+        begin_head(head) if vector_size else nn.init.zeros_(head.weight)
+    if vector_size:
+        setattr(model.config, MARKER, vector_size)
     if base != name:
         model = with_adapters(model, name)
         head = model.score
@@ -146,6 +155,22 @@ def load_reward_model(
     scorer = PackedModel(named(model, name, base).to(device))
     with computed_in(dtype, scorer) if as_stored else nullcontext():
         return require_packable(scorer, name)
+
+
+def stored_vector_size(name: str, *, trust_remote_code: bool = False) -> int:
+    """The size of a preference model's vectors, by its configuration; 0 for every other model. Raises ValueError if the
+    configuration cannot be read.
+    """
+    with errors_naming(name):
+        return preference_dim(load_config(name, trust_remote_code))
+
+
+def require_same_kind(name: str, stored: int, expected: int) -> None:
+    """Raises ValueError for a preference model of another size than expected, 0 for a model that gives scores."""
+    if stored and stored != expected:
+        needed = f"vectors of {expected} are" if expected else "a score is"
+        remedy = f"--preference_dim {stored} trains it further, --reward takes it where responses are compared"
+        raise UserError(f"{name} is a preference model with vectors of {stored}, and {needed} needed here: {remedy}")
 
 
 # --- weights, and models without them ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.models.overflow import Overflow, not_finite_error, overflow, weight_overflow
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, vectors
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 
@@ -100,8 +100,8 @@ def trial_overflow(model: PackedModel, device: torch.device | None = None) -> Ov
 
 
 class Trial(NamedTuple):
-    """Log-probabilities, or a reward model's scores, of a few responses. packed: in one row. single: one by one, from
-    transformers. windows: the sliding windows that attention was called with.
+    """Log-probabilities, or the outputs of a reward model's head, of a few responses. packed: in one row. single: one
+    by one, from transformers. windows: the sliding windows that attention was called with.
     """
 
     packed: Tensor
@@ -137,16 +137,16 @@ def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, Packed
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
     generators = [inner.device] if inner.device.type == "cuda" else []
     with torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(generators):
-        yield scores if hasattr(inner, "score") else labelled_logprobs, row.to(inner.device)
+        yield vectors if hasattr(inner, "score") else labelled_logprobs, row.to(inner.device)
 
 
 def run_single(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    """Log-probabilities or the score of one response."""
+    """Log-probabilities [n] of one response, or the outputs [1, n] of a reward model's head."""
     ids = torch.tensor([prompt + response], device=model.device)
-    logits = model(ids, use_cache=False).logits.float()[0]
+    logits = model(ids, use_cache=False).logits.float()
     if hasattr(model, "score"):
         return logits
-    return logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+    return logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
 
 
 def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list[int]]]]:

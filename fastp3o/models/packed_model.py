@@ -293,8 +293,18 @@ def scores(model: nn.Module, row: PackedRow) -> Tensor:
     return model(row, row.ends_at, lambda hidden, head: scalars(hidden, head.weight))
 
 
+def vectors(model: nn.Module, row: PackedRow) -> Tensor:
+    """A preference model's vector of each response of a row, read where scores are, [S, 2k] fp32."""
+    return model(row, row.ends_at, lambda hidden, head: outputs(hidden, head.weight))
+
+
 def scalars(hidden: Tensor, weight: Tensor) -> Tensor:
     """One number for each hidden state, in fp32 in every precision: [N, D], [1, D] -> [N]."""
+    # A sum, since squeezing gives a view, whose hooks FSDP could lose.
+    return outputs(hidden, weight).sum(1)
+
+
+def outputs(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Outputs of a small head, in fp32 in every precision: [N, D], [n, D] -> [N, n]."""
     with torch.autocast(hidden.device.type, enabled=False):
-        # A sum, since squeezing gives a view, whose hooks FSDP could lose.
-        return F.linear(hidden.float(), weight.float()).sum(1)
+        return F.linear(hidden.float(), weight.float())

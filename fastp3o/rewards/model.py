@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import get_logger
@@ -17,11 +17,13 @@ from fastp3o.data.errors import Found, RecordError, is_blank
 from fastp3o.data.layouts import Fields, Message, Part
 from fastp3o.data.tokens import BEGINNING, Continuation, special_tokens
 from fastp3o.models.overflow import Overflow, first_overflow, overflow_in_fp16
-from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.models.packed_model import PackedModel, scores, vectors
+from fastp3o.models.preference import leads_of_groups
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.packing.tables import by_group
+from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 
 logger = get_logger(__name__)
@@ -58,9 +60,13 @@ class ModelReward:
         self.translate = Translation(policy_tokenizer, tokenizer, **(reading or {}))
 
     def __call__(self, groups: list[Group]) -> Tensor:
+        return self.outputs(groups, scores)
+
+    def outputs(self, groups: list[Group], read: Callable[[nn.Module, PackedRow], Tensor]) -> Tensor:
+        """What `read` gives each response of a row, in one pass over each: [P, K], or vectors [P, K, n]."""
         groups, local = with_tensor_group(self.model.model, groups)
         rows = self.rows(groups)
-        return by_group(rows, self.model.map_rows(rows, scores))[local].cpu()
+        return by_group(rows, self.model.map_rows(rows, read))[local].cpu()
 
     def rows(self, groups: list[Group]) -> list[PackedRow]:
         prompt_ids, response_ids = self.closed(groups) if self.shares_vocabulary else self.translate(groups)
@@ -83,6 +89,14 @@ class ModelReward:
                     ended = response.ids[-1] in self.translate.no_text  # otherwise by a text
                     ids[place] = [*(response.ids[:-1] if ended else response.ids), closing]
         return prompt_ids, response_ids
+
+
+class PreferenceModelReward(RelativeReward, ModelReward):
+    """Comparisons by a preference model: one pass over each response gives its vector, and two vectors a comparison."""
+
+    def matrix(self, groups: list[Group]) -> Tensor:
+        """P(response i is better than response j) − 1/2 for the responses of each group, [P, K, K] fp32 on the CPU."""
+        return leads_of_groups(self.outputs(groups, vectors))
 
 
 # --- responses in the vocabulary of another tokenizer -----------------------------------------------------------------

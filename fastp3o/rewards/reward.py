@@ -18,7 +18,7 @@ from fastp3o.calls.endpoint import EndpointError
 from fastp3o.calls.function import FunctionError, FunctionInterruptedError
 from fastp3o.config import EnvironmentConfig, Named
 from fastp3o.models.loaded import LoadedModel
-from fastp3o.models.loading import load_reward_model
+from fastp3o.models.loading import load_reward_model, stored_vector_size
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.tokenizer import load_tokenizer
@@ -28,7 +28,7 @@ from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, Relative
 from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward, UserFunction
-from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.model import ModelReward, PreferenceModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
@@ -59,7 +59,8 @@ def load_reward(
     **settings: Any,
 ) -> Reward:
     """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
-    `environment` what a configuration's environment gives, and anything else a reward model's folder or hub name.
+    `environment` what a configuration's environment gives, and anything else the folder or hub name of a reward model
+    or a preference model.
     load: what loads a reward model. remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
     if isinstance(name, Named) and not isinstance(name.content, LoadedModel):
@@ -71,9 +72,10 @@ def load_reward(
     if is_function(name):
         return load_function(name, (remote or RemoteConfig()).call_seconds)
     device = loading_device(settings["device"], settings.get("mesh"))
-    model = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    size = stored_vector_size(name, trust_remote_code=trust_remote_code)
+    model = load(name, vector_size=size, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    reward = ModelReward(model, tokenizer, policy_tokenizer, **settings)
+    reward = (PreferenceModelReward if size else ModelReward)(model, tokenizer, policy_tokenizer, **settings)
     padding, ends = model.model.config.get_text_config().pad_token_id, reward.translate.ends
     if padding in (ends.text, ends.chat):
         logger.warning(

@@ -90,6 +90,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     settings get the ends and the padding of the run's model. Raises ValueError if the files are not whole.
     """
     may_lack: set[str] = set()
+    options: dict[str, int] = {}  # a whole model's configuration says how many outputs it has
     may_exceed: set[str] = set()
     whole = (folder / CONFIG_NAME).exists()
     if whole:
@@ -99,8 +100,8 @@ def load_model(folder: Path) -> PreTrainedModel:
         scores = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())["task_type"] == "SEQ_CLS"
         # A reward model's head is in the adapter's file, from which transformers before 5.24 does not load it.
         may_lack, may_exceed = {"score.weight", TRAINED_HEAD}, {"score.weight", "lm_head.weight"}
+        options = {"num_labels": 1} if scores else {}
     loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    options = {"num_labels": 1} if scores else {}
     with without_report():
         model, loading = loader.from_pretrained(folder, output_loading_info=True, **options)
     require_whole(str(folder), loading, may_lack=may_lack, may_exceed=may_exceed)

@@ -60,7 +60,7 @@ def test_columns(tmp_path: Path):
     for load, columns in {
         loading.load_demonstrations: {"response_ids": chosen},
         loading.load_preferences: {"chosen_ids": chosen, "rejected_ids": rejected},
-        loading.load_rankings: {"ranked_ids": [chosen, rejected], "margin": 0.0},
+        loading.load_rankings: {"ranked_ids": [chosen, rejected], "margin": 0.0, "probability": 1.0},
     }.items():
         data, _ = load(source, PLAIN, **LENGTHS)
         assert data.to_list() == [example | columns for example in prompts]
