@@ -42,7 +42,8 @@ OBJECTIVES = {
     "dpo": lambda g: losses.dpo(g.logprobs, g["ref"]).sum(),
     "orpo": lambda g: losses.orpo(g.means(g.token_logprobs) - 1).sum(),
     "entropy": lambda g: (g.logprobs.sum() - 0.1 * g.entropy.sum(), {"entropy": g.entropy.sum()}),
-    "a constant": lambda g: g["rewards"].sum(),
+    "reinforce": lambda g: -(g["rewards"] * g.logprobs).sum(),
+    "nothing to learn": lambda g: (0.0 * g.logprobs).sum(),
 }
 
 
