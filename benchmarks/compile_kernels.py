@@ -90,7 +90,7 @@ SCALARS = {
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "token", "head")},
-    **dict.fromkeys(("rows", "programs"), "i32"),
+    **dict.fromkeys(("rows", "programs", "x_group_stride", "gate_row_stride", "up_row_stride"), "i32"),
     **dict.fromkeys(
         ("eps", "inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef", "sampler_ratio_cap"),
         "fp32",
@@ -239,8 +239,11 @@ def norm_configurations(D: int, places: tuple[str, ...]) -> Iterator[Configurati
         pointers |= {"result_ptr": "fp32" if behind else dtype}
         absent = {} if before else {"added_ptr": None, "sum_ptr": None}
         absent |= {} if behind else {"residual_ptr": None}
-        constants = sizes | gemma | absent
+        constants = sizes | gemma | absent | {"x_group_stride": None, "GROUP": None}
         yield configuration("rms_norm_kernel", name, pointers, constants, norm_kernel.warps(D))
+        if D in HEAD_NORMS:
+            apart = sizes | gemma | absent | {"GROUP": 8}
+            yield configuration("rms_norm_kernel", f"{name}, heads of one product", pointers, apart, norm_kernel.warps(D))
         pointers = weight | {"x_ptr": pointers["x_ptr"], "dx_ptr": pointers["x_ptr"], "copy_ptr": dtype}
         pointers |= {"grad_ptr": "fp32" if behind else dtype}
         constants = sizes | gemma | ({} if before else {"grad_x_ptr": None, "copy_ptr": None})

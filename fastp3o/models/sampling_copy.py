@@ -3,7 +3,7 @@ where its weights are finer, and without the adapters, which are merged into it.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ class SamplingCopy:
         adapt; a step launches five kernels for each adapter otherwise.
         """
         self.merges = merges
-        copied = self.weights_of(model)
+        weights = self.weights_of(model)
+        copied = {name: weights[name] for name in side_by_side(weights)}
         sizes = [-(-weight.part.numel() // ALIGNMENT) * ALIGNMENT for weight in copied.values()]
         # One piece of memory, which is more likely to come back at the same address than many.
         self.memory = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -38,7 +39,7 @@ class SamplingCopy:
         places = zip(copied.values(), self.memory.split(sizes), strict=True)
         parameters = [frozen(place[: part.numel()].view(part.shape)) for (_, part, _), place in places]
         self.weights = dict(zip(copied, parameters, strict=True))
-        adapted = [name for name, weight in copied.items() if weight.adapters]
+        adapted = [name for name, weight in weights.items() if weight.adapters]
         self.numbers = {name: number for number, name in enumerate(adapted)}
         if merges:
             self.model: PackedModel = plain_copy(model, self.weights).eval()
@@ -80,6 +81,17 @@ class SamplingCopy:
             else:
                 # Rounded first: half as much is sent.
                 copied.copy_(whole(part.detach().to(dtype)))
+
+
+def side_by_side(names: Iterable[str]) -> list[str]:
+    """Names of parameters, with those together whose layers belong to one module: of an attention first all weights, then
+    all biases, as a product of several takes them (`joint_products`).
+    """
+    together: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        layer, _, own = name.rpartition(".")
+        together.setdefault((layer.rpartition(".")[0], own), []).append(name)
+    return [name for group in together.values() for name in group]
 
 
 def dithered(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:

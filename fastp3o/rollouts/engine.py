@@ -6,13 +6,15 @@ on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError
+from fastp3o.models.joint_products import JointProducts
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.bins import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, joined, offsets, to_device
@@ -28,8 +30,9 @@ from fastp3o_kernels.rows.rows import padded, transformed
 
 # Most tokens of a packed row of prompts: on a GPU its products take longer than their launches from Python.
 TOKENS_PER_ROW = 8192
-# Such rows are padded to a multiple of this: a few shapes, at which libraries round alike.
-PADDED_TOKENS = 2048
+# On a GPU such rows are padded to a multiple of this: a product computes whole tiles, of 128 or 256 tokens, and an
+# allocator and libraries meet 32 shapes at most. No graph has any of them: only steps are captured.
+TILE = 256
 # A row of tokens that follow cached ones has as many keys for each of its tokens at most, which are copied.
 KEYS_PER_TOKEN = 16
 # Steps between two looks of the host; all but one of them may be for nothing.
@@ -71,6 +74,8 @@ class Engine:
         self.widened: Tensor | None = None  # its weight as products take it, while responses are sampled
         self.numbers: list[Tensor] = []  # of the next steps, where shapes change
         self.captures = device.type == "cuda" if graph is None else graph
+        # A step on a CPU reads the same bytes either way, and products there round by their sizes.
+        self.products = JointProducts(policy, partial(layer_shapes, policy, 0)) if device.type == "cuda" else None
         self.graph = StepGraph(device)
 
     def new_cache(self, shapes: dict[int, LayerShape]) -> Cache:
@@ -89,7 +94,8 @@ class Engine:
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Also in inference mode where shapes change: a step's many small operations are shorter in it."""
-        with torch.inference_mode(not self.static), torch.no_grad():
+        joint = nullcontext() if self.products is None else self.products.used()
+        with torch.inference_mode(not self.static), torch.no_grad(), joint:
             yield
 
     def decode(self) -> None:
@@ -178,7 +184,7 @@ class CachedRow(NamedTuple):
 def prefill(
     policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
 ) -> None:
-    """Puts keys and values of the prompts into the cache. pad: to a multiple of PADDED_TOKENS."""
+    """Puts keys and values of the prompts into the cache. pad: to a multiple of TILE."""
     cache.begin([len(ids) - 1 for ids in prompts])
     given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
     for row in rows_to_cache(given, tokens_per_row, pad, policy.model.device):
@@ -221,7 +227,7 @@ def rows_to_cache(
         key_lengths = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         positions = [torch.arange(begin, end) for begin, end in zip(begins, key_lengths, strict=True)]
         # Padding is a segment of its own, all at position 0, which every model has.
-        padding = -sum(lengths) % min(tokens_per_row, PADDED_TOKENS) if pad else 0
+        padding = -sum(lengths) % min(tokens_per_row, TILE) if pad else 0
         if padding:
             lengths, key_lengths = [*lengths, padding], [*key_lengths, padding]
         row = CachedRow(

@@ -11,7 +11,7 @@ from fastp3o_kernels.checks import check_floating, check_same_device, check_shap
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, use_triton
 
 if HAS_TRITON:
-    from fastp3o_kernels.layers.gate_kernel import launch_gate, launch_gate_gradient
+    from fastp3o_kernels.layers.gate_kernel import launch_gate, launch_gate_gradient, row_stride
 
 # SwiGLU's, and GeGLU's in two ways.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,7 +33,7 @@ class Gate(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
+        gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
         return *launch_gate_gradient(grad.contiguous(), gate, up, ctx.activation), None
 
 
@@ -57,5 +57,8 @@ def gated(gate: Tensor, up: Tensor, activation: str, *, impl: str | None = None)
         raise ValueError(f"up must have the gate's dtype, {gate.dtype}, got {up.dtype}")
     check_same_device(gate=gate, up=up)
     if use_triton(impl, gate, up) and gate.numel():
-        return Gate.apply(gate.contiguous(), up.contiguous(), activation)
+        # Views of one product of both stay where they are.
+        if row_stride(gate) is None or row_stride(up) is None:
+            gate, up = gate.contiguous(), up.contiguous()
+        return Gate.apply(gate, up, activation)
     return ACTIVATIONS[activation](gate) * up

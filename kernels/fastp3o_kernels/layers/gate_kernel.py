@@ -36,20 +36,24 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def gate_kernel(
-    gate_ptr,  # [size]
-    up_ptr,  # [size]
-    result_ptr,  # [size], out
+    gate_ptr,  # [rows, size], rows at any stride
+    up_ptr,  # the same
+    result_ptr,  # [rows, size], out
     size,
+    gate_row_stride,
+    up_row_stride,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(size, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    index = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
-    gate = tl.load(gate_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row_stride + index, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row_stride + index, mask=inside, other=0.0).to(tl.float32)
     active, _ = activated(gate, ACTIVATION)
     active = active.to(gate_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(result_ptr + index, (active * up).to(result_ptr.dtype.element_ty), mask=inside)
+    tl.store(result_ptr + row * size + index, (active * up).to(result_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -74,12 +78,29 @@ def gate_gradient_kernel(
     tl.store(dgate_ptr + index, (grad * up * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
 
 
+def row_stride(x: Tensor) -> int | None:
+    """Elements from one row of the last dimension to the next; None where it differs, or a row has gaps."""
+    if x.is_contiguous():
+        return x.shape[-1] if x.dim() else 1
+    if x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, x.shape[-1]).stride(0)
+    except RuntimeError:  # torch knows no one stride
+        return None
+
+
 def launch_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Contiguous tensors of one shape and dtype; one launch."""
-    result = torch.empty_like(gate)
+    """Tensors of one shape and dtype, whose rows have one stride; one launch. Returns a contiguous one."""
+    result = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    # All of contiguous tensors is one row.
+    if gate.is_contiguous() and up.is_contiguous():
+        count, size, strides = 1, gate.numel(), (0, 0)
+    else:
+        count, size, strides = gate.numel() // gate.shape[-1], gate.shape[-1], (row_stride(gate), row_stride(up))
     with torch.cuda.device_of(gate):
-        gate_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
-            gate, up, result, gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+        gate_kernel[(count * triton.cdiv(size, BLOCK),)](
+            gate, up, result, size, *strides, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )
     return result
 

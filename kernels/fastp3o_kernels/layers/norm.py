@@ -14,7 +14,7 @@ from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, use_tr
 from fastp3o_kernels.rows.oracle import at_least_fp32
 
 if HAS_TRITON:
-    from fastp3o_kernels.layers.norm_kernel import LONGEST, launch_rms_norm, launch_rms_norm_gradient
+    from fastp3o_kernels.layers.norm_kernel import LONGEST, launch_rms_norm, launch_rms_norm_gradient, row_groups
 
 
 class NormKind(NamedTuple):
@@ -44,7 +44,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight = in_rows(ctx.saved_tensors[0]), ctx.saved_tensors[1]
         dx, kind = torch.empty_like(x), ctx.kind
         dweight = launch_rms_norm_gradient(
             *(in_order_of(x, grad), x, weight, dx, kind.eps),
@@ -113,7 +113,9 @@ def rms_norm(
     check_norm(weight, x=x)
     dtype = x.dtype if dtype is None else dtype
     if runs_kernel(impl, weight, x):
-        return Norm.apply(in_rows(x), weight.contiguous(), None, kind, dtype)
+        # Heads in one product with those of others stay where they are.
+        rows = x if row_groups(x) is not None else x.contiguous()
+        return Norm.apply(rows, weight.contiguous(), None, kind, dtype)
     return eager_norm(x, weight, kind).to(dtype)
 
 

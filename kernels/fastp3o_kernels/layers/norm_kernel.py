@@ -36,17 +36,22 @@ def rms_norm_kernel(
     result_ptr,  # [rows, D], out
     rows,
     eps,
+    x_group_stride,  # elements from one group of rows of x to the next; None: all of its rows lie one after another
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     OFFSET: tl.constexpr,
     ROUNDS: tl.constexpr,  # whether normalised rows are rounded to the dtype of x before the weight
+    GROUP: tl.constexpr,  # rows of such a group, which lie one after another
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (row < rows) & (d < D)
     at = row * D + d
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x_at = at
+    if x_group_stride is not None:
+        x_at = row // GROUP * x_group_stride + row % GROUP * D + d
+    x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
         total = (x + tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, total, mask=inside)
@@ -145,6 +150,27 @@ def gradient_warps(D: int, element_bytes: int) -> int:
     return 2 * warps(D) if element_bytes == 4 and D <= 4096 else min(8, warps(D))
 
 
+def row_groups(x: Tensor) -> tuple[int, int] | None:
+    """How many rows of the last dimension lie one after another, in the order of memory, and the elements from one group
+    of them to the next; None where groups have no one distance, or where memory overlaps or a row has gaps.
+    """
+    if x.stride(-1) != 1:
+        return None
+    group, groups, distance = 1, 1, x.numel()
+    for stride, size in sorted(zip(x.stride()[:-1], x.shape[:-1], strict=True)):
+        if size == 1:
+            continue
+        if groups == 1 and stride == group * x.shape[-1]:
+            group *= size
+        elif groups == 1 and stride > group * x.shape[-1]:
+            groups, distance = size, stride
+        elif groups > 1 and stride == groups * distance:
+            groups *= size
+        else:
+            return None
+    return group, distance
+
+
 def launch_rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -158,16 +184,20 @@ def launch_rms_norm(
     residual: Tensor | None = None,
 ) -> None:
     """Writes `result`, and `total` where something is added. One launch. All but the weight are of one shape and one
-    order of memory, in which rows lie one after another.
+    order of memory, in which rows lie one after another; those of x in groups where nothing is added.
     """
     sizes = tile(len(weight))
     rows = x.numel() // len(weight)
+    group, stride = row_groups(x) or (rows, 0)
+    together = group == rows
     with torch.cuda.device_of(x):
         rms_norm_kernel[(triton.cdiv(rows, sizes["BLOCK_R"]),)](
             *(x, added, total, weight, residual, result, rows, eps),
+            x_group_stride=None if together else stride,
             **sizes,
             OFFSET=offset,
             ROUNDS=rounds,
+            GROUP=None if together else group,
             num_warps=warps(len(weight)),
         )
 

@@ -32,10 +32,33 @@ def test_far_from_zero(activation):
     check(lambda g, up, impl: (gated(g, up, activation, impl=impl),), [gate, gate.flip(0)], [torch.ones_like(gate)])
 
 
-def test_any_strides():
-    both = torch.randn(4, 2 * 24, device=DEVICE)
-    gate, up = both.chunk(2, 1)
-    torch.testing.assert_close(gated(gate, up, "silu", impl="triton"), gated(gate, up, "silu", impl="eager"))
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda both: both.chunk(2, 2),
+        lambda both: both.split([24, 24], dim=2)[::-1],
+        lambda both: (both[..., ::2], both[..., 1::2]),
+        lambda both: (both[:, :, :24], both[:, :1, 24:].expand(3, 4, 24)),
+        lambda both: (both[:, :, :24].transpose(0, 1), both[:, :, 24:].transpose(0, 1)),
+        lambda both: (both[:, :, :24].contiguous(), both[:, :, 24:]),
+    ],
+    ids=["halves", "halves turned", "neighbours", "expanded", "transposed", "one contiguous"],
+)
+def test_any_strides(cut):
+    both, grad = torch.randn(3, 4, 2 * 24, device=DEVICE).requires_grad_(), torch.randn(1, device=DEVICE)
+    results = []
+    for impl in ("triton", "eager"):
+        result = gated(*cut(both), "silu", impl=impl)
+        results.append((result, *torch.autograd.grad((grad * result).sum(), both)))
+    torch.testing.assert_close(*results)
+
+
+def test_views_of_one_product_are_not_copied(monkeypatch):
+    gate, up = torch.randn(3, 2 * (BLOCK + 32), device=DEVICE).chunk(2, 1)
+    with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
+        result = gated(gate, up, "silu", impl="triton")
+    assert (launches.total(), traffic.memory) == (1, 3 * result.nbytes)
+    torch.testing.assert_close(result, gated(gate, up, "silu", impl="eager"))
 
 
 def test_launches_and_bytes(monkeypatch):

@@ -76,6 +76,27 @@ def test_heads_in_any_order_of_memory_are_read_where_they_lie(order):
     check(lambda x, weight, impl: (rms_norm(x.permute(order), weight, GEMMA, impl=impl),), [x, weight], [grad])
 
 
+@pytest.mark.parametrize(
+    "heads_of",
+    [
+        lambda both: both[..., :48].unflatten(-1, (3, 16)),
+        lambda both: both[..., 48:].unflatten(-1, (3, 16)).transpose(1, 2),
+        lambda both: both[:, ::2, 16:].unflatten(-1, (-1, 16)),
+        lambda both: both[:, :, :16],
+    ],
+    ids=["queries", "keys, heads first", "every second token", "one head"],
+)
+def test_heads_of_one_product_are_read_where_they_lie(heads_of, monkeypatch):
+    both = torch.randn(1, 6, 2 * 48, device=DEVICE)
+    heads = heads_of(both)
+    weight, grad = torch.randn(16, device=DEVICE), torch.randn(heads.shape, device=DEVICE)
+    with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
+        result = rms_norm(heads, weight, GEMMA, impl="triton")
+    assert launches.total() == 1
+    assert traffic.memory <= 2 * result.nbytes + 6 * weight.nbytes
+    check(lambda x, weight, impl: (rms_norm(heads_of(x), weight, GEMMA, impl=impl),), [both, weight], [grad])
+
+
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
 def test_a_gradient_of_one_result_alone(used):
     (x, branch), weight, grads = problem(4, 16, torch.bfloat16, count=2)
