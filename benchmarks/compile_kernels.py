@@ -243,7 +243,9 @@ def norm_configurations(D: int, places: tuple[str, ...]) -> Iterator[Configurati
         yield configuration("rms_norm_kernel", name, pointers, constants, norm_kernel.warps(D))
         if D in HEAD_NORMS:
             apart = sizes | gemma | absent | {"GROUP": 8}
-            yield configuration("rms_norm_kernel", f"{name}, heads of one product", pointers, apart, norm_kernel.warps(D))
+            yield configuration(
+                "rms_norm_kernel", f"{name}, heads of one product", pointers, apart, norm_kernel.warps(D)
+            )
         pointers = weight | {"x_ptr": pointers["x_ptr"], "dx_ptr": pointers["x_ptr"], "copy_ptr": dtype}
         pointers |= {"grad_ptr": "fp32" if behind else dtype}
         constants = sizes | gemma | ({} if before else {"grad_x_ptr": None, "copy_ptr": None})

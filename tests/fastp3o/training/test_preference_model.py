@@ -12,8 +12,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fastp3o.data.loading import load_preferences, load_prompts, load_rankings
 from fastp3o.errors import UserError
 from fastp3o.evaluation.circular import circular_share
-from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
+from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.preference import leads_of_groups, log_odds, log_odds_of_groups
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import make_prompts
