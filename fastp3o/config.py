@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from inspect import cleandoc, get_annotations
+from itertools import chain
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -18,6 +19,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     Self,
     TypedDict,
     Unpack,
@@ -85,6 +87,21 @@ class Revised(str):
 
     revision: str
 
+    def __new__(cls, name: str, revision: str) -> Self:
+        revised = super().__new__(cls, name)
+        revised.revision = revision
+        return revised
+
+
+class Rule(NamedTuple):
+    """A rule between options. options: that it is about; a configuration without one of them has no such rule. broken:
+    whether a configuration breaks it. words: the error, where {option} stands for the option's value.
+    """
+
+    options: tuple[str, ...]
+    broken: Callable[[Any], Any]
+    words: str
+
 
 # A flag ("lora_rank"), a flag with a value ("sampler=vllm") or a condition; or several, one of which is enough.
 Needs = str | Condition | tuple[str | Condition, ...]
@@ -144,9 +161,9 @@ class Flags:
     are made of. A plain value is another default of a group's option, whose help and rules stay. A class without a
     docstring has its group's. `summary` is the docstring as it is written; `__doc__` has the options, too.
 
-    A flag's own rules stand in its field. Classes add rules between several flags in `__post_init__`, after their
-    parents' checks, and further needs of flags that they inherit in `further_needs`. named: the options that somebody
-    has set, be it to their defaults; the others may yield to those.
+    A flag's own rules stand in its field. Classes add rules between flags of several groups in `rules`, those within a
+    group in `__post_init__`, after their parents' checks, and further needs of flags that they inherit in
+    `further_needs`. named: the options that somebody has set, be it to their defaults; the others may yield to those.
     """
 
     named: ClassVar[frozenset[str]] = frozenset()
@@ -154,6 +171,7 @@ class Flags:
     summary: ClassVar[str] = ""
     section: ClassVar[str] = "objective"  # of the help, for the options that a class is the first to have
     further_needs: ClassVar[Mapping[str, Needs]] = {}
+    rules: ClassVar[tuple[Rule, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         docstring: Any = cls.__dict__.get("__doc__")
@@ -181,15 +199,24 @@ class Flags:
         return config
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints, values = get_type_hints(type(self)), vars(self)
         for flag in fields(self):
-            value = getattr(self, flag.name)
-            text = text_of(flag, value)
-            value = plain_value(flag.name, value if text is None else text, hints[flag.name])
-            object.__setattr__(self, flag.name, value)
+            text = text_of(flag, values[flag.name])
+            value = plain_value(flag.name, values[flag.name] if text is None else text, hints[flag.name])
+            values[flag.name] = value
             if expected := broken_rule(value, flag.metadata):
                 raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
+        values.update(self.derived())
         self.check_needs(to_come=OBJECTS)
+        for rule in chain.from_iterable(vars(group).get("rules", ()) for group in reversed(type(self).__mro__)):
+            if values.keys() >= set(rule.options) and rule.broken(self):
+                raise UserError(rule.words.format_map(values))
+
+    def derived(self) -> dict[str, Any]:
+        """Values that options have in the place of what was set, such as one that stands for a default that depends on
+        others. Groups add theirs to their parents'.
+        """
+        return {}
 
     def check_complete(self) -> None:
         """Checks what can be checked only once every object has come. Every run begins with it. Raises UserError if
@@ -221,10 +248,13 @@ class Flags:
             if needed and not any(need.flag in to_come or need.holds(self) for need in needed):
                 raise UserError(f"--{name} has no effect without {' or '.join(need.words for need in needed)}")
 
+    def values(self) -> dict[str, Any]:
+        """Values by name, for those who take options as data: whatever a configuration has."""
+        return {flag.name: getattr(self, flag.name) for flag in fields(self)}
+
     def plain(self) -> dict[str, Any]:
         """Values by name, such as YAML and JSON hold. What stands for an object is its name."""
-        values = ((flag.name, getattr(self, flag.name)) for flag in fields(self))
-        return {name: str(value) if isinstance(value, str) else value for name, value in values}
+        return {name: str(value) if isinstance(value, str) else value for name, value in self.values().items()}
 
 
 class ObjectiveConfig(Flags):
@@ -671,13 +701,12 @@ class ModelConfig(LoadingConfig):
         changeable=True,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model_revision:
-            if isinstance(self.model, Named) or exists(self.model):
-                raise UserError(f"--model_revision is of a hub's repository, and --model {self.model} is none")
-            object.__setattr__(self, "model", Revised(self.model))
-            vars(self.model)["revision"] = self.model_revision
+    def derived(self) -> dict[str, Any]:
+        if not self.model_revision:
+            return super().derived()
+        if isinstance(self.model, Named) or exists(self.model):
+            raise UserError(f"--model_revision is of a hub's repository, and --model {self.model} is none")
+        return super().derived() | {"model": Revised(self.model, self.model_revision)}
 
     @cached_property
     def packing(self) -> Packing:
@@ -799,11 +828,13 @@ class RunConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "output_dir", expanduser(self.output_dir))
         if self.output_dir:
             _ = self.folder
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite cannot be combined")
+
+    def derived(self) -> dict[str, Any]:
+        return super().derived() | {"output_dir": expanduser(self.output_dir)}
 
     @cached_property
     def folder(self) -> Path:
@@ -858,22 +889,39 @@ class TrainingRunConfig(RunConfig):
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
+STAGE_RULES = (
+    Rule(
+        ("quantize", "compile_layers"),
+        lambda config: config.quantize and config.compile_layers,
+        "--quantize and --compile_layers cannot be combined: quantized layers are not compiled",
+    ),
+    Rule(
+        ("lora_dropout", "compile_layers"),
+        lambda config: config.lora_dropout and config.compile_layers,
+        "--lora_dropout and --compile_layers cannot be combined: a resumed run would draw different dropout masks",
+    ),
+    Rule(
+        ("deterministic", "top_p"),
+        lambda config: config.deterministic and config.top_p < 1,
+        "--deterministic and --top_p cannot be combined: torch's sums for it differ on GPUs",
+    ),
+    Rule(
+        ("quantize", "sampler"),
+        lambda config: config.quantize and config.sampler == "vllm",
+        "--quantize and --sampler vllm cannot be combined: servers would sample from other weights",
+    ),
+)
+
+
 class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, EvaluationConfig, TrainingRunConfig):
     """Options of all stages that train."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantize and self.compile_layers:
-            raise UserError("--quantize and --compile_layers cannot be combined: quantized layers are not compiled")
-        if self.lora_dropout and self.compile_layers:
-            raise UserError(
-                "--lora_dropout and --compile_layers cannot be combined: a resumed run would draw different dropout "
-                "masks"
-            )
-        if self.deterministic and isinstance(self, SamplerConfig) and self.top_p < 1:
-            raise UserError("--deterministic and --top_p cannot be combined: torch's sums for it differ on GPUs")
-        if self.quantize and isinstance(self, SamplerConfig) and self.sampler == "vllm":
-            raise UserError("--quantize and --sampler vllm cannot be combined: servers would sample from other weights")
+    rules: ClassVar[tuple[Rule, ...]] = STAGE_RULES
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference is loaded."""
+        return False
 
 
 class SupervisedConfig(StageConfig):

@@ -191,6 +191,35 @@ def test_functions_of_the_trainer_are_short_and_take_few_parameters():
                 assert is_short or (name, node.name) in READ_WHOLE, f"{name}: {node.name}"
 
 
+def test_options_are_read_as_what_they_are_and_set_in_one_place():
+    """Nobody asks whether a configuration has an option: a part takes one that has it, or `Flags.values`. No class
+    writes over what was set: `Flags.derived` says what a value stands for.
+    """
+    folder, options = PACKAGES["fastp3o"], every_option()
+    assert {"environment", "resume", "process_rewards"} <= options
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+                asked = node.args[1]
+                assert not (isinstance(asked, ast.Constant) and asked.value in options), f"{path}: {ast.unparse(node)}"
+            name = str(path.relative_to(folder))
+            assert not (isinstance(node, ast.Attribute) and node.attr == "__setattr__"), f"{name}: {node.lineno}"
+
+
+def every_option() -> set[str]:
+    """The names of all options of all stages, and of what configurations say beside them."""
+    names: set[str] = set()
+    for path in PACKAGES["fastp3o"].rglob("*.py"):
+        if path.name == "config.py" or path.parent.name == "config":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    names |= {
+                        one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and one.value is not None
+                    }
+                    names |= {one.name for one in node.body if isinstance(one, ast.FunctionDef) and one.decorator_list}
+    return names
+
+
 # A line of a map: a file or folder, or several with commas between, then what they hold.
 MAP_LINE = re.compile(r"((?:[\w-]+(?:\.py|/), )*[\w-]+(?:\.py|/))\s{2,}\S")
 

@@ -1,11 +1,11 @@
 """The options of win rates, and of rewards without training."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from fastp3o.config import LARGEST_INT, EnvironmentConfig, Flags, option, required
+from fastp3o.config import LARGEST_INT, EnvironmentConfig, Flags, Rule, option, required
 from fastp3o.errors import UserError
-from fastp3o.rewards.config import RemoteConfig, reward_names
+from fastp3o.rewards.config import ENVIRONMENT_RULES, RemoteConfig, reward_names
 
 JUDGED = "keep=judged"
 
@@ -14,6 +14,8 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
     """The prompts that are responded to, and how their responses are rewarded."""
 
     section = "data"
+    rules: ClassVar[tuple[Rule, ...]] = ENVIRONMENT_RULES
+
     prompts: str = required(
         "Prompts to respond to: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
     )

@@ -120,7 +120,7 @@ def find_progress(
     ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
     accelerator, clock = context.accelerator, context.clock
-    fingerprints = run_fingerprints(config, {"prompts": prompts})
+    fingerprints = run_fingerprints(config.values(), {"prompts": prompts})
     begun = "" if clock is None else clock.moment.isoformat()
     manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {}, begun)
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))

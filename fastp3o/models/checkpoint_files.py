@@ -52,8 +52,7 @@ def base_model_name(name: str) -> str:
         if no_such_folder(base):
             raise UserError(f"its adapter_config.json names the base model {base}, and there is no such folder")
         if config.revision and not Path(base).exists():
-            base = Revised(base)
-            base.revision = config.revision
+            base = Revised(base, config.revision)
         if find_adapter_config_file(base, **at(base)) is not None:
             raise UserError(f"its adapter_config.json names the base model {base}, which is itself an adapter")
         return base

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Literal
 
-from fastp3o.config import Condition, Flags, Named, option, required
+from fastp3o.config import Condition, Flags, Named, Rule, option, required
 from fastp3o.errors import UserError
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
@@ -22,6 +22,16 @@ URL_OR_FUNCTION = Condition(
     "reward",
     "a URL or a function as a reward",
     lambda config: any(is_endpoint(name) or is_function(name) for name in config.single_scorers),
+)
+
+
+# Of configurations with rewards and an environment.
+ENVIRONMENT_RULES = (
+    Rule(
+        ("reward_columns", "environment"),
+        lambda config: ENVIRONMENT in config.single_scorers and not config.environment,
+        "--reward environment needs an --environment that gives it",
+    ),
 )
 
 
@@ -72,8 +82,6 @@ class RemoteConfig(Flags):
             raise UserError(f"--reward_columns must be different names, comma-separated, got {self.reward_columns!r}")
         if not set(columns).isdisjoint(TEXTS):
             raise UserError(f"--reward_columns must be other than {' and '.join(TEXTS)}, got {self.reward_columns!r}")
-        if ENVIRONMENT in self.single_scorers and not getattr(self, "environment", True):
-            raise UserError("--reward environment needs an --environment that gives it")
 
     @property
     def call_seconds(self) -> float:

@@ -45,7 +45,7 @@ class Training:
     def card(self, *, classifies: bool, adapter: bool) -> str:
         """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward model."""
         config, start = self.config, self.config.model
-        objective = str(getattr(config, "objective", self.stage))
+        objective = str(config.values().get("objective", self.stage))
         base, license = ancestry(start)
         more_tags = [*([] if self.stage == "SFT" else ["rlhf"]), *(["lora"] if adapter else [])]
         data = ModelCardData(
@@ -68,7 +68,7 @@ class Training:
         paper = PAPER.search(summary)
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
-        rewards = [part for name in reward_names(getattr(config, "reward", None) or "") for part in cascaded(name)]
+        rewards = [part for name in reward_names(config.values().get("reward") or "") for part in cascaded(name)]
         base, license = ancestry(config.model)
         through = "" if hub_name(config.model) or base is None else f"{base}, by way of "
         terms = license.get("license_name") or license.get("license")
@@ -98,8 +98,9 @@ class Training:
 def options(config: StageConfig) -> dict[str, Any]:
     """The numbers and choices that matter, where they are not the default. No text, which may name paths or keys."""
     chosen = {}
+    values = config.values()
     for flag in fields(config):
-        value = getattr(config, flag.name)
+        value = values[flag.name]
         plain = isinstance(value, int | float) or (isinstance(value, str) and "choices" in flag.metadata)
         matters = flag.name in ALWAYS or (flag.default is not MISSING and value != flag.default)
         if plain and matters and flag.name not in ("resume", "precision"):  # the precision stands above
@@ -112,7 +113,7 @@ def table(first: str, second: str, rows: dict[str, Any]) -> str:
 
 
 def data_names(config: StageConfig) -> list[str]:
-    values = [value for option in DATA if (value := getattr(config, option, None))]
+    values = [value for option in DATA if (value := config.values().get(option))]
     return [name.strip() for value in values for name in ([value] if Path(value).exists() else value.split(","))]
 
 

@@ -32,16 +32,19 @@ SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME, *TOK
 BLOCK_BYTES = 2**16
 
 
-def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[str, str]:
-    """The fingerprints of data sets, by the option that names them, and of a configuration's models and functions."""
+def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | None]) -> dict[str, str]:
+    """The fingerprints of data sets, by the option that names them, and of the models and functions that options name.
+
+    options: the values of a configuration by name, with objects where it has some (`Flags.values`).
+    """
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
-    if environment := getattr(config, "environment", None):
+    if environment := options.get("environment"):
         fingerprints["environment" + FUNCTION] = function_fingerprint(environment)
     for option in TEXTS:
-        if path := getattr(config, option, None):
+        if path := options.get(option):
             fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     for option in MODELS:
-        names = names_in(config, option)
+        names = names_in(options, option)
         for name in (name for name in names if name != ENVIRONMENT or not environment):
             key = option if len(names) == 1 else f"{option} {name}"
             if is_function(name):
@@ -51,9 +54,9 @@ def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[st
     return fingerprints
 
 
-def names_in(config: Any, option: str) -> list[str]:
+def names_in(options: Mapping[str, Any], option: str) -> list[str]:
     """The models and functions that an option names."""
-    value = getattr(config, option, None)
+    value = options.get(option)
     names = reward_names(value) if value and option == "reward" else [value] if value else []
     return [single for name in names for single in cascaded(name)]
 

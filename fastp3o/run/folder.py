@@ -65,7 +65,7 @@ def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
 def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     for option in MODELS:
-        for name in names_in(config, option):
+        for name in names_in(config.values(), option):
             inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
             if inside and not isinstance(name, Named):
                 place = f"--output_dir {folder}, where this run writes its own models"

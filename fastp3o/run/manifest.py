@@ -123,7 +123,7 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
     now, before = config.plain(), manifest.config
     changed = {name for name in now.keys() & before.keys() if now[name] != before[name]} - same_content
     # In half precision the state has a moving reference's mean as well.
-    fixed = {"precision"} if getattr(config, "reference_decay", 0.0) else set()
+    fixed = {"precision"} if now.get("reference_decay") else set()
     refused = sorted(changed - (config.changeable() - fixed))
     if refused:
         flags = ", ".join(f"--{name} ({before[name]} before, {now[name]} now)" for name in refused)
@@ -134,7 +134,7 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
     contents = [name for name in others if not name.endswith(FUNCTION)]
     if contents:
         # A fingerprint of one of several rewards has the reward's name after the option.
-        flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({getattr(config, name)})" for name in contents)
+        flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({now[name]})" for name in contents)
         remedy = "Restore the old content, or use a new --output_dir"
         raise ResumeError(f"--resume: same name, but the content has changed since the run began: {flags}. {remedy}")
     shown = sorted(changed - {"resume", "output_dir"})

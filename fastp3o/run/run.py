@@ -87,7 +87,7 @@ class Run:
         self.pending = None if state is None else state.pending
         self.folder = claim(self.accelerator, config)
         try:
-            self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config, data))
+            self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config.values(), data))
             begun = "" if context.clock is None else context.clock.moment.isoformat()
             self.states = States(self.folder / STATES, optimizer, state or RunState(), begun)
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)

@@ -23,6 +23,7 @@ from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import RelativeReward
+from fastp3o.rewards.config import RemoteConfig
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
 from fastp3o.runtime.context import Callback, Caller
@@ -162,12 +163,13 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
         elif option in DATA:
             named[option] = records(option, value)
         elif option in REWARDS:
-            named[option] = named_rewards(option, value, getattr(config, "call_seconds", None))
+            timeout = config.call_seconds if isinstance(config, RemoteConfig) else None
+            named[option] = named_rewards(option, value, timeout)
     if "peft_config" in objects:
         named |= lora_options(config, objects["peft_config"])
     config = replace(config, **named)
     config.check_complete()
-    if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
+    if "on_evaluation" in objects and not any(config.values().get(name) for name in EVALUATION_DATA):
         raise UserError("on_evaluation has no effect without eval_data or eval_prompts")
     return config
 

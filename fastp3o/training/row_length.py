@@ -36,7 +36,7 @@ def further_bytes(context: Context, config: StageConfig, model: PackedModel, tok
     """Bytes that an update of such rows takes beside the model's weights, with those of a reference: at most, as if all
     tokens had labels and each key were gathered twice.
     """
-    sizes = Model(model, getattr(config, "trainable_layers", 0))
+    sizes = Model(model, config.trainable_layers)
     update = update_memory(
         sizes,
         Lengths(tokens, 2 * tokens, tokens),
@@ -45,6 +45,6 @@ def further_bytes(context: Context, config: StageConfig, model: PackedModel, tok
         optimizer=config.optimizer,
         kernels=False,
     )
-    second = getattr(config, "needs_reference", False) and not config.lora_rank
+    second = config.needs_reference and not config.lora_rank
     reference = sizes.parameters * context.precision.weights.itemsize if second else 0
     return update.peak + reference - sum(parameter.nbytes for parameter in model.parameters())

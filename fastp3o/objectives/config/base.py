@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from importlib import import_module
 from math import gcd
-from numbers import Integral
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from fastp3o.config import EnvironmentConfig, ObjectiveConfig, StageConfig, option, required
+from fastp3o.config import EnvironmentConfig, ObjectiveConfig, Rule, StageConfig, option, required
 from fastp3o.errors import UserError
-from fastp3o.rewards.config import ComparisonConfig, PenaltyConfig, RewardConfig
+from fastp3o.rewards.config import ENVIRONMENT_RULES, ComparisonConfig, PenaltyConfig, RewardConfig
 
 if TYPE_CHECKING:
     from fastp3o.objectives.base import Objective
@@ -22,17 +21,125 @@ ONE_STEP_RATE = 8e-6
 # --- options of all online objectives ---------------------------------------------------------------------------------
 
 
+RULES = (
+    Rule(
+        ("length_penalty_after",),
+        lambda config: config.length_penalty_after >= config.max_response_tokens,
+        "--length_penalty_after must be below --max_response_tokens ({max_response_tokens}), got "
+        "{length_penalty_after}",
+    ),
+    Rule(
+        ("overlong_margin",),
+        lambda config: config.overlong_margin > config.max_response_tokens,
+        "--overlong_margin must be at most --max_response_tokens ({max_response_tokens}), got {overlong_margin}",
+    ),
+    Rule(
+        ("environment",),
+        lambda config: config.environment and config.from_mixture,
+        "--environment and --mixture cannot be combined: a mixture samples responses of one turn",
+    ),
+    Rule(
+        ("interrupt_rollouts",),
+        lambda config: config.interrupt_rollouts and config.sampler != "vllm",
+        "--interrupt_rollouts has no effect without --sampler vllm",
+    ),
+    Rule(
+        ("reference_every", "reference_decay"),
+        lambda config: config.reference_every and config.reference_decay,
+        "--reference_every and --reference_decay cannot be combined",
+    ),
+    Rule(
+        ("lora_rank",),
+        lambda config: config.lora_rank and config.reference_moves,
+        "--reference_every and --reference_decay need whole weights that train: no --lora_rank",
+    ),
+    Rule(
+        ("comparisons", "lora_rank"),
+        lambda config: config.comparisons == "anchor" and config.lora_rank and not config.reference,
+        "--comparisons anchor samples a reference of its own: with --lora_rank, name one by --reference",
+    ),
+    Rule(
+        ("comparisons", "offload"),
+        lambda config: config.comparisons == "anchor" and config.offload,
+        "--comparisons anchor and --offload cannot be combined: the reference is sampled from, too",
+    ),
+    Rule(
+        ("lora_dropout",),
+        lambda config: config.lora_dropout and config.compares_with_old,
+        "--lora_dropout would make ratios random: this objective compares the policy with itself",
+    ),
+    Rule(
+        ("eval_at",),
+        lambda config: config.eval_at and not all(part.strip().isdecimal() for part in config.eval_at.split(",")),
+        "--eval_at must be comma-separated whole numbers, got {eval_at!r}",
+    ),
+    Rule(
+        ("eval_at",),
+        lambda config: max(config.evaluated_at, default=0) > config.updates,
+        "--eval_at must be updates of the run, at most {updates}, got {eval_at!r}",
+    ),
+    # What a sampler that differs from the policy needs, and excludes.
+    Rule(
+        ("sampler_ratio_cap",),
+        lambda config: 0 < config.sampler_ratio_cap < 1,
+        "--sampler_ratio_cap must be 0 or at least 1, got {sampler_ratio_cap!r}",
+    ),
+    Rule(
+        ("sampler_ratio_cap", "old_logprobs"),
+        lambda config: config.sampler_ratio_cap and config.old_logprobs == "sampler",
+        "--sampler_ratio_cap and --old_logprobs sampler cannot be combined: both correct the same",
+    ),
+    Rule(
+        ("old_logprobs", "sampler"),
+        lambda config: config.old_logprobs == "sampler" and config.sampler == "transformers",
+        "--old_logprobs sampler needs log-probs of the sampler, and --sampler transformers gives none",
+    ),
+    Rule(
+        ("old_logprobs",),
+        lambda config: config.old_logprobs == "sampler" and config.from_mixture,
+        "--old_logprobs sampler needs log-probs of the sampler, and responses of --mixture have none",
+    ),
+    Rule(
+        ("sampler_ratio_cap", "sampler"),
+        lambda config: config.sampler_ratio_cap and config.sampler == "transformers",
+        "--sampler_ratio_cap needs log-probs of the sampler, and --sampler transformers gives none",
+    ),
+    Rule(
+        ("sampler_ratio_cap",),
+        lambda config: config.sampler_ratio_cap and config.from_mixture,
+        "--sampler_ratio_cap needs log-probs of the sampler, and responses of --mixture have none",
+    ),
+    Rule(
+        ("old_logprobs",),
+        lambda config: config.old_logprobs == "sampler" and not config.compares_with_old,
+        "--old_logprobs sampler changes no ratio: the loss of this objective has none",
+    ),
+    Rule(
+        ("top_k", "top_p", "min_p"),
+        lambda config: config.from_mixture and config.truncates,
+        "--top_k, --top_p and --min_p exclude a mixture, whose responses must be samples of it",
+    ),
+    Rule(
+        ("prompts_per_update", "prompts_per_minibatch"),
+        lambda config: config.prompts_per_update % config.prompts_per_minibatch,
+        "--prompts_per_update ({prompts_per_update}) must be a multiple of --prompts_per_minibatch "
+        "({prompts_per_minibatch}), so that every step uses the same number of prompts",
+    ),
+    *ENVIRONMENT_RULES,
+)
+
+
 class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
-    objective_class: what trains, `module:class`. compares_with_old: whether the loss compares the policy's log-probs
-    with the old ones. assumes_own_samples: whether the gradient is a mean over samples of the policy; if not, any
-    responses serve. reads_rewards: whether the loss does. paper_minibatches: steps of a pass in the objective's paper.
+    objective_class: what trains, `module:class`. assumes_own_samples: whether the gradient is a mean over samples of
+    the policy; if not, any responses serve. reads_rewards: whether the loss does. paper_minibatches: steps of a pass in
+    the objective's paper.
     """
 
     section = "updates"
+    rules: ClassVar[tuple[Rule, ...]] = RULES
     objective_class: ClassVar[str]
-    compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
     reads_rewards: ClassVar[bool] = True
     paper_minibatches: ClassVar[int] = 1
@@ -172,64 +279,26 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonC
         changeable=True,
     )
 
-    def __post_init__(self) -> None:
+    def derived(self) -> dict[str, Any]:
+        values = super().derived()
         if not self.learning_rate:
-            object.__setattr__(self, "learning_rate", FIRST_RATE)
-            object.__setattr__(self, "kl_per_update", self.kl_per_update or KL_PER_UPDATE)
-        if not self.prompts_per_minibatch:
-            parts = gcd(self.prompts_per_update, self.paper_minibatches)
-            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update // parts)
-        if self.minibatch_yields and isinstance(self.prompts_per_update, Integral):
-            sizes = range(1, self.prompts_per_minibatch + 1)
-            largest = max(size for size in sizes if self.prompts_per_update % size == 0)
-            object.__setattr__(self, "prompts_per_minibatch", largest)
-        super().__post_init__()
-        longest = self.max_response_tokens
-        if (free := self.length_penalty_after) >= longest:
-            raise UserError(f"--length_penalty_after must be below --max_response_tokens ({longest}), got {free}")
-        if (margin := self.overlong_margin) > longest:
-            raise UserError(f"--overlong_margin must be at most --max_response_tokens ({longest}), got {margin}")
-        if self.environment and self.from_mixture:
-            raise UserError("--environment and --mixture cannot be combined: a mixture samples responses of one turn")
-        if self.interrupt_rollouts and self.sampler != "vllm":
-            raise UserError("--interrupt_rollouts has no effect without --sampler vllm")
-        if self.reference_every and self.reference_decay:
-            raise UserError("--reference_every and --reference_decay cannot be combined")
-        if self.reference_moves and self.lora_rank:
-            raise UserError("--reference_every and --reference_decay need whole weights that train: no --lora_rank")
-        if self.comparisons == "anchor" and self.lora_rank and not self.reference:
-            raise UserError(
-                "--comparisons anchor samples a reference of its own: with --lora_rank, name one by --reference"
-            )
-        if self.comparisons == "anchor" and self.offload:
-            raise UserError("--comparisons anchor and --offload cannot be combined: the reference is sampled from, too")
-        if self.lora_dropout and self.compares_with_old:
-            raise UserError("--lora_dropout would make ratios random: this objective compares the policy with itself")
-        if self.eval_at and not all(part.strip().isdecimal() for part in str(self.eval_at).split(",")):
-            raise UserError(f"--eval_at must be comma-separated whole numbers, got {self.eval_at!r}")
-        if max(self.evaluated_at, default=0) > self.updates:
-            raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
-        if 0 < self.sampler_ratio_cap < 1:
-            raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
-        from_sampler = self.old_logprobs == "sampler"
-        if self.sampler_ratio_cap and from_sampler:
-            raise UserError("--sampler_ratio_cap and --old_logprobs sampler cannot be combined: both correct the same")
-        flag = "--old_logprobs sampler" if from_sampler else "--sampler_ratio_cap"
-        if self.sampler_ratio_cap or from_sampler:
-            if self.sampler == "transformers":
-                raise UserError(f"{flag} needs log-probs of the sampler, and --sampler transformers gives none")
-            if self.from_mixture:
-                raise UserError(f"{flag} needs log-probs of the sampler, and responses of --mixture have none")
-        if from_sampler and not self.compares_with_old:
-            raise UserError("--old_logprobs sampler changes no ratio: the loss of this objective has none")
-        if self.from_mixture and self.truncates:
-            raise UserError("--top_k, --top_p and --min_p exclude a mixture, whose responses must be samples of it")
-        if self.prompts_per_update % self.prompts_per_minibatch:
-            raise UserError(
-                f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
-                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that every step uses "
-                "the same number of prompts"
-            )
+            values |= {"learning_rate": FIRST_RATE, "kl_per_update": self.kl_per_update or KL_PER_UPDATE}
+        if self.minibatch_yields or not self.prompts_per_minibatch:
+            values["prompts_per_minibatch"] = self.largest_minibatch()
+        return values
+
+    def largest_minibatch(self) -> int:
+        """The prompts of a minibatch where nobody has named a number that divides those of an update."""
+        wanted = self.prompts_per_minibatch
+        wanted = wanted or self.prompts_per_update // gcd(self.prompts_per_update, self.paper_minibatches)
+        if not self.minibatch_yields:
+            return wanted
+        return max(size for size in range(1, wanted + 1) if self.prompts_per_update % size == 0)
+
+    @property
+    def compares_with_old(self) -> bool:
+        """Whether the loss compares the policy's log-probs with the old ones."""
+        return True
 
     @property
     def from_mixture(self) -> int:

@@ -59,9 +59,9 @@ class RLOOConfig(RatioConfig, objective="rloo"):
         "ratio (as in TRL). token: each token's ratio (as in verl and OpenRLHF).",
     )
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "compares_with_old", self.clipping != "none")
-        super().__post_init__()
+    @property
+    def compares_with_old(self) -> bool:
+        return self.clipping != "none"
 
 
 class REINFORCEConfig(RLOOConfig, objective="reinforce"):

@@ -1,6 +1,5 @@
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 
 
 def of(**names: str) -> dict[str, str]:
-    return run_fingerprints(SimpleNamespace(**names), {})
+    return run_fingerprints(names, {})
 
 
 def test_one_reward_has_the_name_of_its_option_and_several_have_their_own(workplace, tiny_model):
