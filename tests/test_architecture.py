@@ -200,10 +200,11 @@ def test_options_are_read_as_what_they_are_and_set_in_one_place():
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
-                asked = node.args[1]
-                assert not (isinstance(asked, ast.Constant) and asked.value in options), f"{path}: {ast.unparse(node)}"
-            name = str(path.relative_to(folder))
-            assert not (isinstance(node, ast.Attribute) and node.attr == "__setattr__"), f"{name}: {node.lineno}"
+                asked = ast.unparse(node.args[0]) in ("config", "self.config", "self")
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+                assert not (asked and name in options), f"{path}: {ast.unparse(node)}"
+            where = f"{path.relative_to(folder)}, line {getattr(node, 'lineno', 0)}"
+            assert not (isinstance(node, ast.Attribute) and node.attr == "__setattr__"), where
 
 
 def every_option() -> set[str]:
