@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 import fastp3o_kernels
-from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel, top_p_kernel
+from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel, slots_kernel, top_p_kernel
 from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.layers import ACTIVATIONS, gate_kernel, norm_kernel, rotary_kernel
 from fastp3o_kernels.p3o import pair_kernel
@@ -55,6 +55,8 @@ KERNELS = {
     "lowered_scale_kernel": scale_kernel,
     "partial_attention_kernel": attention_kernel,
     "merge_kernel": attention_kernel,
+    "members_kernel": slots_kernel,
+    "take_kernel": slots_kernel,
     "race_kernel": sampling_kernel,
     "top_p_kernel": top_p_kernel,
     "rms_norm_kernel": norm_kernel,
@@ -70,6 +72,7 @@ VOCABULARIES = (50257, 128256, 152064, 256000, 262144)
 # Responses to a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
+SLOTS = (16, 256)
 # Rows that are normalised: of heads, and of the stream.
 HEAD_NORMS, STREAM_NORMS = (64, 128, 256), (640, 2048, 4096, 8192)
 # bf16 takes what fp16 does.
@@ -90,7 +93,9 @@ SCALARS = {
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "token", "head")},
-    **dict.fromkeys(("rows", "programs", "x_group_stride", "gate_row_stride", "up_row_stride"), "i32"),
+    **dict.fromkeys(
+        ("rows", "programs", "x_group_stride", "gate_row_stride", "up_row_stride", "R", "Lr", "last_end"), "i32"
+    ),
     **dict.fromkeys(
         ("eps", "inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef", "sampler_ratio_cap"),
         "fp32",
@@ -134,6 +139,10 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         yield configuration("scale_kernel", dtype, tensors, {"BLOCK": scale_kernel.BLOCK})
     constants = {"LARGEST": backward.LARGEST_SCALED, "HIGHEST": backward.HIGHEST_SCALE, "BLOCK": scale_kernel.BLOCK}
     yield configuration("lowered_scale_kernel", "", {}, constants)
+    for R in SLOTS:
+        yield configuration("take_kernel", f"R {R}", {}, {"BLOCK_R": R})
+        for K in RESPONSES:
+            yield configuration("members_kernel", f"R {R}, K {K}", {}, {"K": K, "BLOCK_R": R})
     for D in HEAD_SIZES:
         yield from decoding_configurations(D)
     for D in HEAD_NORMS:
@@ -296,7 +305,8 @@ def compiler_source(config: Configuration) -> ASTSource:
     kernel = getattr(KERNELS[config.kernel], config.kernel)
     pointers, constants = dict(config.pointers), dict(config.constants)
     integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32", "members_ptr": "i32"}
-    integers |= dict.fromkeys(("prompt_ptr", "prompt_lengths_ptr", "steps_ptr", "keys_ptr", "tokens_ptr"), "i64")
+    longs = "prompt", "prompt_lengths", "cached_lengths", "response", "steps", "keys", "tokens", "inputs", "sampled"
+    integers |= {f"{name}_ptr": "i64" for name in (*longs, "first_tokens", "total", "taken")} | {"ends_ptr": "u8"}
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:

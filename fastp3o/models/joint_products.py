@@ -1,17 +1,18 @@
 """Layers that get the same input, such as q, k and v, or gate and up: one product of their weights side by side.
 
 A step of the engine reads all weights for a few hundred tokens, and a product with a small weight takes its latency
-rather than its bytes. Which layers get the same input, a pass of one token shows: no family is named. Their weights then
-lie one after another in one piece of memory, of which each parameter is a part, so that nothing is there twice. The
-parameters stay the objects that optimizers, states and checkpoints know, with their names, shapes and values. Layers
-compute together within `JointProducts.used` alone: nothing that trains does.
+rather than its bytes. Which layers get the same input, a pass of one token shows: no family is named. Their weights
+then lie one after another in one piece of memory, of which each parameter is a part, so that nothing is there twice.
+The parameters stay the objects that optimizers, states and checkpoints know, with their names, shapes and values, and
+each has a storage of its own. Layers compute together within `JointProducts.used` alone: nothing that trains does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +23,26 @@ from fastp3o.models.merging import has_adapter
 from fastp3o.models.packed_model import PackedModel
 from fastp3o_kernels import onednn
 
+KNOWN: "WeakKeyDictionary[PackedModel, JointProducts]" = WeakKeyDictionary()
+
+
+def joint_products(model: PackedModel, a_pass: Callable[[], object]) -> "JointProducts":
+    """The same for all who sample from a model: they would move its weights away from one another."""
+    if model not in KNOWN:
+        KNOWN[model] = JointProducts(model, a_pass)
+    return KNOWN[model]
+
 
 class JointProducts:
-    """The layers of a model that may compute together: plain linear ones. None of a model with adapters, or whose layers
-    a compiler has. a_pass: runs the model once.
+    """The layers of a model that may compute together: plain linear ones. None of a model with adapters, or of one that
+    is compiled. a_pass: runs the model once.
     """
 
     def __init__(self, model: PackedModel, a_pass: Callable[[], object]):
         none = model.compiled or has_adapter(model.model)
         self.groups = [] if none else groups_with_one_input(model.model.base_model, a_pass)
+        # By group and name of their parameters: those that were moved, as one tensor.
+        self.moved: dict[tuple[int, str], Tensor] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -38,11 +50,11 @@ class JointProducts:
         memory of their own, and do not lie side by side in what they share, compute as ever.
         """
         layers = []
-        for group in self.groups:
-            weight = side_by_side([layer.weight for layer in group])
-            biases = [layer.bias for layer in group if layer.bias is not None]
-            bias = side_by_side(biases) if biases else None
-            if weight is not None and (bias is None) == (not biases):
+        for number, group in enumerate(self.groups):
+            if not all(map(is_plain, group)):
+                continue
+            weight, bias = self.side_by_side(number, "weight"), self.side_by_side(number, "bias")
+            if weight is not None and (bias is None) == all(layer.bias is None for layer in group):
                 joint = JointProduct(group, weight, bias)
                 for layer in group:
                     vars(layer)["forward"] = partial(joint.part, layer)
@@ -52,6 +64,24 @@ class JointProducts:
         finally:
             for layer in layers:
                 del vars(layer)["forward"]
+
+    def side_by_side(self, group: int, name: str) -> Tensor | None:
+        """A group's weights or biases [n_i, ...] as one tensor [n, ...] of the same memory, into which those are moved
+        that have memory of their own. None where they have not, or do not fit each other.
+        """
+        parameters = [getattr(layer, name) for layer in self.groups[group]]
+        together = self.moved.pop((group, name), None)
+        if not are_alike(parameters):
+            return None
+        if together is None or not lie_in(together, parameters):
+            together = None  # gives its memory back before the next one takes any
+            if (shared := in_shared_memory(parameters)) is not None:
+                return shared
+            if not all(map(has_own_memory, parameters)):
+                return None
+            together = moved_together(parameters)
+        self.moved[group, name] = together
+        return together
 
 
 class JointProduct:
@@ -102,32 +132,42 @@ def is_plain(layer: Any) -> bool:
     return not hooked and not any(isinstance(part, DTensor) for part in layer.parameters())
 
 
-def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """The parameters [n_i, ...] as one tensor [n, ...] of the same memory, into which those are moved that have memory
-    of their own. None where they have not, or do not fit each other.
-    """
-    first = parameters[0]
-    if any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parameters):
-        return None
-    if (found := adjoining(parameters)) is None and all(has_own_memory(part) for part in parameters):
-        memory = torch.cat([part.detach() for part in parameters])
-        for parameter, part in zip(parameters, memory.split([*map(len, parameters)]), strict=True):
-            parameter.data = part
-        found = adjoining(parameters)
-    return found
+def are_alike(parameters: Sequence[Tensor | None]) -> bool:
+    """Whether one matrix or vector might hold them, and all are parameters: not copies that are there for a moment."""
+    kinds = {part is not None and (part.shape[1:], part.dtype, part.device) for part in parameters}
+    return len(kinds) == 1 and all(isinstance(part, nn.Parameter) for part in parameters)
 
 
 def has_own_memory(parameter: Tensor) -> bool:
     return parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
-def adjoining(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """The parameters as one tensor, if each begins where the one before it ends; else None."""
-    first = parameters[0].detach()
-    storage, end, rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
-    for part in parameters:
-        # Two pieces of memory may meet by chance.
-        if not part.is_contiguous() or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
-            return None
-        end, rows = end + part.nbytes, rows + len(part)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+def lie_in(memory: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether the parameters take all of a tensor, one after another."""
+    *begins, end = accumulate((part.nbytes for part in parameters), initial=memory.data_ptr())
+    return end == memory.data_ptr() + memory.nbytes and all(
+        part.is_contiguous() and part.data_ptr() == begin for part, begin in zip(parameters, begins, strict=True)
+    )
+
+
+def in_shared_memory(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameters as one tensor if they are parts of the same memory, one after another."""
+    first, storages = parameters[0].detach(), {part.untyped_storage().data_ptr() for part in parameters}
+    rows, end = sum(map(len, parameters)), first.storage_offset() * first.itemsize + sum(p.nbytes for p in parameters)
+    if len(storages) > 1 or first.untyped_storage().nbytes() < end:
+        return None
+    together = first.as_strided((rows, *first.shape[1:]), first.stride())
+    return together if lie_in(together, parameters) else None
+
+
+def moved_together(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor, of which the parameters are parts from now on. To whoever looks, each has memory of its own, as those
+    who save weights want it.
+    """
+    memory = torch.cat([part.detach() for part in parameters])
+    begin, storage = 0, memory.untyped_storage()
+    for parameter, part in zip(parameters, memory.split([*map(len, parameters)]), strict=True):
+        own = storage[begin : begin + part.nbytes]
+        parameter.data = part.new_empty(0).set_(own, 0, part.shape, part.stride())
+        begin += part.nbytes
+    return memory

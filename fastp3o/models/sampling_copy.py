@@ -84,8 +84,8 @@ class SamplingCopy:
 
 
 def side_by_side(names: Iterable[str]) -> list[str]:
-    """Names of parameters, with those together whose layers belong to one module: of an attention first all weights, then
-    all biases, as a product of several takes them (`joint_products`).
+    """Names of parameters, with those together whose layers belong to one module: an attention's weights, then its
+    biases, as a product of several layers takes them (`joint_products`).
     """
     together: dict[tuple[str, str], list[str]] = {}
     for name in names:

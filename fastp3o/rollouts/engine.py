@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.models.joint_products import JointProducts
+from fastp3o.models.joint_products import joint_products
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.bins import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, joined, offsets, to_device
@@ -75,7 +75,7 @@ class Engine:
         self.numbers: list[Tensor] = []  # of the next steps, where shapes change
         self.captures = device.type == "cuda" if graph is None else graph
         # A step on a CPU reads the same bytes either way, and products there round by their sizes.
-        self.products = JointProducts(policy, partial(layer_shapes, policy, 0)) if device.type == "cuda" else None
+        self.products = joint_products(policy, partial(layer_shapes, policy, 0)) if device.type == "cuda" else None
         self.graph = StepGraph(device)
 
     def new_cache(self, shapes: dict[int, LayerShape]) -> Cache:

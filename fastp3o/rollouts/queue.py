@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastp3o.packing.packed_row import Ids, to_device
 from fastp3o.rollouts.cache import Room
-from fastp3o_kernels.decoding import Slots
+from fastp3o_kernels.decoding import Batch, Slots, Working, take_tokens
 
 NO_TOKEN = -1
 
@@ -41,8 +41,8 @@ class Queue:
         self.by_slot = zeros(3, room.slots)
         self.response, self.steps, self.tokens = self.by_slot
         self.most_own_tokens = 0  # of a slot, known where the host makes each step
-        # The number of responses, the last that a slot has taken, and a step.
-        self.total, self.taken, self.zero = zeros(), zeros(), zeros()
+        # The number of responses, and the last that a slot has taken.
+        self.total, self.taken = zeros(), zeros()
 
     def tensors(self) -> list[Tensor]:
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
@@ -80,23 +80,10 @@ class Queue:
         """Adds the tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. A slot whose response
         has ended takes the next one.
         """
-        place = self.response, self.steps
-        self.sampled.index_put_(place, tokens)
-        self.logprobs.index_put_(place, logprobs)
-        steps = self.steps + 1
-        ended = self.ends[tokens.clamp(max=len(self.ends) - 1)] | (steps == self.room.response_tokens)
-        torch.where(ended, self.zero, steps, out=self.steps)
+        working = Working(self.response, self.steps, self.tokens)
+        batch = Batch(self.sampled, self.logprobs, self.first_tokens, self.ends, self.total, self.taken)
+        take_tokens(tokens, logprobs, working, batch, any_left=self.room.slots < self.room.responses)
         self.most_own_tokens += 1
-        if self.room.slots == self.room.responses:
-            self.tokens.copy_(tokens)
-            self.response.masked_fill_(ended, self.room.responses)
-            return
-        # Idle slots count too: none is left for them, nor for those after them.
-        following = self.taken + ended.cumsum(0)
-        self.taken.copy_(following[-1])
-        following = following.masked_fill(following >= self.total, self.room.responses)
-        torch.where(ended, following, self.response, out=self.response)
-        torch.where(ended, self.first_tokens[self.response], tokens, out=self.tokens)
 
     def working(self) -> Tensor:
         """[R] bool: the slots that are not idle."""

@@ -21,6 +21,7 @@ class StepGraph:
         self.device = device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.addresses: list[int] = []
+        self.captures = 0  # so far
         self.fails = False
 
     def ready(self, step: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
@@ -35,6 +36,11 @@ class StepGraph:
             self.graph = None  # gives its memory back before the next one takes any
             with torch.cuda.device(self.device):
                 self.graph, self.addresses = self.capture(step), addresses
+            self.captures += self.graph is not None
+            if self.captures > 1:
+                logger.info(
+                    f"a step was captured again, since memory that it uses has moved: {self.captures} captures so far"
+                )
         return step if self.graph is None else self.graph.replay
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:

@@ -57,6 +57,8 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
         return to_copy(*args, **kwargs)
     if function is aten.copy_.default:
         return copy_(*args, **kwargs)
+    if function is aten.set_.source_Storage_storage_offset:
+        return set_memory(*args)
     if name in ("lift_fresh", "lift"):
         return args[0]
     if function is aten.is_pinned.default:
@@ -121,6 +123,14 @@ def of_same_shape(tensor: Tensor, values: Tensor) -> Tensor:
     if tensor.size() != values.size() or tensor.stride() != values.stride():
         with torch._C._DisableTorchDispatch():
             tensor.set_(values.untyped_storage(), values.storage_offset(), values.size(), values.stride())
+    return tensor
+
+
+def set_memory(tensor: Tensor, *memory: Any) -> Tensor:
+    """`Tensor.set_`. memory: a storage, and offset, sizes and strides in it."""
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        values = torch.empty(0, dtype=tensor.dtype).set_(*memory)
+    tensor.data = on_device(values, tensor.simulated_device)
     return tensor
 
 

@@ -3,5 +3,16 @@
 from fastp3o_kernels.decoding.attention import decode_attention
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
 from fastp3o_kernels.decoding.sampling import race_numbers, response_keys, sample_tokens
+from fastp3o_kernels.decoding.take import Batch, Working, take_tokens
 
-__all__ = ["LayerCache", "Slots", "decode_attention", "race_numbers", "response_keys", "sample_tokens"]
+__all__ = [
+    "Batch",
+    "LayerCache",
+    "Slots",
+    "Working",
+    "decode_attention",
+    "race_numbers",
+    "response_keys",
+    "sample_tokens",
+    "take_tokens",
+]

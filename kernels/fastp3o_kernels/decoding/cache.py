@@ -11,6 +11,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fastp3o_kernels.operation import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from fastp3o_kernels.decoding.slots_kernel import launch_members
+
 
 @dataclass
 class LayerCache:
@@ -42,14 +47,21 @@ class Slots:
     masks: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
 
     @cached_property
+    def by_kernel(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`prompt`, `prompt_lengths` and `members` from one launch, where Triton runs."""
+        if not use_triton(None, self.response, self.cached_lengths) or not len(self.response):
+            return None
+        return launch_members(self.response, self.cached_lengths, self.responses_per_prompt)
+
+    @cached_property
     def prompt(self) -> Tensor:
         """[R] int64, P where idle."""
-        return self.response // self.responses_per_prompt
+        return self.by_kernel[0] if self.by_kernel else self.response // self.responses_per_prompt
 
     @cached_property
     def prompt_lengths(self) -> Tensor:
         """[R] int64: cached keys of each slot's prompt, 0 where idle."""
-        return self.cached_lengths[self.prompt]
+        return self.by_kernel[1] if self.by_kernel else self.cached_lengths[self.prompt]
 
     @cached_property
     def number(self) -> Tensor:
@@ -79,5 +91,7 @@ class Slots:
         """[R, K] int32: the last of the slots that share a prompt lists all of them; the rest is -1, and an idle slot's
         are any.
         """
+        if self.by_kernel:
+            return self.by_kernel[2]
         group = self.slot_of_response[self.prompt]
         return group.masked_fill((group.amax(1) != self.number)[:, None], -1)

@@ -151,8 +151,8 @@ def gradient_warps(D: int, element_bytes: int) -> int:
 
 
 def row_groups(x: Tensor) -> tuple[int, int] | None:
-    """How many rows of the last dimension lie one after another, in the order of memory, and the elements from one group
-    of them to the next; None where groups have no one distance, or where memory overlaps or a row has gaps.
+    """How many rows of the last dimension lie one after another, in the order of memory, and the elements from one
+    group of them to the next; None where groups have no one distance, or where memory overlaps or a row has gaps.
     """
     if x.stride(-1) != 1:
         return None

@@ -1,6 +1,7 @@
 """The engine on the pretended device: where the host waits, what a step launches, and graphs."""
 
 import gc
+from itertools import chain, pairwise
 from unittest.mock import MagicMock
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
-from fastp3o.rollouts.groups import SamplingSettings
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Prompt, SamplingSettings
 from fastp3o.rollouts.steps import StepGraph, logger
 from fastp3o.rollouts.turns.kept import KeptEngine
 from fastp3o_kernels.decoding import response_keys, sample_tokens
@@ -20,7 +22,7 @@ PROMPTS, K, RESPONSE_TOKENS = [[3, 4, 5], [6, 7]], 2, 12
 KEYS = response_keys(0, torch.arange(2), K)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 # Launches of a step without its layers, and of a layer.
-STEP, LAYER = 42, 14
+STEP, LAYER = 19, 11
 LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.decode"), ("fastp3o/rollouts/queue.py", "Queue.results")
 
 
@@ -82,13 +84,45 @@ def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():
     assert record.launches["graph"]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_products_of_several_layers_give_the_same_and_follow_the_weights(family, monkeypatch):
+    """Also those that an optimizer writes, and weights that have moved; and nothing is captured anew for them."""
+    policy = PackedModel(random_model(family)).to("cuda")
+    before = torch.cuda.memory_allocated()
+    engine = make_engine(policy, graph=True)
+    names, optimizer = [*dict(policy.named_parameters())], torch.optim.SGD(policy.parameters(), lr=1.0)
+    graphs = []
+    for update in range(4):
+        ids, logprobs = engine.run(PROMPTS, KEYS)
+        graphs.append(engine.graph.graph)
+        alone = make_engine(policy, graph=False)
+        monkeypatch.setattr(alone, "products", None)
+        expected, expected_logprobs = alone.run(PROMPTS, KEYS)
+        assert ids == expected
+        for ours, theirs in zip(chain(*logprobs), chain(*expected_logprobs), strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+        del alone
+        for parameter in policy.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01 * update).mul_(parameter.detach().sign())
+        optimizer.step()
+        optimizer.zero_grad()
+        if update == 2:
+            layer = policy.layers()[0].self_attn.k_proj
+            layer.weight.data = layer.weight.data.clone()
+    assert graphs[0] is graphs[1] is graphs[2] is not graphs[3]
+    assert [*dict(policy.named_parameters())] == names
+    engine.release_memory()
+    weights = sum(parameter.nbytes for parameter in policy.parameters())
+    assert torch.cuda.memory_allocated() - before < weights // 2
+
+
 def test_launches_of_a_step():
     counts = []
     for layers in (1, 2):
         engine = make_engine(make_policy(layers=layers), graph=False)
         engine.run(PROMPTS, KEYS)
         engine.queue.fill(PROMPTS, KEYS)
-        with torch.no_grad(), recorded() as record:
+        with engine.without_gradients(), recorded() as record:
             engine.step()
         assert not record.waits
         counts.append(record.launches.total())
@@ -106,6 +140,32 @@ def test_top_p_takes_one_copy_of_the_logits_and_not_six_as_if_it_sorted_them():
             sample_tokens(logits, slots, slots, top_p=0.9, impl=impl)
         assert (torch.cuda.max_memory_allocated() - before) / logits.nbytes == pytest.approx(copies, rel=0.02)
         assert record.launches.total() <= launches
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_updates_capture_nothing_anew_unless_memory_moves(returned, tokenizer, monkeypatch):
+    """Neither does another longest prompt, nor fewer prompts."""
+    if not returned:
+        monkeypatch.setattr(Engine, "release_memory", lambda _: None)
+    begun, begin = [], torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, **_: begun.append(graph) or begin(graph))
+    policy = make_policy()
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=6, batch_size=4)
+    engines, addresses = set(), []
+    for update in range(5):
+        prompts = [Prompt("", [3, *range(4, 5 + update), 6], number=n) for n in range(3 if update % 2 else 4)]
+        sampler(prompts, K, update)
+        engines.add(sampler.engine)
+        addresses.append(sampler.engine.graph.addresses)
+        # What an update takes beside the weights, for a while.
+        labels = torch.zeros(2, 4, policy.model.config.vocab_size, device="cuda").log_softmax(-1).mean()
+        assert not labels.isnan()
+        with torch.no_grad():
+            torch._foreach_mul_([*policy.parameters()], 1.01)
+    moves = sum(before != after for before, after in pairwise(addresses))
+    assert len(engines) == 1
+    assert len(begun) == sampler.engine.graph.captures == 1 + moves
+    assert returned or moves == 0
 
 
 def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
