@@ -1,10 +1,15 @@
-"""Modelled time of the head's plans on an H100, by the model that chooses them: no figure here was measured."""
+"""Modelled times on an H100, of the head's plans, by the model that chooses them, and of a layer's counted launches: no
+figure here was measured.
+"""
 
 import torch
 
 from benchmarks.shapes import LARGE_HEADS, HeadSizes
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, HeadPlan, modelled_time, plan_chunks
 from fastp3o_kernels.head.head import Head, HeadDtypes
+
+# Multiply-adds and bytes a second that an H100 reaches in products and in copies, and the least seconds of a launch.
+PRODUCTS, BANDWIDTH, LAUNCH = 650e12 / 2, 3.0e12, 2e-6
 
 
 def ragged(P: int, K: int, response: int) -> list[int]:
@@ -56,3 +61,12 @@ def ratios(bounds: list[int], *, one_pass: bool) -> list[str]:
         for head in LARGE_HEADS
     )
     return [f"{least:.2f} / {most:.2f}" for least, most in found]
+
+
+def other_ms(layer: dict) -> float:
+    """Of all launches of a layer's pass but its products. layer: an entry of layer_traffic.json."""
+    return 1e3 * (layer["bytes"] / BANDWIDTH + LAUNCH * layer["launches"])
+
+
+def product_ms(layer: dict) -> float:
+    return 1e3 * max(layer["products"] / PRODUCTS, layer["product_bytes"] / BANDWIDTH)

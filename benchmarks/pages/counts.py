@@ -3,7 +3,7 @@
 from benchmarks.environment import described
 from benchmarks.goals import GPU
 from benchmarks.markdown import markdown
-from benchmarks.modelled import MEASURED, modelled
+from benchmarks.modelled import MEASURED, modelled, other_ms, product_ms
 from benchmarks.pages.sources import HIDDEN, N, Records, Section, results
 from benchmarks.records import figure, select, spread
 from benchmarks.shapes import LARGE_HEADS
@@ -27,6 +27,37 @@ def launches(phase: str) -> Section:
         return spread(every, "{:,}")
 
     return section
+
+
+def layers(records: Records) -> str:
+    """A layer as transformers has it → fused."""
+    counted = records["layer_traffic.json"]["layers"]
+    lines = [["a layer, besides attention", "launches", "GB moved", "ms of these", "ms of products", "GB kept"]]
+    for old in (layer for layer in counted if not layer["fused"]):
+        same = {key: old[key] for key in ("model", "precision", "pass")}
+        (new,) = select(counted, **same, fused=True)
+        lines.append(
+            [
+                ", ".join(same.values()),
+                *(f"{form(old)} → {form(new)}" for form in (launches_of, moved, modelled_ms)),
+                f"{product_ms(new):.2f}",
+                f"{old['kept'] / 1e9:.2f} → {new['kept'] / 1e9:.2f}" if new["kept"] else "",
+            ]
+        )
+    return markdown(lines)
+
+
+def launches_of(layer: dict) -> str:
+    return str(layer["launches"])
+
+
+def moved(layer: dict) -> str:
+    """Without what products move."""
+    return f"{layer['bytes'] / 1e9:.3f}"
+
+
+def modelled_ms(layer: dict) -> str:
+    return f"{other_ms(layer):.2f}"
 
 
 def served(records: Records) -> str:

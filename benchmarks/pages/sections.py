@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "modelled": counts.modelled_table,
         "update launches": counts.launches("update"),
         "log-probs launches": counts.launches("logprobs"),
+        "layers": counts.layers,
         "served": counts.served,
         "turns machine": counts.turns_machine,
         "turns": counts.turns,

@@ -173,10 +173,14 @@ def wired(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 
 def added_and_normed(stream: Tensor, branch: Tensor | None, module: Any, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The sum, and it normalised in the weight's dtype."""
+    """The sum, and it normalised in the weight's dtype. Under autocast a kernel writes the dtype of the products, which
+    would each round it for themselves.
+    """
     weight = getattr(module, norm.weight)
     if runs_kernels(stream, weight):
-        return add_and_norm(stream, branch, weight, norm.kind)
+        device = stream.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        return add_and_norm(stream, branch, weight, norm.kind, dtype=dtype)
     total = stream if branch is None else stream + branch
     return total, normed(module, total, norm=norm)
 

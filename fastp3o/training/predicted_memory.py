@@ -299,9 +299,11 @@ def norm_bytes(model: Model, precision: Precision, *, kernels: bool) -> int:
     """Bytes that a norm of the stream keeps of each element of a token: the stream, and its result as products take it.
     PyTorch's own steps keep the normalised numbers, too, and with a stream in half precision those in fp32.
     """
-    stream = stream_bytes(model, precision)
+    stream, item = stream_bytes(model, precision), product_bytes(precision)
+    if kernels and model.fused_norms and model.finer:
+        return stream + item
     # Autocast rounds the result for each of the five products that take it, and keeps each copy.
-    results = product_bytes(precision) if precision.autocast is None else 5
+    results = item if precision.autocast is None else 5
     if kernels and model.fused_norms:
         return stream + results
     return stream + 4 + results if stream == 4 else 8

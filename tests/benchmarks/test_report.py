@@ -114,6 +114,7 @@ SOURCES = {
     "turns": ["turns.json"],
     "update launches": ["update_counts.json"],
     "log-probs launches": ["update_counts.json"],
+    "layers": ["layer_traffic.json"],
     "compiled": ["compiled_kernels.json"],
     "registers": ["compiled_kernels.json"],
     "precision": ["policy_precision.json"],

@@ -3,6 +3,9 @@ for half precision, and with kernels, in Triton's interpreter, the same numbers 
 """
 
 import copy
+from collections import Counter
+from functools import wraps
+from types import MethodType
 
 import pytest
 import torch
@@ -92,6 +95,30 @@ def test_kernels_are_as_exact_as_plain_layers(family, dtype, monkeypatch):
     assert ("rms_norm_gradient_kernel" in launches) == (family != "cohere")
     floor = 2e-6 if dtype == torch.float32 else 0.0
     assert error(found, exact) <= 1.5 * error(plain, exact) + floor
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_autocast_takes_norms_of_the_stream_in_the_dtype_of_its_products(family, monkeypatch):
+    """Rounded by the norm's kernel, and not once more by each product; gradients are as exact as plain layers'."""
+    exact = results(PackedModel(families.random_model(family).double()))
+    taken = set()
+
+    def with_autocast(model):
+        for layer in model.layers():
+            for product in (layer.self_attn.q_proj, layer.mlp.gate_proj):
+                product.register_forward_pre_hook(lambda _, inputs: taken.add(inputs[0].dtype))
+        taken.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return results(model)
+
+    plain = with_autocast(PackedModel(families.random_model(family)))
+    assert taken == {torch.float32}
+    model = PackedModel(families.random_model(family))
+    with_kernels(monkeypatch)
+    found = with_autocast(model)
+    assert taken == {torch.bfloat16}
+    assert error(found, exact) <= 1.1 * error(plain, exact)
+    assert (found[0] - exact[0]).abs().max() <= 1.5 * (plain[0] - exact[0]).abs().max()
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -257,3 +284,45 @@ def test_a_forward_that_has_been_replaced_stays():
     assert [(type(module), vars(module).get("forward")) for module in model.modules()] == replaced
     assert results(model)[0].isfinite().all()
     assert len(calls) == 1
+
+
+LAUNCHES = "Pointer argument cannot be accessed from Triton (cpu tensor?)"
+
+
+def launching(function, launched):
+    """A function that others' kernels compute: it is counted, and takes tensors of a GPU alone until that is set."""
+
+    @wraps(function)
+    def patched(*args, **kwargs):
+        if not launched["on a GPU"]:
+            raise ValueError(LAUNCHES)
+        launched[function.__qualname__] += 1
+        return function(*args, **kwargs)
+
+    return patched
+
+
+@pytest.mark.parametrize("where", ["in the model's parts", "in the family's classes"])
+def test_parts_with_another_librarys_kernels_keep_them(where, monkeypatch):
+    """As Liger patches models, before or after they are loaded."""
+    launched = Counter()
+    family = hf.models.llama.modeling_llama
+    classes = family.LlamaRMSNorm, family.LlamaMLP
+    rotation = launching(family.apply_rotary_pos_emb, launched)
+    monkeypatch.setattr(family, "apply_rotary_pos_emb", rotation)
+    inner = families.random_model("llama")
+    with_fused_rotation.cache_clear()
+    parts = [module for module in inner.base_model.modules() if isinstance(module, classes)]
+    if where == "in the model's parts":
+        for part in parts:
+            part.forward = MethodType(launching(type(part).forward, launched), part)
+    else:
+        for kind in classes:
+            monkeypatch.setattr(kind, "forward", launching(kind.forward, launched))
+    model = PackedModel(inner)
+    assert not any(hasattr(layer, "fastp3o_wiring") for layer in model.layers())
+    launched["on a GPU"] = True
+    labelled_logprobs(model, families.FOURS.row())
+    del launched["on a GPU"]
+    with_fused_rotation.cache_clear()
+    assert launched == {"LlamaRMSNorm.forward": 5, "LlamaMLP.forward": 2, "apply_rotary_pos_emb": 2}
