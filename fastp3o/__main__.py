@@ -41,24 +41,23 @@ STAGES = {
 OBJECTIVE_COMMANDS = "An objective is a command, too: fastp3o grpo is fastp3o online --objective grpo."
 
 
-def main(command: str | None = None) -> None:
-    """Runs a command on the arguments of the process. command: by default the first of them."""
-    if command is None:
-        asked = sys.argv[1].replace("-", "_") if sys.argv[1:] else ""
-        if asked == "__version":
-            print(f"fastp3o {__version__}")
-            sys.exit()
-        command = asked if asked in COMMANDS else stage_of_objective(asked)
-        if not command:
-            width = max(map(len, COMMANDS))
-            lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-            known = asked in ("", "__help")
-            problem = [] if known else [f"unknown command {sys.argv[1]}"]
-            file = sys.stdout if asked == "__help" else sys.stderr
-            print("usage: fastp3o COMMAND [--help]", *lines, OBJECTIVE_COMMANDS, *problem, sep="\n", file=file)
-            sys.exit(0 if asked == "__help" else 2)
-        chosen = [] if command == asked else [f"--objective={asked}"]
-        sys.argv[:2] = [f"fastp3o {asked}", *chosen]
+def main() -> None:
+    """Runs the command that the first argument of the process names, on the others."""
+    asked = sys.argv[1].replace("-", "_") if sys.argv[1:] else ""
+    if asked == "__version":
+        print(f"fastp3o {__version__}")
+        sys.exit()
+    command = asked if asked in COMMANDS else stage_of_objective(asked)
+    if not command:
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+        known = asked in ("", "__help")
+        problem = [] if known else [f"unknown command {sys.argv[1]}"]
+        file = sys.stdout if asked == "__help" else sys.stderr
+        print("usage: fastp3o COMMAND [--help]", *lines, OBJECTIVE_COMMANDS, *problem, sep="\n", file=file)
+        sys.exit(0 if asked == "__help" else 2)
+    chosen = [] if command == asked else [f"--objective={asked}"]
+    sys.argv[:2] = [f"fastp3o {asked}", *chosen]
 
     def run() -> None:
         from fastp3o.cli import parse, parse_chosen

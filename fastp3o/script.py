@@ -61,7 +61,7 @@ def one_line(error: BaseException) -> str | None:
     # torch's own class by its name: a script that says no more than its --help does not import torch.
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if out_of_memory or any(text in line for text in NO_MEMORY):
-        return f"error: out of memory; scripts/memory.py shows what a run takes: {line or type(error).__name__}"
+        return f"error: out of memory; fastp3o memory shows what a run takes: {line or type(error).__name__}"
     if "gloo" in line and any(text in line for text in PEER_ENDED):
         return f"error: another process of this run failed, and its message says why: {line}"
     return None

@@ -19,14 +19,14 @@ if [[ ! -f "$DATA/done" ]]; then
 fi
 
 shared=(--seed "$SEED" --max_prompt_tokens 12 --max_response_tokens 32 --tokens_per_row 2048)
-stage "Stage 1: supervised fine-tuning, on stories of every mood" sft.py "$RUN/sft" "${shared[@]}" \
+stage "Stage 1: supervised fine-tuning, on stories of every mood" sft "$RUN/sft" "${shared[@]}" \
     --model "$DATA/init" --train_data "$DATA/stories.jsonl" --epochs 4 --batch_size 64 --learning_rate 4e-3 \
     --lr_schedule cosine --warmup_steps 5
-stage "Stage 2: reward model, from comparisons in which raters make mistakes" reward_model.py "$RUN/reward_model" \
+stage "Stage 2: reward model, from comparisons in which raters make mistakes" reward "$RUN/reward_model" \
     "${shared[@]}" --model "$RUN/sft/model" --train_data "$DATA/comparisons.jsonl" \
     --eval_data "$DATA/comparisons.eval.jsonl" --epochs 3 --batch_size 64 --learning_rate 2e-3 \
     --lr_schedule cosine --warmup_steps 10
-stage "Stage 3: P3O, from four stories to each prompt and the differences of their rewards" p3o.py "$RUN/p3o" \
+stage "Stage 3: P3O, from four stories to each prompt and the differences of their rewards" p3o "$RUN/p3o" \
     "${shared[@]}" --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
     --prompts "$DATA/prompts.jsonl" --eval_prompts "$DATA/prompts.eval.jsonl" --eval_every 5 \
     --gold_reward make_stories:taste --eval_responses_per_prompt 8 --updates 25 --prompts_per_update 32 \

@@ -18,14 +18,14 @@ if [[ ! -f "$RUN/init/done" ]]; then
 fi
 
 shared=(--max_prompt_tokens 8 --max_response_tokens 4 --tokens_per_row 2048)
-stage "Stage 1: supervised fine-tuning, on both forms" sft.py "$RUN/sft" "${shared[@]}" --model "$RUN/init" \
+stage "Stage 1: supervised fine-tuning, on both forms" sft "$RUN/sft" "${shared[@]}" --model "$RUN/init" \
     --train_data "$SUMS" --eval_data "$SUMS" --epochs 30 --batch_size 20 \
     --learning_rate 2e-3 --lr_schedule cosine --warmup_steps 10
-stage "Stage 2: P3O, from four answers to each sum, rewarded where they are the number alone" p3o.py "$RUN/p3o" \
+stage "Stage 2: P3O, from four answers to each sum, rewarded where they are the number alone" p3o "$RUN/p3o" \
     "${shared[@]}" --model "$RUN/sft/model" --reward fastp3o.rewards.verifiable:exact_match \
     --prompts "$SUMS" --eval_prompts "$SUMS" --eval_batch_size 200 --eval_every 5 \
     --updates 20 --prompts_per_update 64 --prompts_per_minibatch 32 --responses_per_prompt 4 --inner_epochs 2 \
     --learning_rate 2e-4 --warmup_steps 8 --kl_coef 0.02 --samples_every 20
 
 echo "== Result: share of answers that are the number alone (reward), and KL"
-"$PYTHON" scripts/plot_frontier.py "$RUN/p3o" --output "$RUN/frontier.png"
+"$PYTHON" -m fastp3o frontier "$RUN/p3o" --output "$RUN/frontier.png"

@@ -21,7 +21,7 @@ if [[ ! -f "$RUN/init/done" ]]; then
 fi
 
 shared=(--max_prompt_tokens 16 --max_response_tokens 17 --tokens_per_row 4096)
-stage "Stage 1: supervised fine-tuning, on games of random play" sft.py "$RUN/sft" "${shared[@]}" \
+stage "Stage 1: supervised fine-tuning, on games of random play" sft "$RUN/sft" "${shared[@]}" \
     --model "$RUN/init" --train_data "$RUN/plays.jsonl" --epochs 3 --batch_size 64 --learning_rate 3e-3 \
     --lr_schedule cosine --warmup_steps 10
 # The best of four rates for each objective, by success after 80 updates with another seed.
@@ -31,7 +31,7 @@ case "$OBJECTIVE" in
     rloo) rates=(--learning_rate 3e-4) ;;
     *) rates=(--learning_rate 3e-3) ;;
 esac
-stage "Stage 2: $OBJECTIVE, from what the environment gives for each turn of eight games to a start" online.py "$TRAINED" \
+stage "Stage 2: $OBJECTIVE, from what the environment gives for each turn of eight games to a start" online "$TRAINED" \
     --objective "$OBJECTIVE" --seed "$SEED" "${shared[@]}" --model "$RUN/sft/model" \
     --environment make_game:Guess --reward environment --stop_strings '["\n"]' --max_turns 4 --max_turn_tokens 3 \
     --prompts "$RUN/starts.jsonl" --eval_prompts "$RUN/new_starts.jsonl" --eval_every 40 --eval_responses_per_prompt 8 \
@@ -45,4 +45,4 @@ for line in map(json.loads, open(sys.argv[1])):
     print(f\"after update {line['step']:>3}: {line['reward/found']:.3f}, by the likeliest guesses {line['greedy/reward/found']:.3f}\")
 " "$TRAINED/eval.jsonl"
 echo "== Games of the last update, the best and the worst"
-"$PYTHON" scripts/rollouts.py "$TRAINED"
+"$PYTHON" -m fastp3o rollouts "$TRAINED"

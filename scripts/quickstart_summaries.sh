@@ -22,15 +22,15 @@ if [[ ! -f "$RUN/init/done" ]]; then
 fi
 
 lengths=(--max_prompt_tokens 192 --tokens_per_row 2048)
-stage "Stage 1: supervised fine-tuning, on prompts too: the model knows no language yet" sft.py "$RUN/sft" \
+stage "Stage 1: supervised fine-tuning, on prompts too: the model knows no language yet" sft "$RUN/sft" \
     "${lengths[@]}" --max_response_tokens 64 --model "$RUN/init" --train_data "$DATA/sft.train.jsonl" \
     --eval_data "$DATA/sft.eval.jsonl" --eval_limit 64 --train_on_prompt --limit 4096 \
     --batch_size 64 --learning_rate 4e-3 --lr_schedule cosine --warmup_steps 5
-stage "Stage 2: reward model, from true summaries beside wrong and damaged ones" reward_model.py "$RUN/reward_model" \
+stage "Stage 2: reward model, from true summaries beside wrong and damaged ones" reward "$RUN/reward_model" \
     "${lengths[@]}" --max_response_tokens 128 --model "$RUN/sft/model" --train_data "$DATA/preferences.train.jsonl" \
     --eval_data "$DATA/preferences.eval.jsonl" --eval_limit 128 --limit 2560 --batch_size 32 \
     --learning_rate 1e-3 --lr_schedule cosine --warmup_steps 5
-stage "Stage 3: P3O, from two summaries of each post and the difference of their rewards" p3o.py "$RUN/p3o" \
+stage "Stage 3: P3O, from two summaries of each post and the difference of their rewards" p3o "$RUN/p3o" \
     "${lengths[@]}" --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
     --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/sft.eval.jsonl" --eval_limit 128 --eval_every 5 \
     --gold_reward fastp3o.rewards.verifiable:word_overlap --eval_responses_per_prompt 4 \
@@ -38,7 +38,7 @@ stage "Stage 3: P3O, from two summaries of each post and the difference of their
     --max_response_tokens 32 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 10
 
 echo "== Result: reward and KL on prompts of modules that no stage was trained on"
-"$PYTHON" scripts/plot_frontier.py "$RUN/p3o" --output "$RUN/frontier.png"
+"$PYTHON" -m fastp3o frontier "$RUN/p3o" --output "$RUN/frontier.png"
 echo "== The same as the stage has printed it. gold is the overlap with the true summaries (ROUGE-1), which no stage sees:"
 grep '^after step' "$RUN/logs/p3o.txt"
 echo "A gold that falls while the reward rises means that the reward model is exploited: see scripts/README.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastp3o.__main__ import main
+from fastp3o.__main__ import COMMANDS, main, stage_of_objective
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -86,6 +86,17 @@ def test_files_that_it_names_exist(page: str):
     assert named
     for name in named:
         assert any((folder / name).exists() for folder in ((ROOT / page).parent, ROOT, ROOT / "scripts")), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_and_commands_that_it_names_exist(page: str):
+    if page == ".github/CHANGELOG.md":  # which names what has gone, too
+        return
+    text = (ROOT / page).read_text()
+    for script in re.findall(r"scripts/[\w/]+\.(?:py|sh)", text):
+        assert (ROOT / script).exists(), script
+    for command in re.findall(r"(?:`|-m |^ {4}|^(?=fastp3o \w+ --))fastp3o ([a-z]\w*)", text, re.MULTILINE):
+        assert command in COMMANDS or stage_of_objective(command), command
 
 
 def test_the_tree_names_folders_that_exist():

@@ -150,7 +150,7 @@ def load_reward_model(
         head = model.score
     if not new_head and not head.weight.any():
         lack = "it has no head `score`" if headless else "its head `score` is zero"
-        raise UserError(f"{name} is not a trained reward model: {lack}; train one from it with scripts/reward_model.py")
+        raise UserError(f"{name} is not a trained reward model: {lack}; train one from it with fastp3o reward")
     checked(model)
     scorer = PackedModel(named(model, name, base).to(device))
     with computed_in(dtype, scorer) if as_stored else nullcontext():

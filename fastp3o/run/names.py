@@ -9,5 +9,5 @@ LOGS = (METRICS, EVALUATIONS, ROLLOUTS)  # which grow while a run trains
 PROGRESS, REPORT = "progress.png", "report.html"  # metrics over the steps; all of it, by `fastp3o report`
 FINISHED_MODEL, ADAPTER, BEST_MODEL = "model", "adapter", "best"
 REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
-SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
+SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of fastp3o generate
 VERDICTS = "verdicts.jsonl"  # on pairs of them

@@ -20,7 +20,7 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-MEMORY = "error: out of memory; scripts/memory.py shows what a run takes: "
+MEMORY = "error: out of memory; fastp3o memory shows what a run takes: "
 PEER = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9"
 
 

@@ -17,7 +17,7 @@ from fastp3o.evaluation.matched_kl import read_run
 @pytest.fixture
 def compare(monkeypatch, capsys):
     def main(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["compare_frontiers.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["fastp3o compare", *map(str, arguments)])
         command.main()
         return capsys.readouterr().out
 
@@ -64,7 +64,7 @@ def test_runs_of_the_same_name_are_all_shown_with_the_line_that_fits_them(monkey
     for name, per_nat in (("a/p3o", 2.0), ("b/p3o", 2.0), ("b/ppo", 1.0)):
         write_run(tmp_path / name, 0, per_nat)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plot_frontier.py", "a/p3o", "b/p3o", "b/ppo"])
+    monkeypatch.setattr(sys, "argv", ["fastp3o frontier", "a/p3o", "b/p3o", "b/ppo"])
     frontier.main()
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("a/p3o", "b/p3o", "ppo"))

@@ -1,5 +1,6 @@
 """P3O by its defaults learns what the quickstart's P3O learns."""
 
+from tests.fastp3o.commands.test_commands import run as command
 from tests.fastp3o.runs import metrics
 from tests.scripts.test_made_data import SCRIPTS, run
 
@@ -10,9 +11,9 @@ def test_a_run_finds_its_learning_rate_and_gets_better(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     run(monkeypatch, "make_stories", "--output_dir", "data", "--demonstrations", "2000", "--comparisons", "10")
     data = ("--model", "data/init", "--train_data", "data/stories.jsonl", "--output_dir", "sft")
-    run(monkeypatch, "sft", *data, "--epochs", "4", "--batch_size", "64", "--learning_rate", "4e-3")
+    command(monkeypatch, "sft", *data, "--epochs", "4", "--batch_size", "64", "--learning_rate", "4e-3")
     given = ("--model", "sft/model", "--prompts", "data/prompts.jsonl", "--reward", "make_stories:taste")
-    run(monkeypatch, "p3o", *given, "--output_dir", "p3o", "--updates", "10")
+    command(monkeypatch, "p3o", *given, "--output_dir", "p3o", "--updates", "10")
     steps = metrics("p3o")
     assert steps[0]["learning_rate"] == 1e-6
     assert steps[-1]["reward"] > steps[0]["reward"] + 2

@@ -20,7 +20,7 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(UserError, "names_flags", True)  # as for any command
 
     def main(*arguments: object) -> list[list[str]]:
-        monkeypatch.setattr(sys, "argv", ["rollouts.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["fastp3o rollouts", *map(str, arguments)])
         rollouts.main()
         printed = capsys.readouterr().out
         lines = [line for line in printed.splitlines() if line.startswith("│")]

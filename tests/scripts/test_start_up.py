@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastp3o.__main__ import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 # Packages that take a tenth of a second or more.
 HEAVY = {"accelerate", "datasets", "httpx", "matplotlib", "pandas", "peft", "pyarrow", "torch", "transformers"}
@@ -14,17 +16,25 @@ PROGRAM = """
 import runpy, sys
 sys.argv = sys.argv[1:]
 try:
-    runpy.run_path(sys.argv[0], run_name="__main__") if len(sys.argv) > 1 else __import__(sys.argv[0])
+    if sys.argv[0] == "fastp3o" and len(sys.argv) > 1:
+        import fastp3o.__main__
+        fastp3o.__main__.main()
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__") if len(sys.argv) > 1 else __import__(sys.argv[0])
 except SystemExit as end:
     assert end.code in (None, 0), end.code
 print(*sorted(sys.modules), file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("name", ["fastp3o", *sorted(path.name for path in (ROOT / "scripts").glob("*.py"))])
-def test_it_imports_nothing_that_takes_long(name: str):
+STARTS = {"import fastp3o": ["fastp3o"]} | {f"fastp3o {name}": ["fastp3o", name, "--help"] for name in COMMANDS}
+STARTS |= {path.name: [f"scripts/{path.name}", "--help"] for path in sorted((ROOT / "scripts").glob("*.py"))}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_it_imports_nothing_that_takes_long(start: str):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [sys.executable, "-c", PROGRAM, *([name] if name == "fastp3o" else [f"scripts/{name}", "--help"])]
+    command = [sys.executable, "-c", PROGRAM, *STARTS[start]]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     modules = set(run.stderr.split())

@@ -330,7 +330,7 @@ class NashMDConfig(MixtureConfig, objective="nash_md"):
         return self.responses_per_prompt // 2
 
 
-# The choices of `--objective` in scripts/preference.py.
+# The choices of `--objective` in fastp3o preference.
 OFFLINE_OBJECTIVES: dict[str, type[PreferenceConfig]] = {
     "dpo": DPOConfig,
     "ipo": IPOConfig,

@@ -121,7 +121,7 @@ USES = [
     ("p3o", "--sampler vllm --vllm_url http://me:secret@a:8000", "without user, got 'a:8000/version'"),
     ("generate", "--reward https://a/score?key=secret", "without user, got 'https://a/score'"),
     ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
-    ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
+    ("reward", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
     ("p3o", "--report_to nosuch", "unknown tracker nosuch in --report_to; available: "),
     ("p3o", "--report_to comet_ml", "--report_to: comet_ml is not installed: pip install comet_ml"),
     ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fastp3o.__main__ import COMMANDS, main
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.commands.memory import MemoryConfig
 from fastp3o.evaluation.win_rates import WinRateConfig
@@ -30,7 +31,7 @@ WORKING = {
     "online_dpo": ONLINE,
     "online": f"{ONLINE} --objective rloo",
     "sft": f"{TRAINING} --train_data sft.jsonl",
-    "reward_model": f"{TRAINING} --train_data preferences.jsonl",
+    "reward": f"{TRAINING} --train_data preferences.jsonl",
     "preference": f"{TRAINING} --objective dpo --train_data preferences.jsonl",
     "win_rate": f"--models models/whole,./models/whole {SAMPLING} {LENGTHS} --output o/win_rate.json",
     "generate": f"--model models/whole {SAMPLING} {LENGTHS} --output_dir o",
@@ -45,7 +46,7 @@ CONFIGS: dict[str, Any] = {
     **{objective: OBJECTIVES[objective] for objective in ("p3o", "ppo", "online_dpo")},
     "online": OBJECTIVES,
     "sft": SFTConfig,
-    "reward_model": RewardModelConfig,
+    "reward": RewardModelConfig,
     "preference": OFFLINE_OBJECTIVES,
     "win_rate": WinRateConfig,
     "generate": GenerateConfig,
@@ -62,6 +63,10 @@ def configure(script: str, flags: list[str]) -> Any:
 
 
 def run(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
-    monkeypatch.syspath_prepend(SCRIPTS)  # as Python does for a script
-    runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+    if script in COMMANDS:
+        monkeypatch.setattr(sys, "argv", ["fastp3o", script, *flags])
+        main()
+    else:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+        monkeypatch.syspath_prepend(SCRIPTS)  # as Python does for a script
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")

@@ -28,7 +28,7 @@ def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
 
 def flags(tiny_model: str, folder: str, reward: str) -> list[str]:
     settings = SETTINGS | {"model": tiny_model, "output_dir": folder, "reward": reward}
-    return ["generate.py", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+    return ["generate", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
 
 
 def records(folder: str, name: str = "kept.jsonl") -> list[dict]:

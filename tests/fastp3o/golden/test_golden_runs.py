@@ -37,27 +37,27 @@ FP32 = ["--precision", "fp32"]
 ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--samples_every", "0"]
 ONLINE += ["--updates", "3", "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
 ONLINE += ["--max_response_tokens", "6", "--tokens_per_row", "60", "--seed", "3", "--responses_per_prompt", "2"]
-P3O = ["p3o.py", *ONLINE]
+P3O = ["p3o", *ONLINE]
 AS_GIVEN = ["--reward_scaling", "none", "--reward_clip", "0"]
 FOUR = ["--responses_per_prompt", "4"]
 # In so many tokens about half of the responses end by themselves.
 MASKED = ["--mask_truncated", "True", "--max_response_tokens", "150", "--tokens_per_row", "1500"]
 FIXED = [*COMMON, "--max_prompt_tokens", "32", "--max_response_tokens", "16", "--batch_size", "6", "--epochs", "2"]
 FIXED += ["--tokens_per_row", "64", "--adam_eps", "1e-2"]
-SFT = ["sft.py", *FIXED, "--train_data", "sft.jsonl"]
-PAIRS = ["preference.py", *FIXED, *FP32, "--train_data", "preferences.jsonl"]
+SFT = ["sft", *FIXED, "--train_data", "sft.jsonl"]
+PAIRS = ["preference", *FIXED, *FP32, "--train_data", "preferences.jsonl"]
 EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "3", "--eval_every", "1"]
 # Trajectories of one to three turns, whose keys and values the engine keeps from turn to turn.
 GAME = ["--environment", "tests.fastp3o.rollouts.environments:Echo", "--reward", "environment"]
 GAME += ["--max_turns", "3", "--max_turn_tokens", "4", "--max_response_tokens", "24", "--tokens_per_row", "120"]
 GAME += ["--stop_strings", json.dumps(LETTERS)]
-SAMPLED = ["generate.py", "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--precision", "fp32"]
+SAMPLED = ["generate", "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--precision", "fp32"]
 SAMPLED += ["--responses_per_prompt", "4", "--rollout_batch_size", "3", "--keep_unfinished", "True"]
 SAMPLED += ["--max_prompt_tokens", "32", "--max_response_tokens", "6", "--seed", "3"]
 
 
 def online(objective: str, *flags: str) -> list[str]:
-    return ["online.py", "--objective", objective, *ONLINE, *FP32, *FOUR, *flags]
+    return ["online", "--objective", objective, *ONLINE, *FP32, *FOUR, *flags]
 
 
 # By what they share a process with: each group takes some seconds.
@@ -107,7 +107,7 @@ GROUPS = {
     },
     "fixed data": {
         "SFT": [*SFT, *FP32, "--eval_data", "sft.jsonl"],
-        "reward model": ["reward_model.py", *FIXED, *FP32, "--train_data", "preferences.jsonl", "--centring", "0.1"],
+        "reward model": ["reward", *FIXED, *FP32, "--train_data", "preferences.jsonl", "--centring", "0.1"],
         "dpo": [*PAIRS, "--objective", "dpo", "--eval_data", "preferences.jsonl"],
         "simpo": [*PAIRS, "--objective", "simpo"],
         "orpo": [*PAIRS, "--objective", "orpo"],

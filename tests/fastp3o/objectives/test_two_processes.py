@@ -30,7 +30,7 @@ def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model, name
         for name in names
     }
     runs = {name: [name, *flags] for name, flags in own.items()} | {name: BESIDE[name] for name in beside}
-    common = ["online.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "2", "--save_every", "1", "--objective"]
+    common = ["online", *ONLINE, *FP32, "--model", tiny_model, "--updates", "2", "--save_every", "1", "--objective"]
     for folder, processes in (("one", 1), ("two", 2)):
         train({name: [*common, *flags] for name, flags in runs.items()}, folder, processes)
     for name in runs:

@@ -15,8 +15,8 @@ from fastp3o.rewards.verifiable import math_answer
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 from tests.fastp3o.together import together
-from tests.fastp3o.torchrun import ROOT
 
+RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 FUNCTIONS = """
 import os
 from rewards_for_tests import varied
@@ -80,7 +80,7 @@ def test_two_processes_share_what_one_logs_and_stop_with_a_state_if_one_is_inter
     sizes = "--max_response_tokens 6 --prompts_per_update 8 --prompts_per_minibatch 4 --updates 3 --samples_every 0"
     flags = f"--model {tiny_model} --prompts prompts.jsonl --reward functions:logs,functions:interrupts"
     flags = f"{flags} {sizes} --report_to none --output_dir run"
-    done = together(ROOT / "scripts" / "p3o.py", *flags.split())
+    done = together(RUNS, "p3o", *flags.split())
     said = "functions:interrupts raised KeyboardInterrupt: stopped after update 2; --resume continues from there"
     assert (done.returncode, said in done.stdout) == (130, True), done.stdout
     assert Path("run/state/step-000002").is_dir()

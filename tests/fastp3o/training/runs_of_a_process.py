@@ -1,14 +1,12 @@
-"""Runs, one after the other, in one of several processes: runs_of_a_process.py SCRIPT FLAGS ... + SCRIPT FLAGS ..."""
+"""Runs, one after the other, in one of several processes: runs_of_a_process.py COMMAND FLAGS ... + COMMAND FLAGS ..."""
 
-import runpy
 import sys
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+from fastp3o.__main__ import main
 
 # The processes stay together over all runs; precision and trackers are each run's own.
 torch.distributed.destroy_process_group = lambda *_: None
@@ -16,5 +14,5 @@ for is_break, run in groupby(sys.argv[1:], lambda argument: argument == "+"):
     if not is_break:
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
-        sys.argv = list(run)
-        runpy.run_path(str(SCRIPTS / sys.argv[0]), run_name="__main__")
+        sys.argv = ["fastp3o", *run]
+        main()

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from fastp3o.run import log
 from tests.fastp3o.runs import copy_at_save_before, metrics
 from tests.fastp3o.together import together
-from tests.fastp3o.torchrun import ROOT
 
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
 # Rows of few tokens: processes have different numbers of them.
@@ -50,9 +49,9 @@ def assert_same_metrics(name: str, file: str = "metrics.jsonl", tolerance: float
 
 
 def test_two_processes_train_what_one_does(workplace, tiny_model):
-    p3o, ppo = (["p3o.py", *ONLINE, "--model", tiny_model], ["ppo.py", *ONLINE, "--model", tiny_model])
-    sft = ["sft.py", *SUPERVISED, "--model", tiny_model, "--train_data", "sft.jsonl", "--eval_data", "sft.jsonl"]
-    judge = ["reward_model.py", *SUPERVISED, "--model", tiny_model, "--train_data", "preferences.jsonl"]
+    p3o, ppo = (["p3o", *ONLINE, "--model", tiny_model], ["ppo", *ONLINE, "--model", tiny_model])
+    sft = ["sft", *SUPERVISED, "--model", tiny_model, "--train_data", "sft.jsonl", "--eval_data", "sft.jsonl"]
+    judge = ["reward", *SUPERVISED, "--model", tiny_model, "--train_data", "preferences.jsonl"]
     ranked = [{"prompt": f"Say {n}:", "ranked_responses": ["abcde"[k:] for k in range(2 + n % 3)]} for n in range(9)]
     Path("ranked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in ranked))
     both = ["--train_data", "ranked.jsonl,preferences.jsonl", "--eval_data", "ranked.jsonl", "--centring", "0.1"]
@@ -91,7 +90,7 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
 
 def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(workplace, tiny_model):
     """The defaults on eight GPUs; and HSDP."""
-    runs = {"hsdp": ["p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--prompts_per_minibatch", "2"]}
+    runs = {"hsdp": ["p3o", *ONLINE, *FP32, "--model", tiny_model, "--prompts_per_minibatch", "2"]}
     train(runs, "one", 1)
     train({"hsdp": [*runs["hsdp"], "--shard_size", "2"]}, "two", 4)
     assert furthest("one/hsdp", "two/hsdp") <= 3e-6
@@ -110,9 +109,9 @@ def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_g
     tokenizer.save_pretrained("odd")
     data, state = ["--train_data", "preferences.jsonl", "--eval_data", "preferences.jsonl"], ["--save_every", "1"]
     runs = {
-        "p3o": ["p3o.py", *ONLINE, *EVALUATED, *FP32, *state, "--model", "odd"],
+        "p3o": ["p3o", *ONLINE, *EVALUATED, *FP32, *state, "--model", "odd"],
         "dpo": [
-            "preference.py",
+            "preference",
             "--objective",
             "dpo",
             *SUPERVISED,
@@ -124,7 +123,7 @@ def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_g
             "--model",
             "odd",
         ],
-        "tied": ["p3o.py", *ONLINE, *FP32, *state, "--model", tiny_model, "--reference_decay", "0.5"],
+        "tied": ["p3o", *ONLINE, *FP32, *state, "--model", tiny_model, "--reference_decay", "0.5"],
     }
     cut = {name: [*run, "--tensor_parallel", "2"] for name, run in runs.items()}
     train(runs, "one", 1)
@@ -158,7 +157,7 @@ def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_g
     ids=["prompts that do not divide", "a quantized base", "a reward function that fails for one"],
 )
 def test_what_stops_both_processes(workplace, tiny_model, flags, says, times):
-    done = together(ROOT / "scripts" / "p3o.py", *ONLINE, "--model", tiny_model, *flags, "--output_dir", "run")
+    done = together(RUNS, "p3o", *ONLINE, "--model", tiny_model, *flags, "--output_dir", "run")
     assert done.returncode != 0
     assert done.stdout.count(says) >= times
     assert Path("run/state/step-000002").is_dir() == ("stopped-in" in says)

@@ -127,7 +127,7 @@ def test_two_processes_take_the_same(models):
         *("--prompts", "prompts.jsonl", "--updates", "1", "--prompts_per_update", "8", "--max_response_tokens", "6")
     ]
     flags += ["--prompts_per_minibatch", "4", "--report_to", "none", "--samples_every", "0", "--reward", "judge"]
-    done = together(RUNS, "p3o.py", *flags, "--model", models["beyond"], "--output_dir", "run", processes=2)
+    done = together(RUNS, "p3o", *flags, "--model", models["beyond"], "--output_dir", "run", processes=2)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("--precision auto: beyond in bf16-autocast, since in a trial") == 1
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["ratio_max"] >= 1

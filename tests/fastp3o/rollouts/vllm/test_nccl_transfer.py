@@ -265,7 +265,7 @@ def test_processes_send_together_what_is_spread_over_them(workplace, tiny_model)
         settings = served_by(server) | {"vllm_weights": "nccl", "model": tiny_model, "output_dir": "run", "updates": 4}
         settings |= {"rounds_ahead": 2, "interrupt_rollouts": True}
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        done = together(Path(__file__), "+", "p3o.py", *ONLINE, *FP32, *flags)
+        done = together(Path(__file__), "+", "p3o", *ONLINE, *FP32, *flags)
     assert done.returncode == 0, done.stdout
     update = ["/pause", *UPDATE, "/resume"]
     assert [path for path in server.paths() if path in update] == update * 2

@@ -259,7 +259,7 @@ RUNS = Path(__file__).parents[2] / "training" / "runs_of_a_process.py"
 def run(folder: str, tiny_model: str, *servers, processes: int = 2, **changes):
     settings = served_by(*servers) | {"model": tiny_model, "output_dir": folder} | changes
     flags = [part for name, value in settings.items() if value is not None for part in (f"--{name}", str(value))]
-    return together(RUNS, "+", "p3o.py", *ONLINE, *FP32, *flags, processes=processes)
+    return together(RUNS, "+", "p3o", *ONLINE, *FP32, *flags, processes=processes)
 
 
 def test_two_processes_with_two_servers_train_what_one_does(workplace, tiny_model):

@@ -292,7 +292,7 @@ def test_torchrun_starts_again(scene: MakeScene, fault: str, nodes: int, process
     _, _, settings = SCENES["SFT"]
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     flags += ["--model", run.model, "--output_dir", "run", "--resume"]
-    faulty = [str(process), fault, str(number), "sft.py", *flags]
+    faulty = [str(process), fault, str(number), "sft", *flags]
     status, said = torchrun(Path(__file__).with_name("faulty_process.py"), *faulty, nodes=nodes)
     assert status == 0, said
     assert "resuming after step" in said
