@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastp3o_kernels import Head, VocabularyShard
 from fastp3o_kernels.head import backward, forward, one_pass
+from fastp3o_kernels.head import eager as head_eager
 from fastp3o_kernels.head import head as head_module
-from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.head import HeadDtypes
 
 CLIPPINGS = ("joint", "separate", "none", "token")
@@ -195,9 +195,9 @@ def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
             logits.register_hook(rounded)
         return logits
 
-    exact_products = head_oracle.products
+    exact_products = head_eager.products
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_oracle, "products", products)
+        patch.setattr(head_eager, "products", products)
         patch.setattr(head_module, "multiplies", lambda half: arithmetic == "bf16")
         if DEVICE.type == "cpu" and arithmetic == "gpu" and dtype in HALVES:
             for module in (forward, backward, one_pass):

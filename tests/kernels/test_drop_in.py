@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import checks
-from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
+from fastp3o_kernels.rows.eager import ROWS_AT_ONCE
 from tests.kernels.levels import FUSED, IMPLEMENTATIONS, LENGTHS, P3O_LEVELS, Batch
 from tests.kernels.problems import CHUNKED, DEVICE, budget_for, relative_error
 from tests.pairwise import pairwise

@@ -15,7 +15,7 @@ from fastp3o_kernels.head import scratch
 from fastp3o_kernels.head.chunks import HeadPlan
 from fastp3o_kernels.head.head import Head, multiply, sums_in_fp32
 from fastp3o_kernels.operation import HAS_TRITON
-from fastp3o_kernels.rows import oracle
+from fastp3o_kernels.rows import eager
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
@@ -108,7 +108,7 @@ class ChunkedHead:
         if not held:
             multiply(self.hidden[span], self.weight.T, out=logits)
             if self.exponential:
-                self.logprobs[span], self.sums[span] = oracle.exponentials_in_place(rows)
+                self.logprobs[span], self.sums[span] = eager.exponentials_in_place(rows)
         return rows
 
     def forward(self, span: slice) -> None:
@@ -116,13 +116,13 @@ class ChunkedHead:
         rows, shard = self.rows(span), self.head.shard
         if self.exponential:  # `rows` has filled in the log-probs
             return
-        numbers = launch_logprobs(rows) if self.triton else oracle.logprobs_in_parts(rows)
+        numbers = launch_logprobs(rows) if self.triton else eager.logprobs_in_parts(rows)
         if shard is not None:
             numbers = shard.whole_logprobs(rows, *numbers)
         self.logprobs[span], self.row_max[span], self.log_sum[span] = numbers
         if not self.statistics:
             return
-        statistics = (launch_statistics if self.triton else oracle.statistics_in_parts)(rows, *numbers[1:])
+        statistics = (launch_statistics if self.triton else eager.statistics_in_parts)(rows, *numbers[1:])
         if shard is not None:
             statistics = shard.whole_statistics(*statistics)
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
@@ -141,9 +141,9 @@ class ChunkedHead:
         which their sum is added to before they are rounded, where they have another place than the logits.
         """
         if self.exponential:
-            oracle.dlogits_of_exponentials(rows, coefficients, self.sums[tokens])
+            eager.dlogits_of_exponentials(rows, coefficients, self.sums[tokens])
             return
         entropy = self.statistics[0][tokens] if self.statistics else None
-        write = launch_dlogits if self.triton else oracle.dlogits
+        write = launch_dlogits if self.triton else eager.dlogits
         numbers = self.row_max[tokens], self.log_sum[tokens], coefficients
         write(rows, *numbers, out, entropy, entropy_coefficients, dbias)

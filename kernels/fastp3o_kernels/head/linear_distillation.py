@@ -17,7 +17,7 @@ from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.head.linear_logprobs import LinearLogprobs
 from fastp3o_kernels.operation import graph_break
-from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
+from fastp3o_kernels.rows.eager import ROWS_AT_ONCE
 from fastp3o_kernels.rows.rows import NO_LABEL, Rows, slope, transformed
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")

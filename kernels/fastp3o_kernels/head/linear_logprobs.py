@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
-from fastp3o_kernels.head import oracle
+from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunks import TILE
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.head.one_pass import chunked_head, gradients_of
@@ -121,7 +121,7 @@ def linear_logprobs(
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:
-        values = oracle.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
+        values = eager.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
         return values.logprobs if outputs is None else values
     N = len(hidden)
     # Tokens without groups may be parted anywhere: PyTorch is quicker with logits that stay in a processor's caches.

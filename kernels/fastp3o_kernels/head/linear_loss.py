@@ -20,14 +20,14 @@ from fastp3o_kernels.checks import (
     check_same_device,
     checked_cu_seqlens,
 )
-from fastp3o_kernels.head import oracle
+from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import graph_break, on_device, use_triton
+from fastp3o_kernels.rows.eager import sequence_logprobs
 from fastp3o_kernels.rows.logprobs import TokenOutputs, check_outputs, token_outputs
-from fastp3o_kernels.rows.oracle import sequence_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
 
 
@@ -243,7 +243,7 @@ def linear_loss(
     offsets = on_device(cu_seqlens, hidden.device, torch.int64)
     sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor)
     if impl == "eager":
-        values = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
+        values = eager.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
         if logprobs_out is not None:
             logprobs_out.copy_(values.logprobs.detach())
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.

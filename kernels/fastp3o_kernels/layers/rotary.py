@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, check_same_device, check_shape
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, use_triton
-from fastp3o_kernels.rows.oracle import at_least_fp32
+from fastp3o_kernels.rows.eager import at_least_fp32
 
 if HAS_TRITON:
     from fastp3o_kernels.layers.rotary_kernel import launch_rotary

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import bounds_of_prompts, check_logprobs_out
-from fastp3o_kernels.head import oracle as head_oracle
+from fastp3o_kernels.head import eager as head_eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import HAS_TRITON, graph_break, use_triton
-from fastp3o_kernels.p3o import oracle
+from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.losses import loss_output
 from fastp3o_kernels.p3o.pairs import Pairs
 from fastp3o_kernels.p3o.settings import DEFAULTS, P3OLossOutput, P3OSettings
@@ -53,7 +53,7 @@ class PairLoss:
         )
         with torch.enable_grad():
             logprobs = chunked.logprobs[tokens].detach().requires_grad_()
-            output = oracle.token_loss(logprobs, pairs, self.settings)
+            output = eager.token_loss(logprobs, pairs, self.settings)
             (coefficients,) = torch.autograd.grad(output.loss, logprobs)
         self.output = output._replace(loss=output.loss.detach())
         return coefficients, None
@@ -66,7 +66,7 @@ class PairLoss:
             results = launch_results(self.terms, self.pairs, self.settings)
             self.output = loss_output(results[0].clone(), results)
         elif self.output is None or len(chunked.plan.chunks) > 1:
-            self.output = oracle.token_loss(chunked.logprobs, self.pairs, self.settings)
+            self.output = eager.token_loss(chunked.logprobs, self.pairs, self.settings)
         return self.output.loss
 
 
@@ -130,10 +130,10 @@ def linear_p3o_loss(
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())
     if impl == "eager" or len(hidden) == 0:
         rounded = HeadDtypes.for_hidden(hidden).rounded
-        logprobs = head_oracle.linear_outputs(hidden, head, labels, NO_LABEL, rounded).logprobs
+        logprobs = head_eager.linear_outputs(hidden, head, labels, NO_LABEL, rounded).logprobs
         if logprobs_out is not None:
             logprobs_out.copy_(logprobs.detach())
-        return oracle.token_loss(logprobs, pairs, settings)
+        return eager.token_loss(logprobs, pairs, settings)
     bounds = bounds_of_prompts(cu_seqlens, len(hidden), rewards.shape[1])
     loss = PairLoss(pairs, settings)
     value = chunked_loss(hidden, head, labels, bounds, loss, memory_budget, triton=triton, logprobs_out=logprobs_out)

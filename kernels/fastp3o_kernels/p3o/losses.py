@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, check_shape
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
-from fastp3o_kernels.p3o import oracle
+from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.pairs import Pairs
 from fastp3o_kernels.p3o.settings import DEFAULTS, METRICS, SAMPLER_METRICS, P3OLossOutput, P3OSettings
 from fastp3o_kernels.rows.logprobs import token_logprobs as label_logprobs
@@ -89,7 +89,7 @@ def token_p3o_loss(
         offsets, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
     ).checked("token_logprobs", token_logprobs, settings)
     if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
-        return oracle.token_loss(token_logprobs, pairs, settings)
+        return eager.token_loss(token_logprobs, pairs, settings)
     return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
 
 

@@ -22,7 +22,7 @@ from fastp3o_kernels.checks import (
 )
 from fastp3o_kernels.operation import on_device
 from fastp3o_kernels.p3o.settings import P3OSettings
-from fastp3o_kernels.rows.oracle import at_least_fp32
+from fastp3o_kernels.rows.eager import at_least_fp32
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, checked_cu_seqlens
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, on_device, use_triton
-from fastp3o_kernels.rows import oracle
+from fastp3o_kernels.rows import eager
 from fastp3o_kernels.rows.rows import NO_LABEL, LogitsTransform, Rows
 
 if HAS_TRITON:
@@ -131,10 +131,10 @@ def token_logprobs(
         arguments = logits, labels.contiguous(), transform, ignore_index, inplace_backward
         logprobs, *statistics = TokenLogprobs.apply(*arguments, bool(outputs))
     else:
-        logprobs = oracle.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
+        logprobs = eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
         statistics = ()
         if outputs:
-            statistics = oracle.statistics(oracle.at_least_fp32(logits) / temperature, labels, ignore_index)
+            statistics = eager.statistics(eager.at_least_fp32(logits) / temperature, labels, ignore_index)
     return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)
 
 
@@ -175,4 +175,4 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int]
     cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, token_logprobs), token_logprobs.device)
     if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
         return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
-    return oracle.sequence_logprobs(token_logprobs, cu_seqlens)
+    return eager.sequence_logprobs(token_logprobs, cu_seqlens)

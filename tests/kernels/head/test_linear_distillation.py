@@ -12,8 +12,8 @@ from torch.nn.functional import kl_div
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import linear_distillation, onednn
-from fastp3o_kernels.head import oracle as head_oracle
-from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
+from fastp3o_kernels.head import eager as head_eager
+from fastp3o_kernels.rows.eager import ROWS_AT_ONCE
 from tests.kernels.problems import ARITHMETICS, DEVICE, HALVES, budget_for, multiplied_as, random_hidden_states
 
 
@@ -22,7 +22,7 @@ def kl(a, b):
 
 
 def formula(student, teacher, divergence, beta, kept=slice(None)):
-    logits = [head_oracle.products(x.hidden, x.head, x.hidden.dtype)[:, kept] for x in (student, teacher)]
+    logits = [head_eager.products(x.hidden, x.head, x.hidden.dtype)[:, kept] for x in (student, teacher)]
     if student.softcap is not None:
         logits[0] = student.softcap * (logits[0] / student.softcap).tanh()
     s, t = (logits[0] / student.temperature).log_softmax(1), (logits[1] / teacher.temperature).log_softmax(1)

@@ -1,4 +1,4 @@
-"""The head as one PyTorch graph with all logits: the oracle of the tests, the baseline of the benchmarks.
+"""The head as one PyTorch graph with all logits: `impl="eager"`, and the baseline of the benchmarks.
 
 N tokens, D hidden size, V vocabulary. fp64 inputs are computed in fp64; narrower ones in fp32.
 """
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.head.head import Head
-from fastp3o_kernels.rows import oracle
+from fastp3o_kernels.rows import eager
+from fastp3o_kernels.rows.eager import at_least_fp32
 from fastp3o_kernels.rows.logprobs import TokenOutputs, token_outputs
-from fastp3o_kernels.rows.oracle import at_least_fp32
 
 
 def products(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:
@@ -30,7 +30,7 @@ def linear_outputs(
         logits = products(hidden, head, rounded)
         if head.softcap is not None:
             logits = head.softcap * (logits / head.softcap).tanh()
-    logprobs = oracle.token_logprobs(logits, labels, temperature=head.temperature, ignore_index=ignore_index)
+    logprobs = eager.token_logprobs(logits, labels, temperature=head.temperature, ignore_index=ignore_index)
     if not outputs:
         return TokenOutputs(logprobs)
-    return token_outputs(outputs, logprobs, *oracle.statistics(logits / head.temperature, labels, ignore_index))
+    return token_outputs(outputs, logprobs, *eager.statistics(logits / head.temperature, labels, ignore_index))

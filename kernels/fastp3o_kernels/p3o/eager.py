@@ -1,4 +1,4 @@
-"""P3O's loss as a PyTorch graph: the oracle of the tests, the CPU's implementation, the baseline of the benchmarks.
+"""P3O's loss as a PyTorch graph: what a CPU computes, and the baseline of the benchmarks.
 
 N tokens, P prompts with K responses each (sequence K p + k is response k of prompt p), Q pairs of responses to the same
 prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones in fp32.
@@ -16,7 +16,7 @@ from fastp3o_kernels.p3o.settings import (
     P3OSettings,
     truncated_ratios,
 )
-from fastp3o_kernels.rows.oracle import at_least_fp32, sequence_logprobs
+from fastp3o_kernels.rows.eager import at_least_fp32, sequence_logprobs
 
 
 def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P3OLossOutput:

@@ -1,4 +1,4 @@
-"""Log-probabilities and statistics as PyTorch graphs: the tests' oracle, the benchmarks' baseline, the CPU's way.
+"""Log-probabilities and statistics as PyTorch graphs: what a CPU computes, and the baseline of the benchmarks.
 
 N tokens, n of them in a part, V vocabulary, S sequences. fp64 inputs are computed in fp64; narrower ones in fp32.
 """
