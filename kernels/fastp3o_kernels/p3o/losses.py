@@ -4,7 +4,6 @@ N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is res
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +86,13 @@ def token_p3o_loss(
     offsets = torch.as_tensor(cu_seqlens)
     pairs = Pairs(
         offsets, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
-    ).checked("token_logprobs", token_logprobs, settings)
+    )
+    return pair_loss(token_logprobs, pairs, settings, impl)
+
+
+def pair_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, impl: str | None) -> P3OLossOutput:
+    """The loss from log-probs [N] of tokens and its other inputs, which are checked here."""
+    pairs = pairs.checked("token_logprobs", token_logprobs, settings)
     if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
         return eager.token_loss(token_logprobs, pairs, settings)
     return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
@@ -131,9 +136,11 @@ def logits_p3o_loss(
     logprobs = label_logprobs(
         logits, labels, temperature=temperature, ignore_index=NO_LABEL, inplace_backward=inplace_backward, impl=impl
     )
-    given: dict[str, Any] = {"old_token_logprobs": old_token_logprobs, "valid_responses": valid_responses}
-    given |= {"sampler_logprobs": sampler_logprobs, "divisor": divisor, "impl": impl}
-    return token_p3o_loss(logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, settings, **given)
+    offsets = torch.as_tensor(cu_seqlens)
+    pairs = Pairs(
+        offsets, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
+    )
+    return pair_loss(logprobs, pairs, settings, impl)
 
 
 @graph_break
@@ -200,6 +207,5 @@ def p3o_loss(
     check_shape("rewards", rewards, shape + shape[1:] if rewards.dim() == 3 else shape, "as logprobs")
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
-    given: dict[str, Any] = {"valid_responses": valid_responses, "sampler_logprobs": sampler_logprobs}
-    given |= {"divisor": divisor, "impl": impl}
-    return token_p3o_loss(logprobs.flatten(), one_token_each, old_logprobs, ref_logprobs, rewards, settings, **given)
+    pairs = Pairs(one_token_each, old_logprobs, ref_logprobs, rewards, None, valid_responses, sampler_logprobs, divisor)
+    return pair_loss(logprobs.flatten(), pairs, settings, impl)
