@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
+__all__ = ["P3OActorTrainer", "register"]
+
 # Before the imports that another version may not have.
 if (VERSION := version("openrlhf")) not in ("0.11.1", "0.11.2"):
     raise ImportError(f"fastp3o.integrations.openrlhf is for OpenRLHF 0.11.1 and 0.11.2, and {VERSION} is installed")

@@ -10,6 +10,8 @@ from torch import Tensor
 from fastp3o.integrations.policy_loss import p3o_policy_loss
 from fastp3o_kernels import P3OSettings
 
+__all__ = ["P3OTrainer", "p3o"]
+
 # Before the imports that another version may not have.
 if (VERSION := version("verl")) not in ("0.9.0", "0.9.1"):
     raise ImportError(f"fastp3o.integrations.verl is for verl 0.9.0 and 0.9.1, and {VERSION} is installed")

@@ -9,6 +9,8 @@ from decimal import Decimal
 from fastp3o.calls.time_limit import TookTooLongError, time_limit
 from fastp3o.errors import UserError
 
+__all__ = ["exact_match", "math_answer", "word_overlap"]
+
 ANSWER_SECONDS = 5.0
 UNIT = re.compile(r"(?<=\d)\s+[a-zA-Z]{2}[a-zA-Z ]*\.?$")
 

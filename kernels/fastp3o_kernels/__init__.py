@@ -4,6 +4,7 @@ Needs only torch. With triton installed, tensors on a GPU go through fused kerne
 torch.compile calls them with a graph break; leave them outside of fullgraph=True, torch.export and fake tensors.
 """
 
+from fastp3o_kernels import losses
 from fastp3o_kernels.exposed_head import expose_head
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.head.linear_distillation import linear_distillation
@@ -33,6 +34,7 @@ __all__ = [
     "linear_loss",
     "linear_p3o_loss",
     "logits_p3o_loss",
+    "losses",
     "p3o_loss",
     "response_tokens",
     "sequence_logprobs",

@@ -15,7 +15,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from fastp3o_kernels.p3o.settings import truncated_ratios as truncated_ratios
+from fastp3o_kernels.p3o.settings import truncated_ratios
+
+__all__ = [
+    "apo_down",
+    "apo_zero",
+    "bounded",
+    "bounded_exp",
+    "cispo",
+    "copg",
+    "cpo",
+    "discopop",
+    "dpo",
+    "excess",
+    "group_advantages",
+    "ipo",
+    "k1",
+    "k2",
+    "k3",
+    "kto",
+    "kto_reference_point",
+    "log_ratio_difference",
+    "nash_md",
+    "oapl",
+    "orpo",
+    "overlong_penalty",
+    "ppo_clip",
+    "ppo_penalty",
+    "rebel",
+    "reinforce",
+    "rloo_advantages",
+    "simpo",
+    "slic",
+    "step_kl",
+    "truncated_ratios",
+    "vespo_weights",
+]
 
 # --- Exponentials -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from fastp3o.errors import UserError
 from fastp3o.rollouts.turns.tools import UNREADABLE, calls_in
 
+__all__ = ["gymnasium_environment", "verifiers_environment", "verifiers_records"]
+
 
 def gymnasium_environment(make: Callable[[], Any]) -> type:
     """An environment of a gymnasium one with observations and actions of text. A record's `reset_seed` is its seed."""

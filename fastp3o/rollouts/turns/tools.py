@@ -11,6 +11,8 @@ from transformers.utils import get_json_schema
 from fastp3o.calls.function import raised_by_itself
 from fastp3o.errors import text_of, visible
 
+__all__ = ["tool_environment"]
+
 # As Hermes, Qwen and others write calls.
 BEGIN, END = "<tool_call>", "</tool_call>"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # calls that are no JSON object
