@@ -56,6 +56,9 @@ LARGEST_PADDED = 2**13
 LARGEST_BLOCK = 2**24  # products of queries and keys that are in memory at once, where a kernel does not hide them
 
 
+# --- attention of a layer over segments -------------------------------------------------------------------------------
+
+
 class KeyValueCache(Protocol):
     """Keys and values of the prompts and responses of rollouts, by layer."""
 
@@ -143,6 +146,9 @@ def compilable_attention(*args, **options):
 AttentionInterface.register(NAME, compilable_attention)
 
 
+# --- which kernel -----------------------------------------------------------------------------------------------------
+
+
 def choose_attention(name: AttentionName, device: torch.device) -> None:
     """Chooses the kernels of all models of this process. Raises UserError if they cannot be had or run here."""
     global flash_attn_varlen_func
@@ -207,6 +213,9 @@ def libraries_support(device: torch.device) -> bool:
     return capability >= LEAST_CAPABILITY
 
 
+# --- kernels of flash-attn and of PyTorch -----------------------------------------------------------------------------
+
+
 def by_flash_attn(query, key, value, segments, scale, window, softcap):
     lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
     result = flash_attn_varlen_func(
@@ -237,6 +246,9 @@ def by_varlen_attn(query, key, value, segments, scale, window, softcap):
     lengths = segments.cu_queries, segments.cu_keys, segments.longest_query, segments.longest_keys
     window_size = (-1 if window is None else window - 1, 0)
     return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **options)
+
+
+# --- PyTorch's own attention, where there is no kernel ----------------------------------------------------------------
 
 
 class GatherKeys(torch.autograd.Function):

@@ -33,6 +33,9 @@ Result = TypeVar("Result")
 logger = get_logger(__name__)
 
 
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
 class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
@@ -186,6 +189,9 @@ class PackedModel(nn.Module):
         return head if self.temperature == 1 else replace(head, temperature=head.temperature * self.temperature)
 
 
+# --- layers that are compiled -----------------------------------------------------------------------------------------
+
+
 def eager_forward(layer, *args, **kwargs):
     return type(layer).forward(layer, *args, **kwargs)
 
@@ -199,6 +205,9 @@ def compiled_forward(layer, *args, **kwargs):
     """A layer's forward. All layers of a kind share what is compiled; a copy of a layer runs its own."""
     packed = any(name.startswith("fastp3o_") for name in kwargs)
     return (compiled() if packed else eager_forward)(layer, *args, **kwargs)
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -232,6 +241,9 @@ def untempered(model: PackedModel) -> Iterator[None]:
         model.temperature = temperature
 
 
+# --- how long a sequence may be ---------------------------------------------------------------------------------------
+
+
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """Tokens of the longest sequence: as the model computes positions, or else as its configuration declares. Rotary
     positions go on after those that the model was trained for, but its predictions there are worth nothing.
@@ -263,6 +275,9 @@ def rope_kinds(config: PretrainedConfig) -> list[dict]:
     """Parameters of rotary positions, one for each kind of layer that has its own."""
     rope = getattr(config, "rope_parameters", None)
     return [kind for kind in rope.values() if isinstance(kind, dict)] or [rope] if rope else []
+
+
+# --- what the head says of a row --------------------------------------------------------------------------------------
 
 
 def labelled_logprobs(model: nn.Module, row: PackedRow) -> Tensor:

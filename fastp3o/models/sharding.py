@@ -34,6 +34,9 @@ Row = TypeVar("Row")
 Result = TypeVar("Result")
 
 
+# --- the processes that hold a model ----------------------------------------------------------------------------------
+
+
 def process_mesh(device: torch.device, shard_size: int = 0, tensor_parallel: int = 1) -> DeviceMesh | None:
     """The processes as [replicas, shards, tensor], without replicas if all hold one model and without tensor if none is
     cut; None for a single process. shard_size: processes over which FSDP2 spreads a model, or its cut parts; 0 for all.
@@ -58,6 +61,9 @@ def is_main_process() -> bool:
 
 def number_of_processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+# --- rows in lockstep: all processes of a shard make each pass together -----------------------------------------------
 
 
 def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool]]:
@@ -107,6 +113,9 @@ def with_tensor_group(model: PackedModel, items: list[Row]) -> tuple[list[Row], 
     dist.all_gather_object(gathered, items, group=model.cut_over.get_group())
     first = sum(map(len, gathered[: model.cut_over.get_local_rank()]))
     return [*chain.from_iterable(gathered)], slice(first, first + len(items))
+
+
+# --- spreading a model ------------------------------------------------------------------------------------------------
 
 
 def loading_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
@@ -207,6 +216,9 @@ def empty(model: nn.Module) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that is spread over the processes, on each of them."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# --- models that do not train -----------------------------------------------------------------------------------------
 
 
 class FrozenModel:

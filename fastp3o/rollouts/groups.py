@@ -19,6 +19,8 @@ from fastp3o.data.tokens import INSIDE, Continuation
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 
+# --- prompts and responses --------------------------------------------------------------------------------------------
+
 
 class Prompt(NamedTuple):
     """A prompt as samplers and rewards take it."""
@@ -80,6 +82,9 @@ class AtTokens(NamedTuple):
     values: np.ndarray  # [n] fp64
 
 
+# --- what others need of them -----------------------------------------------------------------------------------------
+
+
 def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = None) -> list[Prompt]:
     """The prompts of a batch of `load_prompts`. numbers: one for each prompt, by default from 0."""
     columns = column_values(examples)
@@ -137,6 +142,9 @@ def finished(groups: Sequence[Group]) -> Tensor:
 # sampler(prompts, K, seed) returns a group with K responses for each prompt, in the same order. Equal seeds give equal
 # responses of equal policies. By default a sampler draws from the policy itself, whose ratios and KL P3O is about.
 Sampler = Callable[[list[Prompt], int, int], list[Group]]
+
+
+# --- how responses are drawn, and where they end ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

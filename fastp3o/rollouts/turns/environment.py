@@ -37,6 +37,9 @@ SCORE = "score"  # the name of a reward that is a plain number
 LARGEST = torch.finfo(torch.float32).max
 
 
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
 class Step(NamedTuple):
     """The answer of an environment to a turn. rewards: by name. failure: what it raised, in words; "" if nothing."""
 
@@ -50,6 +53,9 @@ class Failure(NamedTuple):
     """Why an environment has not answered."""
 
     why: str
+
+
+# --- environments of a round ------------------------------------------------------------------------------------------
 
 
 class Environments:
@@ -145,6 +151,9 @@ class Environments:
         return Failure(f"{self.name}.{what}")
 
 
+# --- what an environment says of its rewards --------------------------------------------------------------------------
+
+
 def finite(value: object) -> float | None:
     """A number as fp32 can hold it; None for anything else."""
     try:
@@ -165,6 +174,9 @@ def reward_weights(name: str, rewards: object) -> dict[str, float]:
     if not weights:
         raise UserError(f"the environment {name}: rewards must be a dict of names and weights, got {shown(rewards)}")
     return weights
+
+
+# --- loading and calling ----------------------------------------------------------------------------------------------
 
 
 def load_environments(config: EnvironmentConfig) -> Environments:

@@ -43,6 +43,9 @@ PROBE_TOKENS = 8
 CERTAIN = 1e-6  # nats, of a token that is the only one
 
 
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
 class Publisher:
     """Brings a policy's weights to vLLM servers, if they have moved since it was last called.
 
@@ -147,6 +150,8 @@ class Publisher:
                 with suppress(EndpointError):  # the first error says more
                     self.servers.resume()
 
+    # --- probes: whether servers have the weights, and say log-probs as drawn -----------------------------------------
+
     def require_logprobs_as_drawn(self) -> None:
         """Raises UserError if log-probs are before temperature and truncation. After them a top_k of 1 has 0."""
         settings = completion_settings(SamplingSettings(top_k=1), 1.0, PROBE_TOKENS, set()) | {"n": 1}
@@ -217,6 +222,9 @@ class Publisher:
             [value for g in row.groups for completion in completions[g] for value in completion.logprobs]
         )
         return (logprobs.to(expected) - expected).abs().mean().item()
+
+
+# --- the folder of weights --------------------------------------------------------------------------------------------
 
 
 def shared_folder(config: SamplerConfig) -> Path:

@@ -32,6 +32,9 @@ QUICK = 30.0  # seconds for an answer that takes a server no work
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
 
 
+# --- questions and answers --------------------------------------------------------------------------------------------
+
+
 class OtherWeightsError(EndpointError):
     """A server samples from other weights than the policy's."""
 
@@ -56,6 +59,9 @@ class Question(NamedTuple):
     seed: int
     server: str | None = None
     settings: Mapping[str, Any] = {}
+
+
+# --- the servers ------------------------------------------------------------------------------------------------------
 
 
 class Servers:
@@ -209,6 +215,9 @@ class Servers:
         """Gives up what is under way."""
         for answers in self.under_way:
             answers.stop()
+
+
+# --- what servers answer ----------------------------------------------------------------------------------------------
 
 
 def reader(read: Callable[[Any], Read], wrong: str) -> Callable[[bytes], Read]:
