@@ -33,16 +33,16 @@ fi
 
 shared=(--seed "$SEED" --lora_rank 16 "${memory[@]}")
 reading=(--max_prompt_tokens 224 --max_response_tokens 96)
-stage "Stage 1: supervised fine-tuning on chosen answers" sft.py "$RUN/sft" "${shared[@]}" "${reading[@]}" \
+stage "Stage 1: supervised fine-tuning on chosen answers" sft "$RUN/sft" "${shared[@]}" "${reading[@]}" \
     --model "$FASTP3O_REAL_MODEL" --train_data "$DATA/sft.jsonl" --batch_size 8 --learning_rate 5e-4
 for name in reward judge; do
-    stage "Stage 2: the ${name} model, from its $comparisons comparisons" reward_model.py "$RUN/$name" \
+    stage "Stage 2: the ${name} model, from its $comparisons comparisons" reward "$RUN/$name" \
         "${shared[@]}" "${reading[@]}" --model "$RUN/sft/model" --train_data "$DATA/$name.jsonl" \
         --eval_data "$DATA/held_out.jsonl" --batch_size 16 --learning_rate 2e-4 --epochs "$reward_epochs"
 done
 # The base model writes the next question after its answer.
 answers=(--max_prompt_tokens 96 --max_response_tokens "$response_tokens" --stop_strings '["\n\nHuman:"]')
-stage "Stage 3: P3O, from four answers to each prompt and the differences of their rewards" p3o.py "$RUN/p3o" \
+stage "Stage 3: P3O, from four answers to each prompt and the differences of their rewards" p3o "$RUN/p3o" \
     "${shared[@]}" "${answers[@]}" "${round[@]}" --model "$RUN/sft/model" --reward "$RUN/reward/model" \
     --prompts "$DATA/sft.jsonl" --eval_prompts "$DATA/held_out.jsonl" --eval_limit 32 --eval_every "$evaluated_every" \
     --gold_reward "$RUN/judge/model" --eval_responses_per_prompt 4 --responses_per_prompt 4 --inner_epochs 1 \
