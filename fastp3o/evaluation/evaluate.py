@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
+from fastp3o.evaluation.interval import share_interval
+from fastp3o.evaluation.rival import preferences
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, with_tensor_group
@@ -28,7 +31,8 @@ EVALUATION = 2**32 - 1
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys are the names of
     their means. prompts: with the columns that rewards ask for. sets: places of prompts, whose own means are
-    `set/NAME/...`. greedy: samples the most likely tokens, for `greedy/...`.
+    `set/NAME/...`. greedy: samples the most likely tokens, for `greedy/...`. rival: the rewards, [P, K] each, of the
+    responses to this process's prompts that the policy's are compared with; None if they are not.
     """
 
     accelerator: Accelerator
@@ -42,11 +46,13 @@ class Evaluation:
     seed: int
     sets: Mapping[str, range] = field(default_factory=dict)
     greedy: Sampler | None = None
+    rival: Mapping[str, Tensor] | None = None
 
     def __call__(self) -> dict[str, float]:
         """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in nats per sequence
         (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence. `_std` is the
-        standard deviation over prompts. And means of what rewards log.
+        standard deviation over prompts. And means of what rewards log. Against a rival also win rates, with `_low` and
+        `_high`, their 95% interval over prompts; missing verdicts count for nothing.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
@@ -55,6 +61,7 @@ class Evaluation:
             with_deviation = rewarded(self.rewards, groups)
             if self.reference is not None:
                 with_deviation["kl"] = self.sequence_log_ratios(groups, self.reference)
+        wins = {} if self.rival is None else preferences(self.rewards, with_deviation, self.rival)
         logged = logged_means(self.rewards)
         values = with_deviation | lengths_and_ends(groups)
         if self.greedy is not None:
@@ -62,10 +69,18 @@ class Evaluation:
             with self.accelerator.autocast():
                 likeliest = rewarded(self.rewards, groups) | lengths_and_ends(groups)
             values |= {f"greedy/{name}": value for name, value in likeliest.items()}
+            if self.rival is not None:
+                of_greedy = preferences(self.rewards, likeliest, self.rival)
+                wins |= {f"greedy/{name}": table for name, table in of_greedy.items()}
             logged |= {f"greedy/{name}": value for name, value in logged_means(self.rewards).items()}
         # Of all processes, in the order of the prompts.
         order = torch.tensor(gather_object(numbers)).argsort()
         means = {name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order] for name, value in values.items()}
+        verdicts = {name: (table.nansum(dim=1), (~table.isnan()).sum(dim=1)) for name, table in wins.items()}
+        points = {
+            name: [np.array(gather_object(part.tolist()))[order.numpy()] for part in parts]
+            for name, parts in verdicts.items()
+        }
         metrics: dict[str, float] = {}
         sets = {"": range(len(self.prompts))} | {f"set/{name}/": places for name, places in self.sets.items()}
         for prefix, places in sets.items():
@@ -74,6 +89,8 @@ class Evaluation:
                 metrics[prefix + name] = chosen.mean().item()
                 if name in with_deviation:
                     metrics[f"{prefix}{name}_std"] = chosen.std().item() if len(chosen) > 1 else 0.0
+            for name, (won, judged) in points.items():
+                metrics |= win_rate(prefix + name, won[places.start : places.stop], judged[places.start : places.stop])
             metrics[f"{prefix}prompts"] = len(places)
         return metrics | logged
 
@@ -84,6 +101,17 @@ class Evaluation:
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
         return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[local]
+
+
+def win_rate(name: str, won: np.ndarray, judged: np.ndarray) -> dict[str, float]:
+    """The share of comparisons that were won, and its 95% interval over prompts; without a verdict 1/2, within 0 and 1.
+    won: points of each prompt, [P], half a point for a tie. judged: the prompt's comparisons with a verdict, [P].
+    """
+    known = judged > 0
+    if not known.any():
+        return {name: 0.5, f"{name}_low": 0.0, f"{name}_high": 1.0}
+    low, high = share_interval(won[known], judged[known]) if known.sum() > 1 else (0.0, 1.0)
+    return {name: float(won.sum() / judged.sum()), f"{name}_low": low, f"{name}_high": high}
 
 
 def lengths_and_ends(groups: list[Group]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import isfinite, isnan
 
 from accelerate import Accelerator
 from datasets import Dataset
@@ -18,8 +18,10 @@ from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.tokenizer import load_tokenizer
+from fastp3o.rewards.comparisons import Comparison, RelativeReward
 from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.reward import asked_of_records, rewarded
+from fastp3o.rewards.rivals import compares
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
 from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
@@ -29,10 +31,13 @@ from fastp3o.runtime.precision import choose_precision
 
 @dataclass(frozen=True)
 class Responses:
-    """One checkpoint's responses, and their rewards by the rewards' names, an environment's with their parts."""
+    """One checkpoint's responses, and their rewards by the rewards' names, an environment's with their parts. relative:
+    the reward that compares them with another's, if it is one.
+    """
 
     groups: list[Group]
     rewards: dict[str, Tensor]  # [P, K] fp32
+    relative: RelativeReward | None = None
 
     @property
     def mean_tokens(self) -> float:
@@ -72,10 +77,18 @@ def respond(
     context = Context(Accelerator(), precision, tokenizer, None)
     choose_attention(config.attention, context.device)
     rewards = {name: load_named_reward(context, config, config, name, prompts) for name in config.scorers}
+    if isinstance(config, EvaluateConfig) and (compare := [name for name in rewards if compares(rewards[name])]):
+        raise UserError(
+            f"--reward {compare[0]} compares responses with others, as `fastp3o win_rate` does: it has no mean"
+        )
     policy, prefix = load_frozen_policy(context, config, checkpoint), Prefix(tokenizer, config.prefix)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
     sampler = policy_sampler(config, sampled_frozen(config, policy, context), context, config.rollout_batch_size)
     groups = prefix.before_each(sampler)(make_prompts(prompts[:]), config.responses_per_prompt, config.seed)
+    relative = {name: reward for name, reward in rewards.items() if isinstance(reward, RelativeReward)}
+    if isinstance(config, WinRateConfig):
+        scoring = {name: reward for name, reward in rewards.items() if name not in relative}
+        return Responses(groups, rewarded(scoring, groups), next(iter(relative.values()), None))
     return Responses(groups, rewarded(rewards, groups))
 
 
@@ -85,11 +98,29 @@ def win_rates(
     """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as it is known."""
     rate = partial(win_rate, responses_per_prompt=config.responses_per_prompt)
     if config.reward:
-        yield "reward", rate(by_reward(first, second))
+        yield "reward", rate(by_reward(first, second) if first.relative is None else by_comparison(first, second))
     if judge is not None:
         prompts, first_responses = texts(first.groups)
         _, second_responses = texts(second.groups)
         yield "judge", rate(judge(prompts, first_responses, second_responses))
+
+
+def by_comparison(first: Responses, second: Responses) -> list[Verdict]:
+    """Whom the reward that compares prefers with a probability above 1/2."""
+    assert first.relative is not None
+    comparisons = [
+        Comparison(prompt, response, other, (place, None))
+        for (prompt, responses), (_, others) in zip(first.groups, second.groups, strict=True)
+        for place, (response, other) in enumerate(zip(responses, others, strict=True))
+    ]
+    return [verdict_of(preferred) for preferred in first.relative.preferred(comparisons).tolist()]
+
+
+def verdict_of(preferred: float) -> Verdict:
+    """The verdict of P(the first is better); NONE of NaN."""
+    if isnan(preferred):
+        return Verdict.NONE
+    return Verdict.TIE if preferred == 0.5 else Verdict.FIRST if preferred > 0.5 else Verdict.SECOND
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:

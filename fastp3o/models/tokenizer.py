@@ -53,12 +53,12 @@ def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_t
 
 
 def require_same_vocabulary(
-    reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False
+    reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False, role: str = "reference"
 ) -> None:
     """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's. tokenizer: the
-    policy's. If the reference has no tokenizer, only the numbers of tokens are compared.
+    policy's. If the reference has no tokenizer, only the numbers of tokens are compared. role: what it is, in messages.
     """
-    expected = f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
+    expected = f"a {role} needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
     with errors_naming(reference):
         configs = (load_config(name, trust_remote_code) for name in (reference, policy))
         there, here = (config.get_text_config().vocab_size for config in configs)

@@ -122,6 +122,12 @@ class RewardConfig(RemoteConfig):
         "Second reward, computed only in evaluations: the true one that --reward stands for, if you have it.",
         needs="eval_prompts",
     )
+    rival: str | None = option(
+        None,
+        "Model whose responses to --eval_prompts evaluations compare the policy's with, for win_rate. Default: the "
+        "starting model where a reward compares responses; else no win_rate.",
+        needs="eval_prompts",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,7 @@ from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward, UserFunction
 from fastp3o.rewards.model import ModelReward, PreferenceModelReward
 from fastp3o.rewards.remote import RemoteReward
+from fastp3o.rewards.rivals import AgainstRival
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o.runtime.finiteness import NotFiniteError, require_finite
@@ -194,6 +195,8 @@ def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: lis
 
 
 def functions_in(reward: Reward) -> list[UserFunction]:
+    if isinstance(reward, AgainstRival):
+        reward = reward.reward
     parts: list[object] = [*reward.rewards.values()] if isinstance(reward, Cascade | ComparisonCascade) else [reward]
     return [one for one in parts if isinstance(one, UserFunction)]
 

@@ -41,7 +41,7 @@ from fastp3o.training.kl_per_update import LearningRateSearch, Search
 from fastp3o.training.logprob_gaps import Comparison, evaluated_again, measures_noise
 from fastp3o.training.microbatches import Passes, add_gradients, counted
 from fastp3o.training.pretraining_mix import PretrainingMix
-from fastp3o.training.rivals import Anchors
+from fastp3o.training.rivals import Anchors, with_rival
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
@@ -281,6 +281,7 @@ def make_evaluation(
         frozen = load_reference_model(context, config)
         reference = in_context(context, config, SecondModel(frozen, context.device, context.mesh, offload=True))
     build = partial(policy_sampler, config, sampled, context, config.eval_batch_size)
+    rewards, rival = with_rival(context, config, rewards, held_out.examples)
     return Evaluation(
         context.accelerator,
         sampled.model,
@@ -293,4 +294,5 @@ def make_evaluation(
         config.seed,
         held_out.sets,
         build(greedy=True) if config.eval_greedy else None,
+        rival,
     )

@@ -35,6 +35,7 @@ from fastp3o.runtime.context import Caller, Context
 from fastp3o.runtime.processes import on_main_process
 from fastp3o.training.build import load_fixed_reference
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
+from fastp3o.training.rivals import with_rival
 from fastp3o.training.setup import load_held_out
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss
@@ -236,6 +237,6 @@ def sampled_evaluation(
     sampled = sampled_model(config, model, context, version=count().__next__)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     data, packing = held_out.examples, config.packing
-    return Evaluation(
-        context.accelerator, model, reference, sampler, rewards, data, packing, 1, config.seed, held_out.sets
-    )
+    rewards, rival = with_rival(context, config, rewards, data)
+    common = (context.accelerator, model, reference, sampler, rewards, data, packing, 1, config.seed)
+    return Evaluation(*common, held_out.sets, rival=rival)

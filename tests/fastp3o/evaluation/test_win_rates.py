@@ -11,7 +11,8 @@ from fastp3o.commands import win_rate as win_rate_command
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
 from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
-from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
+from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_comparison, by_reward
+from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rollouts.groups import Group, Prompt, Response
 from tests.fastp3o.evaluation.test_judge import JUDGES
 
@@ -50,6 +51,15 @@ def test_rounding_does_not_part_equal_responses_and_rewards_must_be_finite():
     assert by_reward(first, second) == [TIE, FIRST, TIE]
     with pytest.raises(ValueError, match=r"2 of 3 rewards of the second .* not finite, the first that of response 1"):
         by_reward(first, responses([True] * 3, [0.0, float("nan"), float("inf")]))
+
+
+def test_a_reward_that_compares_gives_verdicts_of_its_probabilities():
+    def better(prompts, firsts, seconds):
+        return [{"a": 0.6, "b": 0.5, "c": None, "d": 0.1}[first] for first in firsts]
+
+    groups = [[Group(Prompt("p", [1]), [Response([2], text, True) for text in texts])] for texts in ("abcde", "xxxxe")]
+    first, second = (Responses(its, {}, load_function("f", None, better)) for its in groups)
+    assert by_comparison(first, second) == [FIRST, TIE, NONE, SECOND, TIE]
 
 
 def save(tiny_model: str, folder: str, noise: float = 0.0, template: str | None = None) -> None:

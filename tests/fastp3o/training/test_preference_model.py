@@ -1,4 +1,4 @@
-"""Preference models: their arithmetic beside fp64, their data, how they are saved and loaded, and what they alone learn."""
+"""Preference models: arithmetic beside fp64, data, how they are saved and loaded, and what they alone learn."""
 
 import json
 import random

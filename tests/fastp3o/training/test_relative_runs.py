@@ -1,13 +1,17 @@
 """Whole runs whose reward compares the responses to a prompt."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fastp3o import UserError, train
 from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.preferences import DPOConfig
 from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.rewards.function import compares_siblings
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
 
 
@@ -95,3 +99,92 @@ def test_a_function_named_on_the_command_line_compares_and_a_resumed_run_has_the
     settings = config(tiny_model, "run", reward="relative:better", prompts="answers.jsonl", save_every=2)
     train(settings)
     assert_resumes(settings)
+
+
+def evaluated(tiny_model: str, folder: str, reward, **changes) -> list[dict]:
+    changes = {"eval_prompts": "answers.jsonl", "eval_every": 2} | changes
+    run(tiny_model, folder, reward=reward, **changes)
+    return metrics(folder, "eval.jsonl")
+
+
+def test_a_policy_is_even_with_itself_at_the_start_and_then_wins_what_it_learns(workplace, tiny_model):
+    changes = {"updates": 16, "eval_every": 16, "keep_best": "win_rate", "responses_per_prompt": 4, "kl_coef": 0.0}
+    start, *_, last = evaluated(tiny_model, "run", better, eval_responses_per_prompt=4, **changes)
+    assert start["win_rate"] == 0.5
+    assert start["reward"] == 0
+    assert last["win_rate"] > 0.53
+    assert last["reward"] == pytest.approx(last["win_rate"] - 0.5, abs=1e-6)
+    assert last["win_rate_low"] <= last["win_rate"] <= last["win_rate_high"]
+    best = json.loads(Path("run/model", "adapter", "best/evaluation.json").read_text())
+    assert best["win_rate"] == last["win_rate"]
+
+
+def test_missing_verdicts_count_for_nothing_in_win_rates(workplace, tiny_model):
+    asked = []
+
+    def partly(prompts, firsts, seconds, word):
+        asked.extend(word)
+        return [None if one == "tree" else 0.75 for one in word]
+
+    changes = {"prompts": "answers.jsonl", "rival": shifted(tiny_model)}
+    start, *_ = evaluated(tiny_model, "run", partly, **changes)
+    assert "tree" in asked
+    assert start["win_rate"] == pytest.approx(0.75)
+    assert start["reward"] == pytest.approx(0.25 * 7 / 8)
+
+
+def test_a_named_rival_gives_scores_a_win_rate_and_sums_one_of_their_totals(workplace, tiny_model):
+    rival = shifted(tiny_model)
+    start, _ = evaluated(tiny_model, "scores", scores, rival=rival, updates=2)
+    assert {"win_rate", "win_rate_low", "win_rate_high"} <= start.keys()
+    without, _ = evaluated(tiny_model, "without", scores, updates=2)
+    assert "win_rate" not in without
+    assert {name: start[name] for name in without} == without
+    several, _ = evaluated(tiny_model, "several", [scores, better], rival=rival, updates=2)
+    assert several["win_rate"] == start["win_rate"]
+    assert several["win_rate/better"] == pytest.approx(several["reward/better"] + 0.5, abs=1e-6)
+    assert "win_rate/scores" not in several
+
+
+def test_a_function_that_compares_siblings_meets_a_rivals_in_evaluations(workplace, tiny_model):
+    sizes = []
+
+    @compares_siblings
+    def share(prompts, responses):
+        values = torch.tensor([sum(map(ord, response)) for response in responses]).view(-1, 4)
+        sizes.append(len(values))
+        return (values[:, :, None] > values[:, None, :]).float().mean(2).flatten()
+
+    start, last = evaluated(tiny_model, "run", share, responses_per_prompt=4, updates=2)
+    assert sizes[0] == 1  # the check before the run
+    assert last["reward"] != start["reward"]
+    assert 0 < start["win_rate"] < 1
+
+
+def test_a_reward_that_compares_evaluates_fixed_preferences_against_the_start(workplace, tiny_model):
+    settings = DPOConfig(
+        model=tiny_model,
+        output_dir="dpo",
+        train_data="preferences.jsonl",
+        epochs=1,
+        batch_size=4,
+        learning_rate=1e-3,
+        eval_prompts="prompts.jsonl",
+        max_response_tokens=6,
+        precision="fp32",
+        report_to="none",
+    )
+    train(settings, reward=better)
+    start, *_ = metrics("dpo", "eval.jsonl")
+    assert start["win_rate"] == 0.5
+
+
+def shifted(tiny_model: str) -> str:
+    """Another model with the same vocabulary."""
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model.save_pretrained("rival")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("rival")
+    return "rival"
