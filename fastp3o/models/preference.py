@@ -2,8 +2,12 @@
 
 R is fixed, skew-symmetric and block diagonal, with blocks [[0, 1], [−1, 0]]: vᵀ R v′ = Σ (v₀ v′₁ − v₁ v′₀) over the
 blocks. Preferences may go in circles, and cost one pass a response, not one a pair. Bradley and Terry's model is the
-case of one block with v = (r, 1). The paper divides vectors by their length and chooses a temperature; here lengths are
-learned, since unit vectors hold no Bradley-Terry model and bound every probability.
+case of one block with v = (r, 1).
+
+The paper divides vectors by their length and chooses a temperature. Here lengths are learned: unit vectors hold a
+Bradley-Terry model only nearly, and their temperature bounds every probability. In a small trial (a circle of three
+kinds, three rates, four seeds) 6 of 12 runs with learned lengths found the circle, all four at the lowest rate, and none of 12
+with unit vectors and a temperature of 0.1.
 """
 
 import torch

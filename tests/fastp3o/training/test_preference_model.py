@@ -1,4 +1,4 @@
-"""Preference models: arithmetic beside fp64, data, how they are saved and loaded, and what they alone learn."""
+"""Preference models: their arithmetic beside fp64, their data, their files, and what they alone learn."""
 
 import json
 import random
@@ -242,9 +242,10 @@ def circles(prompts: int, seed: int) -> list[dict]:
 
 
 def test_preferences_that_go_in_circles_are_learned_by_vectors_and_not_by_scores(workplace, tiny_model):
-    write("train.jsonl", circles(32, seed=1))
+    write("train.jsonl", circles(64, seed=1))
     write("held_out.jsonl", circles(16, seed=2))
-    data = {"train_data": "train.jsonl", "eval_data": "held_out.jsonl", "epochs": 8, "batch_size": 16}
+    data = {"train_data": "train.jsonl", "eval_data": "held_out.jsonl", "epochs": 6, "batch_size": 16}
+    data["learning_rate"] = 1e-3
     reward_model.train(config(tiny_model, "vectors", **data))
     reward_model.train(config(tiny_model, "scores", preference_dim=0, **data))
     vectors, scores = metrics("vectors", "eval.jsonl")[-1], metrics("scores", "eval.jsonl")[-1]
