@@ -94,6 +94,7 @@ def launch_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Tensors of one shape and dtype, whose rows have one stride; one launch. Returns a contiguous one."""
     result = torch.empty_like(gate, memory_format=torch.contiguous_format)
     # All of contiguous tensors is one row.
+    strides: tuple[int | None, int | None]
     if gate.is_contiguous() and up.is_contiguous():
         count, size, strides = 1, gate.numel(), (0, 0)
     else:

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from fastp3o import train
 from fastp3o.data.loading import load_preferences, load_prompts, load_rankings
 from fastp3o.errors import UserError
 from fastp3o.evaluation.circular import circular_share
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.preference import leads_of_groups, log_odds, log_odds_of_groups
 from fastp3o.models.tokenizer import load_tokenizer
+from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import make_prompts
@@ -22,7 +24,8 @@ from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.training import reward_model
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.reward_model import bradley_terry, comparison_sums
-from tests.fastp3o.runs import assert_resumes, metrics
+from tests.fastp3o.runs import assert_resumes, metrics, weights, weights_of_start
+from tests.fastp3o.runs import config as online_config
 
 LENGTHS = {"max_prompt_tokens": 64, "max_response_tokens": 16}
 
@@ -187,6 +190,18 @@ def test_the_reward_is_what_transformers_gives_the_saved_model(trained, tiny_mod
                 form = a[0] * b[1] - a[1] * b[0] + a[2] * b[3] - a[3] * b[2]
                 assert table[i, j].item() == pytest.approx(form.sigmoid().item() - 0.5, abs=1e-5)
     torch.testing.assert_close(reward(groups), leads.mean(2))
+
+
+@pytest.mark.parametrize("objective", ["p3o", "nash_md", "grpo"])
+def test_a_run_takes_a_preference_model_as_its_reward_and_resumes_with_the_same_bits(trained, tiny_model, objective):
+    """No score of a response alone is in the logs: row means over a prompt's responses have the mean 0."""
+    changes = {"reward": trained, "responses_per_prompt": 4, "save_every": 2, "eval_prompts": "prompts.jsonl"}
+    settings = online_config(tiny_model, "online", OBJECTIVES[objective], **changes)
+    train(settings)
+    assert all(update["reward"] == pytest.approx(0, abs=1e-6) for update in metrics("online"))
+    assert all(update["reward_difference"] > 0 for update in metrics("online"))
+    assert not torch.equal(weights("online")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"])
+    assert_resumes(settings)
 
 
 def test_models_of_another_kind_are_refused_with_the_remedy(trained, tiny_model, tmp_path):
