@@ -43,7 +43,7 @@ def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, scores):
     auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model = PackedModel(random_model(family, auto, **({"num_labels": 1} if scores else {}))).train()
     trial = run_trial(require_packable(model, family))
-    assert (trial.packed.shape == (4,)) == scores
+    assert (trial.packed.shape == (4, 1)) == scores
     torch.testing.assert_close(trial.packed, trial.single, atol=2e-5, rtol=1e-5)
     attend = attention.sdpa_per_segment
 
