@@ -1,0 +1,120 @@
+"""Raters whose preferences go in circles by a degree that is set, over short responses of the artificial language.
+
+A response of eight words has a utility u and a vector c of two numbers, each with unit deviation over the language's
+responses. Raters prefer y to y′ with log-odds SCALE · (√(1 − degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)): both parts
+have the same variance, so the degree is the share of circles. At 0 they are Bradley and Terry's; at 1 no score helps.
+"""
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.frontier.tasks import synthetic
+from benchmarks.frontier.tasks.language import CLASSES, TOPICS, WORDS, Language, parsed, text_of, words_in
+from fastp3o.training import sft
+from fastp3o.training.sft import SFTConfig
+
+SCALE = 1.2
+WORDS_OF_RESPONSE = 8
+LENGTHS = {"max_prompt_tokens": 16, "max_response_tokens": 12}
+SIZES = {"sft": 8_000, "pairs.train": 12_000, "pairs.eval": 1_000, "prompts.train": 2_000, "prompts.eval": 64}
+SFT = synthetic.SFT | LENGTHS | {"epochs": 2}
+REWARD_MODEL = synthetic.REWARD_MODEL | LENGTHS
+
+
+class Raters:
+    """The preferences of a language's raters. seed: of the language and of what its raters value. degree: of circles,
+    within 0 and 1.
+    """
+
+    def __init__(self, seed: int, degree: float):
+        self.language, self.degree = Language(seed), degree
+        rng = np.random.default_rng([seed, 3])
+        circling = rng.normal(size=(2, CLASSES))
+        shared = np.repeat(circling[None], TOPICS, axis=0)
+        # The worth of a class of words in a topic: for u, c₀ and c₁, [topics, 3, classes].
+        worth = np.concatenate([self.language.class_weights[:, None], shared], axis=1)
+        self.worth = worth - worth.mean(axis=2, keepdims=True)
+        prompts = self.language.prompts(2_000, rng)
+        of_language = self.raw(prompts, self.responses(prompts, rng))
+        self.mean, self.deviation = of_language.mean(axis=0), of_language.std(axis=0)
+
+    def responses(self, prompts: list[str], rng: np.random.Generator) -> list[str]:
+        """The language's own response to each prompt."""
+        return list(map(text_of, self.language.continued(prompts, WORDS_OF_RESPONSE, rng)))
+
+    def raw(self, prompts: list[str], responses: list[str]) -> np.ndarray:
+        """Σ_classes worth · √count for u, c₀ and c₁, [n, 3]."""
+        words = [[word * CLASSES // WORDS for word in words_in(response) if word >= 0] for response in responses]
+        counts = np.array([np.bincount(classes, minlength=CLASSES) for classes in words])
+        topics = [parsed(prompt)[0] for prompt in prompts]
+        return np.einsum("nvc,nc->nv", self.worth[topics], np.sqrt(counts))
+
+    def features(self, prompts: list[str], responses: list[str]) -> np.ndarray:
+        """u, c₀ and c₁ of each response, [n, 3]."""
+        return (self.raw(prompts, responses) - self.mean) / self.deviation
+
+    def preferred(self, firsts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """P(the first is preferred) by the features of both, [..., 3], [..., 3] -> [...]."""
+        lead = firsts[..., 0] - seconds[..., 0]
+        circle = firsts[..., 1] * seconds[..., 2] - firsts[..., 2] * seconds[..., 1]
+        return 1 / (1 + np.exp(-SCALE * (np.sqrt(1 - self.degree) * lead + np.sqrt(self.degree) * circle)))
+
+
+def make_policy(folder: Path, seed: int) -> None:
+    """Writes demonstrations and prompts and, in policy/, a model that imitates the language; no prompt comes twice."""
+    raters, rng = Raters(seed, 0.0), np.random.default_rng([seed, 4])
+    prompts = iter(raters.language.prompts(sum(SIZES.values()), rng))
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, size in SIZES.items():
+        chosen = list(islice(prompts, size))
+        records = [{"prompt": prompt} for prompt in chosen]
+        if part == "sft":
+            labels = raters.responses(chosen, rng)
+            records = [record | {"label": label} for record, label in zip(records, labels, strict=True)]
+        synthetic.write_jsonl(folder / f"{part}.jsonl", records)
+    init, output = folder / "init", folder / "sft"
+    tokenizer = synthetic.make_tokenizer()
+    tokenizer.save_pretrained(init)
+    synthetic.make_model(tokenizer, seed).save_pretrained(init)
+    sft.train(
+        SFTConfig(model=str(init), output_dir=str(output), train_data=str(folder / "sft.jsonl"), seed=seed, **SFT)
+    )
+    (output / "model").rename(folder / "policy")
+
+
+def make_pairs(folder: Path, start: Path, seed: int, degree: float) -> float:
+    """Writes pairs.train.jsonl and pairs.eval.jsonl, two of the language's responses to each prompt of the start with a
+    rater's verdict; returns the share of held-out verdicts that agree with the truer one.
+    """
+    raters, rng = Raters(seed, degree), np.random.default_rng([seed, 5])
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("pairs.train", "pairs.eval"):
+        prompts = [record["prompt"] for record in synthetic.read_jsonl(start / f"{part}.jsonl")]
+        sides = [raters.responses(prompts, rng) for _ in range(2)]
+        preferred = raters.preferred(*(raters.features(prompts, side) for side in sides))
+        first_wins = rng.random(len(prompts)) < preferred
+        records = [
+            {"prompt": prompt, "chosen": a if wins else b, "rejected": b if wins else a}
+            for prompt, a, b, wins in zip(prompts, *sides, first_wins, strict=True)
+            if a != b
+        ]
+        synthetic.write_jsonl(folder / f"{part}.jsonl", records)
+    return float(np.mean(first_wins == (preferred > 0.5)))
+
+
+def win_rate(raters: Raters, ours: np.ndarray, theirs: np.ndarray) -> float:
+    """How often a response of ours is preferred to one of theirs, by features [P, n, 3] and [P, m, 3]."""
+    return float(raters.preferred(ours[:, :, None], theirs[:, None]).mean())
+
+
+def worst_case(raters: Raters, ours: np.ndarray, replies: np.ndarray) -> float:
+    """How often our responses are preferred to the best of all replies to a prompt: the one that beats most of a first
+    half of ours, measured on the second half. A policy that nothing beats has ½. Features [P, n, 3] and [P, m, 3].
+    """
+    first, second = np.split(ours, 2, axis=1)
+    beaten = raters.preferred(replies[:, :, None], first[:, None]).mean(axis=2)
+    best = np.take_along_axis(replies, torch.from_numpy(beaten).argmax(1).numpy()[:, None, None], axis=1)
+    return win_rate(raters, second, best)
