@@ -17,7 +17,8 @@ from accelerate.state import AcceleratorState
 from benchmarks.frontier.tasks import circles
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.data.loading import load_prompts
-from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.loading import load_policy
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.rollouts.groups import make_prompts, texts
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
