@@ -6,8 +6,8 @@ case of one block with v = (r, 1).
 
 The paper divides vectors by their length and chooses a temperature. Here lengths are learned: unit vectors hold a
 Bradley-Terry model only nearly, and their temperature bounds every probability. In a small trial (a circle of three
-kinds, three rates, four seeds) 6 of 12 runs with learned lengths found the circle, all four at the lowest rate, and none of 12
-with unit vectors and a temperature of 0.1.
+kinds, three rates, four seeds) 6 of 12 runs with learned lengths found the circle, all four at the lowest rate, and
+none of 12 with unit vectors and a temperature of 0.1.
 """
 
 import torch
