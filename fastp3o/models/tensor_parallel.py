@@ -78,10 +78,9 @@ def cut_vocabulary(model: PackedModel, mesh: DeviceMesh) -> None:
     if hasattr(model.model, "score"):
         return
     head: Any = model.model.get_output_embeddings()
-    widest = -(-(V := len(head.weight)) // mesh.size())
-    model.shard = VocabularyShard(mesh.get_group(), V, mesh.get_local_rank() * widest, widest)
     for name, parameter in head.named_parameters():
         # A bias is whole: torch cannot cut it once more, over the shards, where parts are uneven.
         part = distribute_tensor(parameter, mesh, [Shard(0) if name == "weight" else Replicate()])
         own = embeddings.weight if parameter is uncut else nn.Parameter(part, parameter.requires_grad)
         head.register_parameter(name, own)
+    model.shard = VocabularyShard.of(head.weight)

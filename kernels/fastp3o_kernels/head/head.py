@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastp3o_kernels import onednn
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
@@ -37,9 +37,20 @@ class Head(LogitsTransform):
     shard: VocabularyShard | None = None
 
     @classmethod
-    def from_weight(cls, head: "Head | Tensor") -> "Head":
-        """A bare weight is a head without bias or soft cap, at temperature 1."""
-        return head if isinstance(head, Head) else cls(head)
+    def from_layer(cls, head: "HeadLike") -> "Head":
+        """A linear layer, or a bare weight, is a head without soft cap, at temperature 1. Raises ValueError for
+        anything else, such as a layer with adapters, whose weight is not all that it multiplies by.
+        """
+        if isinstance(head, Head):
+            return head
+        if isinstance(head, nn.Linear):
+            return cls(head.weight, bias=head.bias)
+        if isinstance(head, Tensor):
+            return cls(head)
+        raise ValueError(
+            f"head must be a Head, a linear layer or a weight [V, D], got {type(head).__name__}: of a layer with "
+            "adapters, pass a Head of the merged weight"
+        )
 
     def detach(self) -> "Head":
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
@@ -48,6 +59,9 @@ class Head(LogitsTransform):
     def widest(self) -> int:
         """Rows of weight, in the widest shard where there are several: their processes plan the same chunks."""
         return len(self.weight) if self.shard is None else self.shard.widest
+
+
+HeadLike = Head | nn.Linear | Tensor
 
 
 def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | None) -> None:

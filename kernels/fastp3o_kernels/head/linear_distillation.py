@@ -14,7 +14,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_same_device
 from fastp3o_kernels.head.chunks import HeadPlan, budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.head.linear_logprobs import LinearLogprobs
 from fastp3o_kernels.operation import graph_break
 from fastp3o_kernels.rows.eager import ROWS_AT_ONCE
@@ -109,9 +109,9 @@ class DistilledHead(ChunkedHead):
 @graph_break
 def linear_distillation(
     hidden: Tensor,
-    head: Head | Tensor,
+    head: HeadLike,
     teacher_hidden: Tensor,
-    teacher_head: Head | Tensor,
+    teacher_head: HeadLike,
     *,
     divergence: str = "reverse_kl",
     beta: float = 0.5,
@@ -125,7 +125,8 @@ def linear_distillation(
     Args:
         hidden, head: of the student, as in `linear_logprobs`; they get gradients.
         teacher_hidden: [N, D'], the teacher's hidden states that predict the same tokens.
-        teacher_head: its Head with a weight [V, D'] of that dtype, or the bare weight; both are constants.
+        teacher_head: its Head with a weight [V, D'] of that dtype, an `nn.Linear`, or the bare weight; both are
+            constants.
         divergence, beta: see above; beta, above 0 and below 1, counts for "jsd" alone.
         memory_budget: bytes of scratch for the logits of both and the student's gradient, as in `linear_logprobs`.
 
@@ -137,7 +138,7 @@ def linear_distillation(
         ValueError: for tensors that disagree, another divergence or beta, and a budget that holds no row of logits.
         RuntimeError: in the backward pass, if the teacher's tensors were changed in place before it.
     """
-    head, teacher_head, teacher_hidden = Head.from_weight(head), Head.from_weight(teacher_head), teacher_hidden.detach()
+    head, teacher_head, teacher_hidden = Head.from_layer(head), Head.from_layer(teacher_head), teacher_hidden.detach()
     for name, student, teacher in ("tokens", hidden, teacher_hidden), ("vocabulary", head.weight, teacher_head.weight):
         if student.shape[:1] != teacher.shape[:1]:
             raise ValueError(f"teacher and student must share the {name}: {list(teacher.shape)}, {list(student.shape)}")

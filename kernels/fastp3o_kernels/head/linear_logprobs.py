@@ -5,7 +5,7 @@ N tokens, D hidden size, V vocabulary, F = N V D.
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch import Tensor
 from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
 from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunks import TILE
-from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.head.one_pass import chunked_head, gradients_of
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
-from fastp3o_kernels.rows.logprobs import check_outputs, token_outputs
+from fastp3o_kernels.rows.logprobs import TokenOutputs, check_outputs, token_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -66,10 +66,36 @@ class LinearLogprobs(torch.autograd.Function):
             return *gradients.results(), None, None, None
 
 
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    head: HeadLike,
+    labels: Tensor,
+    *,
+    ignore_index: int = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
+    responses_per_prompt: int = ...,
+    outputs: None = ...,
+    memory_budget: int | None = ...,
+    impl: str | None = ...,
+) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    head: HeadLike,
+    labels: Tensor,
+    *,
+    ignore_index: int = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
+    responses_per_prompt: int = ...,
+    outputs: Collection[str],
+    memory_budget: int | None = ...,
+    impl: str | None = ...,
+) -> TokenOutputs: ...
 @graph_break
 def linear_logprobs(
     hidden: Tensor,
-    head: Head | Tensor,
+    head: HeadLike,
     labels: Tensor,
     *,
     ignore_index: int = -100,
@@ -78,7 +104,7 @@ def linear_logprobs(
     outputs: Collection[str] | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
-) -> Any:
+) -> Tensor | TokenOutputs:
     """log softmax of a head's logits at each token's label; differentiable, for any loss over log-probabilities.
 
     Logits are fp32: the products of bf16 or fp16 operands are not rounded to 16 bits, which would move the log-ratio of
@@ -86,8 +112,8 @@ def linear_logprobs(
 
     Args:
         hidden: [N, D], the hidden states that predict the labels; of a half, single or double floating dtype.
-        head: Head with a weight [V, D] of the same dtype, or the bare weight. Under autocast both may be fp32 and are
-            multiplied in autocast's dtype; the gradients keep their tensors' dtypes.
+        head: Head with a weight [V, D] of the same dtype, an `nn.Linear`, or the bare weight. Under autocast both may
+            be fp32 and are multiplied in autocast's dtype; the gradients keep their tensors' dtypes.
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
         ignore_index: tokens with this label give 0 and no gradient. On a GPU they take part in the matrix products
             all the same: many of them, as in padded rows, are better left out before.
@@ -113,7 +139,7 @@ def linear_logprobs(
             no row of logits. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of range gives NaN
             there.
     """
-    head = Head.from_weight(head)
+    head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index)
     check_outputs(outputs or ())
     if cu_seqlens is not None:

@@ -24,7 +24,7 @@ from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.operation import graph_break, on_device, use_triton
 from fastp3o_kernels.rows.eager import sequence_logprobs
 from fastp3o_kernels.rows.logprobs import TokenOutputs, check_outputs, token_outputs
@@ -48,7 +48,14 @@ class Groups:
     is_top: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given."""
+        """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given. Raises KeyError, which says
+        which ones there are, if there is none of this name.
+        """
+        if name not in self.tensors:
+            there = ", ".join(sorted(self.tensors)) or "none"
+            raise KeyError(
+                f"no tensor {name!r} among token_tensors, response_tensors and group_tensors; given: {there}"
+            )
         return self.tensors[name]
 
     def having(self, **tensors: Tensor) -> "Groups":
@@ -159,7 +166,7 @@ def checked_tensors(hidden: Tensor, tensors: Mapping[str, Tensor], shape: tuple[
 @graph_break
 def linear_loss(
     hidden: Tensor,
-    head: Head | Tensor,
+    head: HeadLike,
     labels: Tensor,
     cu_seqlens: Tensor | Sequence[int],
     objective: Objective,
@@ -194,7 +201,7 @@ def linear_loss(
 
     Args:
         hidden: [N, D], the hidden states that predict the response tokens.
-        head: Head with a weight [V, D], or the bare weight, as in `linear_logprobs`.
+        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`.
         labels: [N] int64 or int32, the response tokens alone, without any to be ignored (`response_tokens`).
         cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]; a list or a
             tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0: the gradient is
@@ -218,7 +225,7 @@ def linear_loss(
             one without a gradient while gradients are wanted.
         RuntimeError: for a second backward pass.
     """
-    head = Head.from_weight(head)
+    head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index=None)
     check_outputs(outputs)
     K, N = responses_per_group, len(hidden)
@@ -229,7 +236,11 @@ def linear_loss(
         checked_tensors(hidden, tensors or {}, shape, why)
         for tensors, shape, why in (
             (token_tensors, (N,), "a row for each token"),
-            (response_tensors, (P, K), "a row for each group and an entry for each response"),
+            (
+                response_tensors,
+                (P, K),
+                f"a row for each group and an entry for each response, with responses_per_group={K}",
+            ),
             (group_tensors, (P,), "a row for each group"),
         )
     )

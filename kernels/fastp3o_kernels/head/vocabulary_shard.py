@@ -39,6 +39,27 @@ class VocabularyShard:
                 f"{self.widest}"
             )
 
+    @classmethod
+    def of(cls, weight: Tensor) -> "VocabularyShard":
+        """The part that this process has of a head's weight [V, D], a DTensor whose rows torch has cut over a mesh of
+        one dimension: `distribute_tensor(weight, mesh, [Shard(0)])`, or tensor parallelism. The Head gets the part
+        itself, `weight.to_local()`. Raises ValueError for any other weight.
+        """
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not isinstance(weight, DTensor):
+            raise ValueError(
+                f"weight must be a DTensor whose rows are spread over processes, got {type(weight).__name__}"
+            )
+        mesh = weight.device_mesh
+        if weight.dim() != 2 or mesh.ndim != 1 or tuple(weight.placements) != (Shard(0),):
+            raise ValueError(
+                "weight must be a matrix whose rows alone are cut, over a mesh of one dimension, got shape "
+                f"{list(weight.shape)} with placements {list(weight.placements)} over a mesh of {list(mesh.shape)}"
+            )
+        widest = -(-len(weight) // mesh.size())
+        return cls(mesh.get_group(), len(weight), mesh.get_local_rank() * widest, widest)
+
     @property
     def rows(self) -> int:
         return min(self.widest, self.vocabulary - self.first)

@@ -15,7 +15,7 @@ from fastp3o_kernels.head import eager as head_eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.operation import HAS_TRITON, graph_break, use_triton
 from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.losses import loss_output
@@ -73,7 +73,7 @@ class PairLoss:
 @graph_break
 def linear_p3o_loss(
     hidden: Tensor,
-    head: Head | Tensor,
+    head: HeadLike,
     labels: Tensor,
     cu_seqlens: Tensor | Sequence[int],
     old_logprobs: Tensor | None,
@@ -98,7 +98,7 @@ def linear_p3o_loss(
 
     Args:
         hidden: [N, D], the hidden states that predict the response tokens.
-        head: Head with a weight [V, D], or the bare weight, as in `linear_logprobs`.
+        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`.
         labels: [N] int64 or int32, the response tokens, end-of-sequence included.
         cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]. It is needed
             on the host: a list or a tensor on the CPU spares waiting for the device. An empty response takes part in no
@@ -121,7 +121,7 @@ def linear_p3o_loss(
         ValueError: as in `linear_logprobs` and `p3o_loss`.
         RuntimeError: for a second backward pass.
     """
-    head, cu_seqlens = Head.from_weight(head), torch.as_tensor(cu_seqlens)
+    head, cu_seqlens = Head.from_layer(head), torch.as_tensor(cu_seqlens)
     check_head(hidden, head, labels, ignore_index=None)
     pairs = Pairs(
         cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -41,12 +41,12 @@ class P3OSettings:
     Raises ValueError for a value that is not allowed.
     """
 
-    clipping: str = "joint"
+    clipping: Literal["joint", "separate", "none", "token"] = "joint"
     clip_range: float = 0.2
     ratio_cap: float = 10.0
     sampler_ratio_cap: float = 2.0
     kl_coef: float = 0.05
-    kl_reward: str = "current"
+    kl_reward: Literal["current", "rollout"] = "current"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -4,7 +4,7 @@ N tokens, V vocabulary, S sequences.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -81,6 +81,28 @@ class TokenLogprobs(torch.autograd.Function):
         return dlogits, *[None] * 5
 
 
+@overload
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    outputs: None = ...,
+    inplace_backward: bool = ...,
+    impl: str | None = ...,
+) -> Tensor: ...
+@overload
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    outputs: Collection[str],
+    inplace_backward: bool = ...,
+    impl: str | None = ...,
+) -> TokenOutputs: ...
 @graph_break
 def token_logprobs(
     logits: Tensor,
@@ -91,7 +113,7 @@ def token_logprobs(
     outputs: Collection[str] | None = None,
     inplace_backward: bool = False,
     impl: str | None = None,
-) -> Any:
+) -> Tensor | TokenOutputs:
     """log softmax(logits / temperature) at each token's label.
 
     Args:

@@ -10,6 +10,8 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fastp3o_kernels import VocabularyShard, linear_distillation, linear_logprobs
 from tests.fastp3o.together import together
@@ -89,6 +91,25 @@ def check_what_is_sent_and_what_is_refused(group, monkeypatch: pytest.MonkeyPatc
             call()
 
 
+def check_parts_of_a_spread_weight(widths: list[int]) -> None:
+    """What torch gives each process of a head is the part that a shard says, uneven parts and tied rows too."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("vocabulary",))
+    for rows in widths:
+        whole = torch.arange(rows * 4.0).view(rows, 4)
+        shard = VocabularyShard.of(spread := distribute_tensor(whole, mesh, [Shard(0)]))
+        assert shard.vocabulary == rows
+        assert torch.equal(spread.to_local(), whole[shard.first : shard.first + shard.rows])
+    two_dims = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "vocabulary"))
+    for message, weight in {
+        "must be a DTensor": whole,
+        "rows alone are cut": distribute_tensor(whole, mesh, [Shard(1)]),
+        "over a mesh of one dimension": distribute_tensor(whole, two_dims, [Replicate(), Shard(0)]),
+        "placements": distribute_tensor(whole, mesh, [Replicate()]),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            VocabularyShard.of(weight)
+
+
 def test_processes_that_share_the_vocabulary_have_the_whole_heads_losses_and_gradients():
     done = together(Path(__file__), processes=3)
     assert done.returncode == 0, done.stdout
@@ -96,6 +117,7 @@ def test_processes_that_share_the_vocabulary_have_the_whole_heads_losses_and_gra
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    check_parts_of_a_spread_weight([7, 9, 50])
     two = dist.new_group([0, 1])
     for group, impl in [(dist.group.WORLD, None), (two, None), (two, "triton")][: 3 if dist.get_rank() < 2 else 1]:
         for loss, arithmetic in product(LOSSES, ARITHMETICS[impl == "triton" :]):  # which has no fp64
