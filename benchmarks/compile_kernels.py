@@ -318,7 +318,7 @@ def compiler_source(config: Configuration) -> ASTSource:
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
         at_any_address = name in kernel.do_not_specialize or kernel.params[position].do_not_specialize_on_alignment
         at_any_address |= name.endswith("row_stride") and not config.aligned
-        if name.endswith(("_ptr", "_stride", "size")) and not at_any_address:
+        if name.endswith(("_ptr", "_stride", "size")) and name not in constants and not at_any_address:
             attributes[(position,)] = [["tt.divisibility", 16]]
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, positions, attributes)

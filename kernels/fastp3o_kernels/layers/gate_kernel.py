@@ -34,7 +34,7 @@ def activated(x, ACTIVATION: tl.constexpr):
     return x * share, slope
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def gate_kernel(
     gate_ptr,  # [rows, size], rows at any stride
     up_ptr,  # the same
@@ -56,7 +56,7 @@ def gate_kernel(
     tl.store(result_ptr + row * size + index, (active * up).to(result_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def gate_gradient_kernel(
     grad_ptr,  # [size]: of the result
     gate_ptr,  # [size]
@@ -94,11 +94,10 @@ def launch_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Tensors of one shape and dtype, whose rows have one stride; one launch. Returns a contiguous one."""
     result = torch.empty_like(gate, memory_format=torch.contiguous_format)
     # All of contiguous tensors is one row.
-    strides: tuple[int | None, int | None]
-    if gate.is_contiguous() and up.is_contiguous():
-        count, size, strides = 1, gate.numel(), (0, 0)
-    else:
-        count, size, strides = gate.numel() // gate.shape[-1], gate.shape[-1], (row_stride(gate), row_stride(up))
+    together = gate.is_contiguous() and up.is_contiguous()
+    size = gate.numel() if together else gate.shape[-1]
+    strides = (0, 0) if together else (row_stride(gate), row_stride(up))
+    count = gate.numel() // size
     with torch.cuda.device_of(gate):
         gate_kernel[(count * triton.cdiv(size, BLOCK),)](
             gate, up, result, size, *strides, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
