@@ -105,13 +105,17 @@ SCALARS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel with the dtypes of its pointers (fp32 unless named), its compile-time constants and its warps."""
+    """A kernel with the dtypes of its pointers (fp32 unless named), its compile-time constants and its warps.
+
+    registers: of a thread at most; None for the compiler's choice.
+    """
 
     kernel: str
     name: str
     pointers: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, object], ...]
     warps: int
+    registers: int | None = None
     aligned: bool = True  # whether rows begin at 16-byte addresses
 
 
@@ -258,9 +262,8 @@ def norm_configurations(D: int, places: tuple[str, ...]) -> Iterator[Configurati
         pointers = weight | {"x_ptr": pointers["x_ptr"], "dx_ptr": pointers["x_ptr"], "copy_ptr": dtype}
         pointers |= {"grad_ptr": "fp32" if behind else dtype}
         constants = sizes | gemma | ({} if before else {"grad_x_ptr": None, "copy_ptr": None})
-        yield configuration(
-            "rms_norm_gradient_kernel", name, pointers, constants, norm_kernel.gradient_warps(D, ELEMENT_BYTES[dtype])
-        )
+        gradient = configuration("rms_norm_gradient_kernel", name, pointers, constants, norm_kernel.gradient_warps(D))
+        yield replace(gradient, registers=norm_kernel.gradient_registers(D, ELEMENT_BYTES[dtype]))
     for dtype in WIDTHS:
         constants = {"D": D, "BLOCK_C": norm_kernel.BLOCK_C, "BLOCK_P": norm_kernel.BLOCK_P}
         yield configuration("weight_gradient_kernel", f"{dtype}, D {D}", {"dweight_ptr": dtype}, constants)
@@ -278,8 +281,9 @@ def rotary_configurations(D: int) -> Iterator[Configuration]:
 
 def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int | None = None) -> Configuration:
     """warps: the file's WARPS if None."""
-    warps = KERNELS[kernel].WARPS if warps is None else warps
-    return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), warps)
+    file = KERNELS[kernel]
+    warps, registers = file.WARPS if warps is None else warps, getattr(file, "REGISTERS", None)
+    return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), warps, registers)
 
 
 def sample(every: list[Configuration]) -> list[Configuration]:
@@ -325,7 +329,7 @@ def compiler_source(config: Configuration) -> ASTSource:
 
 
 def compile_for(config: Configuration, architecture: int) -> CompiledKernel:
-    options = {"num_warps": config.warps, "maxnreg": getattr(KERNELS[config.kernel], "REGISTERS", None)}
+    options = {"num_warps": config.warps, "maxnreg": config.registers}
     return triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
 
 

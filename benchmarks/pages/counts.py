@@ -8,6 +8,8 @@ from benchmarks.pages.sources import HIDDEN, N, Records, Section, results
 from benchmarks.records import figure, select, spread
 from benchmarks.shapes import LARGE_HEADS
 
+STEP = "decode step"
+
 
 def modelled_table(records: Records) -> str:
     """The model, and what was measured of its first row."""
@@ -45,6 +47,17 @@ def layers(records: Records) -> str:
             ]
         )
     return markdown(lines)
+
+
+def fused(records: Records) -> str:
+    """Forward and backward of a layer, in half precision."""
+    counted = records["layer_traffic.json"]["layers"]
+    sentences = []
+    for model in dict.fromkeys(layer["model"] for layer in counted):
+        passes = [one for one in select(counted, model=model, precision="fp16", fused=True) if one["pass"] != STEP]
+        launches, moved = (sum(one[key] for one in passes) for key in ("launches", "bytes"))
+        sentences.append(f"{launches} launches and {moved / 1e9:.1f} GB at {model}")
+    return " and ".join(sentences)
 
 
 def launches_of(layer: dict) -> str:

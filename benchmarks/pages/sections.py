@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "README.md": {"memory": front.memory, "gpu": front.limit},
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
+    "fastp3o/training/compiled_layers.md": {"fused": counts.fused},
     "fastp3o/training/memory.md": {"h100": front.calculator, "fits": memory.fits},
     "fastp3o/training/precision.md": {"precision": runs.precision},
     "scripts/README.md": {

@@ -90,7 +90,7 @@ def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
 
 def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
     """An attribute leaves the module's hooks and names as they are. A copy of a module runs its copied parts."""
-    vars(module)["forward"] = MethodType(forward, module)
+    vars(module).update(forward=MethodType(forward, module), fastp3o_replaced=True)
 
 
 @cache
@@ -100,9 +100,10 @@ def wired_class(kind: Any) -> Any:
 
 
 def without_replaced_parts(layer: nn.Module) -> None:
-    """A compiler fuses what is inside a layer itself."""
+    """A compiler fuses what is inside a layer itself. A forward of others stays."""
     for module in layer.modules():
-        vars(module).pop("forward", None)
+        if vars(module).pop("fastp3o_replaced", False):
+            del vars(module)["forward"]
 
 
 # ---- what the parts compute

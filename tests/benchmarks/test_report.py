@@ -115,6 +115,7 @@ SOURCES = {
     "update launches": ["update_counts.json"],
     "log-probs launches": ["update_counts.json"],
     "layers": ["layer_traffic.json"],
+    "fused": ["layer_traffic.json"],
     "compiled": ["compiled_kernels.json"],
     "registers": ["compiled_kernels.json"],
     "precision": ["policy_precision.json"],

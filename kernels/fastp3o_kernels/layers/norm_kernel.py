@@ -18,6 +18,11 @@ PROGRAMS = 264
 # Columns and programs of a tile of the kernel that adds up their sums.
 BLOCK_C, BLOCK_P = 64, 32
 WARPS = 4
+PROCESSOR_REGISTERS = 65536
+# Registers of a thread at most, but for the gradient: a processor has 1,024 threads at least.
+REGISTERS = 64
+# Bytes of a row of which a processor holds two programs of the gradient.
+SHARING_BYTES = 8192
 
 
 @triton.jit
@@ -143,11 +148,17 @@ def warps(D: int) -> int:
     return max(WARPS, triton.next_power_of_2(D) // 512)
 
 
-def gradient_warps(D: int, element_bytes: int) -> int:
-    """A thread has several tiles at once. In fp32 more warps share them, up to rows for which these leave too few
-    registers to each thread; the compiled kernels decided. element_bytes: of the weight.
+def gradient_warps(D: int) -> int:
+    """Of the longest rows 32 elements a thread."""
+    return min(8, warps(D))
+
+
+def gradient_registers(D: int, element_bytes: int) -> int:
+    """Of a thread at most: two programs share those of a processor, and of longer rows one has all. Without a limit
+    ptxas aims at more programs than there are, and spills. element_bytes: of the weight.
     """
-    return 2 * warps(D) if element_bytes == 4 and D <= 4096 else min(8, warps(D))
+    programs = 2 if D * element_bytes <= SHARING_BYTES else 1
+    return min(255, PROCESSOR_REGISTERS // (32 * gradient_warps(D) * programs))
 
 
 def row_groups(x: Tensor) -> tuple[int, int] | None:
@@ -199,6 +210,7 @@ def launch_rms_norm(
             ROUNDS=rounds,
             GROUP=None if together else group,
             num_warps=warps(len(weight)),
+            maxnreg=REGISTERS,
         )
 
 
@@ -229,12 +241,18 @@ def launch_rms_norm_gradient(
             **sizes,
             OFFSET=offset,
             ROUNDS=rounds,
-            num_warps=gradient_warps(D, weight.element_size()),
+            num_warps=gradient_warps(D),
+            maxnreg=gradient_registers(D, weight.element_size()),
         )
         if parts is None:
             return None
         dweight = torch.empty_like(weight)
         weight_gradient_kernel[(triton.cdiv(D, BLOCK_C),)](
-            parts, dweight, programs, D=D, BLOCK_C=BLOCK_C, BLOCK_P=BLOCK_P, num_warps=WARPS
+            *(parts, dweight, programs),
+            D=D,
+            BLOCK_C=BLOCK_C,
+            BLOCK_P=BLOCK_P,
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
         )
         return dweight

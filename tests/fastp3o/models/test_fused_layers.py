@@ -321,6 +321,8 @@ def test_parts_with_another_librarys_kernels_keep_them(where, monkeypatch):
             monkeypatch.setattr(kind, "forward", launching(kind.forward, launched))
     model = PackedModel(inner)
     assert not any(hasattr(layer, "fastp3o_wiring") for layer in model.layers())
+    for layer in model.layers():
+        fused_layers.without_replaced_parts(layer)  # as before a compiler
     launched["on a GPU"] = True
     labelled_logprobs(model, families.FOURS.row())
     del launched["on a GPU"]
