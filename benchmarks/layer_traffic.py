@@ -65,8 +65,8 @@ PRECISIONS = {"fp16": Precision(torch.float16), "bf16-autocast": Precision(torch
 
 @dataclass
 class Traffic:
-    """Of one pass. bytes: read and written by all launches but products; kept: held for the backward pass, without
-    weights.
+    """Of one pass. bytes: read and written by all launches but products; kept: held for the backward pass, without the
+    weights, but with autocast's copies of them.
     """
 
     launches: int = 0
@@ -156,8 +156,8 @@ def no_attention(module, query, key, value, *_, **__):
     return NoAttention.apply(query, key, value), None
 
 
-def layer_of(sizes: LayerSizes, precision: Precision, *, fused: bool) -> nn.Module:
-    """A layer of a policy, as it runs or as transformers wrote it, on the meta device."""
+def policy_of(sizes: LayerSizes, precision: Precision, *, fused: bool) -> PackedModel:
+    """A policy of one layer, as it runs or as transformers wrote it, on the meta device, without attention."""
     config = LlamaConfig(
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -170,12 +170,12 @@ def layer_of(sizes: LayerSizes, precision: Precision, *, fused: bool) -> nn.Modu
         policy = PackedModel(AutoModelForCausalLM.from_config(config, dtype=precision.weights))
     AttentionInterface.register(NO_ATTENTION, no_attention)
     policy.model.set_attn_implementation(NO_ATTENTION)
-    return policy.layers()[0]
+    return policy
 
 
 def passes(sizes: LayerSizes, precision: Precision, *, fused: bool) -> dict[str, Traffic]:
     """Forward and backward of a packed row, and, without autocast, a decode step."""
-    layer = layer_of(sizes, precision, fused=fused)
+    (layer,) = policy_of(sizes, precision, fused=fused).layers()
     # Autocast takes no notice of the meta device. Fake tensors, without values either, are on a CPU for it.
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in layer.modules():

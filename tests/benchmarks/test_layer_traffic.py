@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks import layer_traffic
-from benchmarks.layer_traffic import PRECISIONS, RESULT, ROW, SIZES, STEP, passes
+from benchmarks.layer_traffic import PRECISIONS, RESULT, ROW, SIZES, STEP, passes, policy_of
+from fastp3o.commands.predicted_memory import Lengths, Model, kept_by_a_layer
+from fastp3o.precision import named_precision
 from fastp3o_kernels.layers.norm_kernel import PROGRAMS
 
 
@@ -32,6 +34,19 @@ def test_bytes_are_those_of_the_formula(sizes, monkeypatch):
     weights = 2 * sizes.hidden**2 * (1 + sizes.key_heads / sizes.heads) + 3 * sizes.hidden * sizes.intermediate
     assert found["forward"].products == 300 * weights
     assert found["backward"].products == 2 * 300 * weights
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_calculator_of_memory_knows_what_a_layer_keeps(sizes, name, monkeypatch):
+    monkeypatch.setattr(layer_traffic, "ROW", 300)
+    kept = passes(sizes, PRECISIONS[name], fused=True)["forward"].kept
+    angles = 300 * 2 * PRECISIONS[name].weights.itemsize * sizes.hidden // sizes.heads
+    model = Model(policy_of(sizes, PRECISIONS[name], fused=True))
+    products = model.layer - 3 * sizes.hidden  # but the norms, the last one among them
+    copies = 2 * products if PRECISIONS[name].autocast else 0
+    predicted = kept_by_a_layer(model, Lengths(300, 300, 0), named_precision(name), kernels=True)
+    assert kept - angles - copies == predicted
 
 
 def test_a_plain_operation_counts_what_it_reads_and_writes():
