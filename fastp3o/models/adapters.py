@@ -18,9 +18,10 @@ TRIED = 50  # trained tokens of a trial
 
 
 def with_adapters(model: Any, name: str) -> Any:
-    """The model with LoRA adapters merged into it. Raises ValueError for adapters of another kind; if the file lacks
-    some, for which peft only warns; if it has others, as of another model, which peft leaves out; and if merging them
-    changes what they give. A model on the meta device gets the merged one's parameters.
+    """The model with LoRA adapters merged into it. A model on the meta device gets the merged model's parameters.
+
+    Raises ValueError for adapters of another kind, for missing adapters (peft only warns), for adapters that do not
+    belong to this model (peft ignores them), and if merging changes what the model computes.
     """
     from peft import PeftConfig, PeftModel
 
@@ -47,12 +48,12 @@ def with_adapters(model: Any, name: str) -> Any:
             merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
             off = (outputs(merged, ids) - expected).abs().max() / expected.abs().max().clamp(min=1)
         if not off <= TOLERANCE[merged.dtype]:
-            raise UserError(f"its adapters give other results when they are merged (off by {off:.2g} of the largest)")
+            raise UserError(f"merging its adapters changes what it computes (by {off:.2g} of the largest)")
         return merged
 
 
 def read_adapters(adapted: Any, name: str, file: Path) -> None:
-    """Reads the file of adapters. Raises ValueError if it is not of these."""
+    """Reads the file of adapters. Raises ValueError if it lacks adapters of the model or has others."""
     try:
         result = adapted.load_adapter(name, ADAPTER, is_trainable=False, **at(name))
     except KeyError as error:  # of a module that was trained whole
@@ -69,7 +70,7 @@ def read_adapters(adapted: Any, name: str, file: Path) -> None:
 
 
 def trial_ids(model: Any, config: Any) -> Tensor:
-    """Some tokens [1, n], and those that are trained."""
+    """Token ids [1, n] for a trial, including those of trained tokens."""
     trained = config.trainable_token_indices or []
     few = [token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids[:TRIED]]
     return torch.tensor([within_vocabulary(model, [*PROMPTS[0], *few])], device=model.device)
@@ -77,14 +78,14 @@ def trial_ids(model: Any, config: Any) -> Tensor:
 
 @torch.no_grad()
 def outputs(model: Any, ids: Tensor) -> Tensor:
-    """Logits; of a reward model, whose head may be new, hidden states."""
+    """The logits; for a reward model, whose head may be new, the hidden states."""
     if hasattr(model, "score"):
         return model.base_model(ids, use_cache=False).last_hidden_state.float()
     return model(ids, use_cache=False).logits.float()
 
 
 def part(model: Any) -> None:
-    """Makes tied embeddings and head, of which one is adapted, two weights: an adapter of one is not the other's."""
+    """Separates tied embeddings and head if one of them is adapted: an adapter of one must not change the other."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or (plain := base_of(head)).weight is not base_of(embeddings).weight:
         return
@@ -96,7 +97,7 @@ def part(model: Any) -> None:
 
 
 def base_of(module: Any) -> Any:
-    """The module within peft's layers, or wrappers of whole modules and of tokens."""
+    """The module inside peft's layers and wrappers."""
     while (inside := getattr(module, "base_layer", getattr(module, "original_module", None))) is not None:
         module = inside
     return module

@@ -63,7 +63,7 @@ class KeyValueCache(Protocol):
     """Keys and values of the prompts and responses of rollouts, by layer."""
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the keys and values of a packed row, [T, Hkv, D]. Returns those of its segments, [U, Hkv, D]."""
+        """Stores the keys and values of a packed row, [T, Hkv, D]. Returns those of its segments, [U, Hkv, D]."""
 
     def attend(
         self,
@@ -76,8 +76,9 @@ class KeyValueCache(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention [1, T, H, D] of tokens that each continue a response. Keeps their keys and values. query: [1, H, T,
-        D]. key, value: [1, Hkv, T, D], as models leave them.
+        """Attention [1, T, H, D] of tokens that each continue a response; stores their keys and values.
+
+        query: [1, H, T, D]. key, value: [1, Hkv, T, D], as models produce them.
         """
 
 
@@ -139,7 +140,7 @@ uncompiled = torch.compiler.disable(segment_attention)
 
 
 def compilable_attention(*args, **options):
-    """`segment_attention`, which a compiler leaves out where a cache changes with it."""
+    """`segment_attention` for compiled layers; where a cache changes during the call, the compiler leaves it out."""
     return (segment_attention if options.get("fastp3o_cache") is None else uncompiled)(*args, **options)
 
 
@@ -150,7 +151,9 @@ AttentionInterface.register(NAME, compilable_attention)
 
 
 def choose_attention(name: AttentionName, device: torch.device) -> None:
-    """Chooses the kernels of all models of this process. Raises UserError if they cannot be had or run here."""
+    """Chooses the attention kernels of all models in this process. Raises UserError if they are not available or cannot
+    run here.
+    """
     global flash_attn_varlen_func
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
@@ -171,7 +174,9 @@ def choose_attention(name: AttentionName, device: torch.device) -> None:
 
 
 def flash_attn_of_hub(repository: str, revision: str) -> Callable[..., Any]:
-    """Raises UserError for a torch without a build, and if the package is missing that downloads builds."""
+    """Loads flash_attn_varlen_func from the hub. Raises UserError if there is no build for this torch, or if the
+    package that downloads builds is missing.
+    """
     major, minor, _ = torch.__version__.split(".", 2)
     if not OLDEST_OF_HUB <= (int(major), int(minor)) <= NEWEST_OF_HUB:
         oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_OF_HUB, NEWEST_OF_HUB))
@@ -185,7 +190,7 @@ def flash_attn_of_hub(repository: str, revision: str) -> Callable[..., Any]:
 
 
 def fastest_backend(query: Tensor, softcap: float | None):
-    """The first backend that supports these queries."""
+    """The first backend that supports these inputs."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if half and query.shape[-1] <= LARGEST_HEAD and libraries_support(query.device):
         if flash_attn_varlen_func is not None:
@@ -203,7 +208,7 @@ def fastest_backend(query: Tensor, softcap: float | None):
 @torch.compiler.assume_constant_result  # a compiler asks, and does not look into it
 @cache
 def libraries_support(device: torch.device) -> bool:
-    """Whether the GPU is new enough for both libraries. A warning says where it is not."""
+    """Whether the GPU is new enough for both libraries. Warns if it is not."""
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         logger.warning(
@@ -235,8 +240,9 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
 @torch.compiler.assume_constant_result
 @cache
 def names_grouped_heads(function: Callable) -> bool:
-    """Whether torch asks whether they are meant, as from 2.13 on. Its kernels, which have always taken them, are called
-    alike: repeated keys would stay in memory for the backward pass, at eight heads a group eight times as much.
+    """Whether the function has an argument for grouped heads, as torch's has from 2.13 on. Older kernels handle them
+    without it. Repeating the keys instead would keep the copies in memory for the backward pass: eight times as much
+    with eight heads a group.
     """
     return "enable_gqa" in inspect.signature(function).parameters
 
@@ -252,7 +258,9 @@ def by_varlen_attn(query, key, value, segments, scale, window, softcap):
 
 
 class GatherKeys(torch.autograd.Function):
-    """Keys of all segments from those of the tokens, [T, Hkv, D] -> [U, Hkv, D]; adds gradients in a fixed order."""
+    """Gathers the keys of all segments from those of the tokens, [T, Hkv, D] -> [U, Hkv, D]. Backward adds gradients in
+    a fixed order, so that they are deterministic.
+    """
 
     @staticmethod
     def forward(ctx, tokens, shared):
@@ -287,7 +295,9 @@ def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softc
 
 
 def sdpa_of_padded(query, key, value, segments: Segments, scale):
-    """Queries have the places of their own keys, so that they see those before them, and padding lies behind."""
+    """Attention of all segments as one padded batch. Queries keep the positions of their own keys, so that they see the
+    keys before them and never the padding, which comes after.
+    """
     queries_at, keys_at = segments.padded_places
     places, shape = (queries_at, keys_at, keys_at), (len(segments.key_lengths), segments.longest_keys)
     query, key, value = (

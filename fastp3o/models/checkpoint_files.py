@@ -1,5 +1,7 @@
-"""What the name of a checkpoint stands for, and its files: a folder's, or those of a model of the hub, which are
-downloaded. Errors name the checkpoint and the broken file.
+"""What the name of a checkpoint refers to, and its files, which are downloaded from the hub if the name is not a
+folder.
+
+Errors name the checkpoint and the broken file.
 """
 
 import json
@@ -32,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def at(name: str) -> dict[str, Any]:
-    """The argument of the hub's functions that says which revision of a name is meant."""
+    """The keyword argument of hub functions that selects the revision of a name."""
     return {"revision": name.revision} if isinstance(name, Revised) else {}
 
 
@@ -59,7 +61,7 @@ def base_model_name(name: str) -> str:
 
 
 def load_config(name: str, trust_remote_code: bool, **settings: Any) -> PretrainedConfig:
-    """settings: other values than the model's."""
+    """The configuration of a checkpoint. settings: values that replace its own."""
     if isinstance(name, Named):
         return name.content.config(**settings)
     base = base_model_name(name)
@@ -86,7 +88,7 @@ def converted(gguf: Path) -> str:
 
 
 def no_such_folder(name: str) -> bool:
-    """Whether a name is a path that does not exist; it cannot be a hub name either."""
+    """Whether a name is a path that does not exist and cannot be a hub name either."""
     return not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1)
 
 
@@ -107,7 +109,9 @@ def weight_files(name: str) -> list[Path]:
 
 
 def dtypes_of_floats(file: Path) -> set[str]:
-    """Raises ValueError for weights in whole numbers: transformers would take quantized ones without their scales."""
+    """The dtypes of a file of weights. Raises ValueError for integer weights: transformers would load quantized ones
+    without their scales.
+    """
     with safe_open(file, framework="pt") as weights:
         dtypes = {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
         for key, dtype in dtypes.items():
@@ -117,7 +121,7 @@ def dtypes_of_floats(file: Path) -> set[str]:
 
 
 def has_tokenizer(name: str) -> bool:
-    """Whether there are tokenizer files. Without them transformers makes up an empty tokenizer for some models."""
+    """Whether there are tokenizer files. Without them transformers invents an empty tokenizer for some models."""
     return any(has_file(name, file) for file in TOKENIZER_FILES)
 
 
@@ -130,8 +134,8 @@ def has_file(name: str, file: str) -> bool:
 
 @contextmanager
 def errors_naming(name: str) -> Iterator[None]:
-    """Turns the errors of transformers, safetensors and the hub, which share no base class, into a ValueError in one
-    line that names the model and, if one is broken, the file of weights.
+    """Turns errors of transformers, safetensors and the hub, which have no common base class, into a one-line
+    ValueError that names the model and, if a file of weights is broken, that file.
     """
     path = Path(name)
     if gguf := gguf_file(path):
@@ -154,7 +158,9 @@ def errors_naming(name: str) -> Iterator[None]:
 
 
 def broken_file(folder: Path) -> str | None:
-    """What is wrong with a file of a model, where the error of transformers or safetensors may not name it."""
+    """Describes the first file of a model that cannot be read, since errors of transformers or safetensors may not name
+    it; None if all can.
+    """
     settings = (CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")
     for file in (*sorted(folder.glob("*.safetensors")), *(folder / name for name in settings)):
         try:

@@ -11,8 +11,8 @@ from fastp3o.models.checkpoint_files import at, base_model_name, errors_naming, 
 
 
 def checkpoint_ends(name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> ResponseEnds:
-    """The ends of a checkpoint's responses: by its generation_config, or the configuration of one that has none. LoRA
-    adapters have their base's. Raises ValueError if these cannot be read.
+    """The tokens that end a checkpoint's responses: those of its generation_config, or of its configuration if it has
+    none. LoRA adapters use those of their base. Raises ValueError if these files cannot be read.
     """
     if isinstance(name, Named) and name.content.model.can_generate():
         return response_ends(tokenizer, name.content.model.generation_config)
@@ -42,7 +42,7 @@ def write_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends:
 
 
 def write_eos(config: Any, ends: ResponseEnds) -> None:
-    """A setting that says the same stays as it is: a number, or a list in another order."""
+    """Sets eos_token_id, unless the present value means the same: a number, or a list in another order."""
     eos = getattr(config, "eos_token_id", None)
     if {*ends.ids} != {*(eos if isinstance(eos, list | tuple) else [eos])}:
         config.eos_token_id = list(ends.ids) if len(ends.ids) > 1 else ends.ids[0]

@@ -1,4 +1,6 @@
-"""What transformers reports of weights that it did not find or did not use is an error: it makes up those that lack."""
+"""Turns transformers' report of missing or unused weights into an error: transformers itself initializes missing
+weights at random and continues.
+"""
 
 import logging
 from collections.abc import Iterator, Set
@@ -13,8 +15,8 @@ NAMED = 3  # weights or tokens in an error
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """In the block this thread's loading shows no table of missing and unexpected weights: the caller reads them in
-    transformers' `output_loading_info`, for `require_whole`.
+    """Within the block, loading in this thread prints no table of missing and unexpected weights: the caller reads them
+    from transformers' `output_loading_info` and passes them to `require_whole`.
     """
     logger, thread = logging.getLogger("transformers.modeling_utils"), get_ident()
 
@@ -31,13 +33,13 @@ def without_report() -> Iterator[None]:
 def require_whole(
     name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
 ) -> None:
-    """Raises ValueError if the checkpoint's weights are not those of the model, which would get random ones."""
+    """Raises ValueError unless the checkpoint has exactly the weights of the model: missing ones would be random."""
     if reason := missing(loading, may_lack, may_exceed):
         raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {reason}")
 
 
 def missing(loading: dict[str, Any], may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()) -> str:
-    """What a checkpoint lacks, or has beyond the weights of its model, in words; "" if nothing."""
+    """Describes the weights that a checkpoint lacks, or has in addition to those of its model; "" if there are none."""
     sizes = [f"{key} {list(has)} instead of {list(expected)}" for key, has, expected in loading["mismatched_keys"]]
     problems = {
         "lacks": sorted(set(loading["missing_keys"]) - may_lack),
@@ -48,6 +50,6 @@ def missing(loading: dict[str, Any], may_lack: Set[str] = frozenset(), may_excee
 
 
 def listed(names: list[str]) -> str:
-    """The first few names and the number of the others."""
+    """The first few names, and how many more there are."""
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

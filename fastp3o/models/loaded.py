@@ -1,4 +1,4 @@
-"""A model in a caller's memory, in the place of a checkpoint: the run has copies, and the caller's stays as it is."""
+"""A model in the caller's memory instead of a checkpoint. The run trains copies; the caller's model stays unchanged."""
 
 import copy
 import hashlib
@@ -17,7 +17,7 @@ class LoadedModel(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
     def config(self, **settings: Any) -> PretrainedConfig:
-        """A configuration of its own. settings: other values."""
+        """A copy of the model's configuration. settings: values that replace those of the model."""
         known = self.model.config.to_dict()
         # Of weights that were dequantized as they were loaded, such as a GGUF's. `copied` refuses quantized ones.
         known.pop("quantization_config", None)
@@ -67,7 +67,9 @@ class LoadedModel(NamedTuple):
 
 
 def own_code(model: PreTrainedModel, plain: PreTrainedModel) -> str:
-    """What a model computes with and its plain copy lacks, in words: a class, method, number or hook. "" if nothing."""
+    """What the model computes with and its plain copy would lack, in words: a class, method, number or hook. "" if
+    nothing.
+    """
     if type(model).__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
         return f"a class of its own, {type(model).__name__}"
     copies = dict(plain.named_modules())

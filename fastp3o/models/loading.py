@@ -86,14 +86,16 @@ def load_policy(
 
 
 def quantized_options(name: str, base: str, quantize: str | None) -> dict[str, Any]:
-    """Arguments of loading a quantized model; none without `quantize`."""
+    """The arguments that load a quantized model; none if `quantize` is None."""
     if quantize is not None and base != name:
-        raise UserError(f"--quantize needs a whole model, and {name} is an adapter: give the merged one")
+        raise UserError(f"--quantize needs a whole model, and {name} is an adapter: pass the merged model")
     return {} if quantize is None else quantized_loading(quantize)
 
 
 def named(model: Any, name: str, base: str) -> Any:
-    """The model with the name of the checkpoint that holds its weights, none if they have adapters merged."""
+    """Sets the model's name to that of the checkpoint that holds its weights, or to none if adapters were merged into
+    it.
+    """
     start = name.content.model.name_or_path if isinstance(name, Named) else base
     model.name_or_path = start if base == name else ""
     return model
@@ -177,7 +179,9 @@ def require_same_kind(name: str, stored: int, expected: int) -> None:
 
 
 def from_checkpoint(model_class: Any, name: str, as_stored: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model without dropout or router noise, and transformers' lists of missing, unexpected, mismatched weights."""
+    """Loads a model without dropout or router noise. Also returns transformers' lists of missing, unexpected and
+    mismatched weights.
+    """
     with errors_naming(name), without_report():
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if isinstance(name, Named):
@@ -207,7 +211,9 @@ def without_weights(model_class: Any, name: str, dtype: torch.dtype, trust_remot
 
 
 def with_weights_of(loaded: Any, built: Any) -> Any:
-    """A model as it was built, whose buffers have that dtype, with the weights as they were loaded, in theirs."""
+    """Puts the weights of a loaded model, in their dtypes, into a model built in another dtype, which keeps the dtype
+    of its buffers.
+    """
     for place, module in loaded.named_modules():
         built.get_submodule(place)._parameters.update(module._parameters)
     saved = loaded.state_dict()
@@ -219,7 +225,7 @@ def with_weights_of(loaded: Any, built: Any) -> Any:
 
 
 def noise_off(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that turn off all dropout and router noise. Nested configurations that have any are given whole."""
+    """Settings that turn off all dropout and router noise. A nested configuration that has any is returned whole."""
     off: dict[str, Any] = {}
     for key, value in config.items():
         # PhiMoE's routers also take it as a threshold in evaluation, so without it this would be another model.
@@ -236,7 +242,7 @@ def noise_off(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_finite_weights(name: str, model: nn.Module) -> None:
-    """Raises ValueError for weights that are NaN or infinite, also where no token of a trial uses them."""
+    """Raises ValueError for weights that are NaN or infinite, including those that no token of a trial would use."""
     bad = [
         key
         for key, weight in model.named_parameters()
@@ -251,7 +257,7 @@ def require_finite_weights(name: str, model: nn.Module) -> None:
 
 
 def largest_stored(name: str, key: str) -> float | None:
-    """The largest absolute value of a weight as the checkpoint has it; None if it has none with this name."""
+    """The largest absolute value of a weight as stored in the checkpoint; None if it has no weight of this name."""
     if isinstance(name, Named):
         weights = name.content.model.state_dict()
         return float(weights[key].float().abs().max()) if key in weights else None

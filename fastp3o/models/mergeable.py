@@ -1,4 +1,4 @@
-"""Refuses adapters that, merged into the weights, would be another policy than the one that trains."""
+"""Refuses adapters if merging them into the weights would give another policy than the one that trains."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ EFFECT = 0.3  # of a trial's adapters on a layer's results, next to inputs of si
 
 
 class UnmergeableError(UserError):
-    """Adapters that train right, and whose merged weights would be another policy."""
+    """The adapters can train, but their merged weights would be another policy."""
 
 
 def sizes(model: nn.Module) -> dict[str, torch.Size]:
@@ -47,7 +47,7 @@ def require_mergeable(model: PackedModel, plain: Mapping[str, torch.Size]) -> No
     """
     own = model.model
     if changed := sizes(own).items() ^ plain.items():
-        raise UnmergeableError(f"merged, {min(changed)[0]} would be no weight of the model, or one of another size")
+        raise UnmergeableError(f"merging would add, remove or resize the weight {min(changed)[0]}")
     adapters = [adapter for weight in named_weights(own) for adapter in weight.adapters]
     used = [id(part) for adapter in adapters for part in own_parameters(adapter)]
     trained = {id(part): name for name, part in own.named_parameters() if part.requires_grad}
@@ -71,13 +71,13 @@ def require_mergeable(model: PackedModel, plain: Mapping[str, torch.Size]) -> No
 
 
 def own_parameters(adapter: nn.Module) -> list[nn.Parameter]:
-    """Those of a layer of peft, without the module that it wraps."""
+    """The parameters of a peft layer, without those of the module that it wraps."""
     return [part for name, part in adapter.named_parameters() if not name.startswith("base_layer.")]
 
 
 def require_readable(model: PreTrainedModel, plain: Mapping[str, torch.Size]) -> None:
-    """Raises UnmergeableError if transformers, reading the saved names, would make up weights or leave some out. Takes
-    no memory: all is on the meta device.
+    """Raises UnmergeableError if transformers would initialize or ignore weights when it reads the saved names. Takes
+    no memory: everything is on the meta device.
     """
     reader: Any = described(model, model.dtype)
     written = {name: torch.empty(size, dtype=model.dtype, device="meta") for name, size in plain.items()}
@@ -118,7 +118,9 @@ def distance(model: PackedModel, adapters: list[Any]) -> float:
 
 @contextmanager
 def enlarged(adapters: list[Any]) -> Iterator[None]:
-    """In the block the adapters' zeros are random numbers, so that each adapter changes its layer's results."""
+    """Within the block, adapter weights that are zero are random numbers, so that each adapter changes its layer's
+    output.
+    """
     parts = [(part, adapter) for adapter in adapters for part in own_parameters(adapter)]
     before = [part.detach().clone() for part, _ in parts]
     generator = torch.Generator().manual_seed(0)
@@ -142,8 +144,8 @@ def results(model: PackedModel, row: PackedRow) -> Tensor:
 
 
 def merged_in_turn(model: PackedModel) -> PackedModel:
-    """The model with its adapters merged, as it is sampled and saved. Each layer has merged weights only as long as it
-    computes, and all others are the model's.
+    """The model with its adapters merged, as it is sampled and saved. Each layer has merged weights only while it
+    computes; everything else is shared with the model.
     """
     layers: dict[int, Any] = {}
     try:
@@ -188,7 +190,7 @@ def merged_copy(model: nn.Module, copies: dict[int, Any] | None = None) -> Any:
 
 
 def as_linear(quantized: Any) -> nn.Linear:
-    """A layer of the same size and with the same bias, without a weight."""
+    """A linear layer of the same size and with the same bias, without a weight."""
     linear = nn.Linear(quantized.in_features, quantized.out_features, bias=False, device="meta")
     linear.bias = quantized.bias
     return linear

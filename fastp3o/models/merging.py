@@ -33,18 +33,18 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def wraps(module: nn.Module) -> bool:
-    """Whether it is a layer of peft around another module."""
+    """Whether the module is a peft layer around another module."""
     return "base_layer" in module._modules and hasattr(module, "get_delta_weight")
 
 
 def adapted_parameter(layer: Any) -> str:
-    """The name of the parameter that peft's layer adds to, in the module within."""
+    """The name of the parameter of the inner module to which peft's layer adds."""
     return getattr(layer, "parameter_name", "weight")
 
 
 def plain_modules(module: Any, place: str = "") -> Iterator[tuple[str, nn.Module, list[Any]]]:
-    """The modules of a model without adapters, from the outermost: the place of each in the plain model; itself; and
-    peft's layers around it, the outermost first. A module that the model has twice is there twice.
+    """The modules of a model without adapters, from the outermost inward: each with its place in the plain model and
+    peft's layers around it, the outermost first. A module that the model uses twice is listed twice.
     """
     adapters = []
     while wraps(module):
@@ -75,8 +75,9 @@ def named_weights(model: nn.Module) -> list[Weight]:
 
 @torch.no_grad()
 def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[tuple[list[str], Tensor, bool]]:
-    """The weights of `named_weights`, whole on all processes, which iterate together: the names of each; itself, in
-    `dtype`; and whether an adapter is merged into it, which is then in fp32. Buffers, and all for None, keep theirs.
+    """Yields the weights of `named_weights`, gathered on all processes, which must iterate together: the names of each,
+    the weight in `dtype`, and whether an adapter was merged into it; merged weights are in fp32. Buffers keep their
+    dtype; with dtype None everything does.
     """
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapters in named_weights(model):
@@ -118,8 +119,8 @@ def frozen(values: Tensor) -> nn.Parameter:
 
 
 def plain_copy(model: nn.Module, parameters: Mapping[str, nn.Parameter], copies: dict[int, Any] | None = None) -> Any:
-    """A copy of a model without adapters. parameters: its own, by names in it, tied ones by one of them. copies: of
-    parts of the model, by id, which take their places.
+    """A copy of a model without adapters. parameters: those of the copy, by name; tied ones under one of their names.
+    copies: replacements of parts of the model, by id.
     """
     copies = {} if copies is None else copies
     weights = [weight for weight in named_weights(model) if weight.names[0] in parameters]
@@ -172,7 +173,7 @@ def described(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parted(model: PreTrainedModel) -> bool:
-    """Whether head and embeddings are two weights without adapters, though the configuration ties them."""
+    """Whether head and embeddings are separate weights without adapters, although the configuration ties them."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False
@@ -180,7 +181,7 @@ def parted(model: PreTrainedModel) -> bool:
 
 
 def inner(module: Any) -> Any:
-    """The module without peft's layers around it."""
+    """The module inside peft's layers."""
     while wraps(module):
         module = module.base_layer
     return module

@@ -53,7 +53,7 @@ class OverflowsError(UserError):
 
 
 class Activation(NamedTuple):
-    """What enters or leaves a module. value: the largest absolute one, NaN or infinite where one is."""
+    """The input or output of a module. value: its largest absolute value; NaN or infinite if any element is."""
 
     value: float
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Activation(NamedTuple):
 
 @torch.no_grad()
 def activations(model: PackedModel, row: PackedRow) -> dict[str, Activation]:
-    """The activations of a pass over a row, by their places, in the order in which they are computed."""
+    """The activations of a pass over a row by place, in the order in which they are computed."""
     values: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
 
@@ -128,12 +128,14 @@ def overflow(model: PackedModel, row: PackedRow, device: torch.device | None = N
 
 
 def overflow_in_fp16(model: PackedModel, row: PackedRow, device: torch.device | None = None) -> Overflow | None:
-    """The `overflow` of a model whose weights are in fp16; None of others."""
+    """The `overflow` of a model whose weights are in fp16; None for other dtypes."""
     return overflow(model, row, device) if model.model.dtype == torch.float16 else None
 
 
 def not_finite_error(model: PackedModel, row: PackedRow, name: str) -> UserError:
-    """Why a pass over a row gives values that are not finite, in the dtype of the model's weights."""
+    """The error for a pass over a row that gives values that are not finite; it says why, for the dtype of the model's
+    weights.
+    """
     dtype = model.model.dtype
     if happened(found := overflow_in_fp16(model, row)):
         return OverflowsError(name, cast(Overflow, found))
@@ -145,7 +147,7 @@ def not_finite_error(model: PackedModel, row: PackedRow, name: str) -> UserError
 
 
 def weight_overflow(model: PackedModel) -> Overflow | None:
-    """The first weight that fp16 does not hold."""
+    """The first weight that fp16 cannot hold."""
     for name, weight in model.model.named_parameters():
         if weight.is_floating_point() and (value := torch.linalg.vector_norm(weight.detach(), inf).item()) > LARGEST:
             return Overflow(f"the weight {name}", value)
@@ -153,12 +155,12 @@ def weight_overflow(model: PackedModel) -> Overflow | None:
 
 
 def spread(model: PackedModel) -> bool:
-    """Whether processes have parts of the model."""
+    """Whether the model is sharded over processes."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def first_overflow(found: Iterable[Overflow | None]) -> Overflow | None:
-    """The first that has happened, on any process: all must call it."""
+    """The first overflow that any process has found. All processes must call it."""
     if number_of_processes() == 1:
         return next(filter(happened, found), None)
     return next(filter(happened, gather_object([*found])), None)

@@ -1,5 +1,5 @@
-"""Tries a model on a few tokens. Refused is one that gives a response in a packed row other results than without its
-neighbours; what fp16 does not hold is told.
+"""Tries a model on a few tokens. Refuses one that computes other results for a response in a packed row than for the
+response alone, and reports values that fp16 cannot hold.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 def logprob_tolerance(model: PackedModel, dtype: torch.dtype) -> float:
-    """The tolerance of a token's log-prob, in nats: a temperature below 1 multiplies what logits are off."""
+    """The tolerance for a token's log-prob, in nats. A temperature below 1 multiplies the error of the logits."""
     return TOLERANCE[dtype] / min(1.0, model.temperature)
 
 
@@ -43,7 +43,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     stateful = sorted(layers - ISOLATING_LAYERS)
     if inner._is_stateful or stateful:
         kinds = f"its layers ({', '.join(stateful) or 'recurrent'})"
-        raise UserError(f"{refused}{kinds} are not plain or sliding attention, which alone keeps sequences apart")
+        raise UserError(f"{refused}{kinds} are not plain or sliding attention: only these keep sequences apart")
     if not inner._supports_attention_backend:
         other = "its attention does not go through transformers' AttentionInterface"
         raise UserError(f"{refused}{other}, which keeps them apart")
@@ -75,7 +75,7 @@ def require_finite_logprobs(model: PackedModel, name: str) -> None:
 
 
 def require_trainable(model: PackedModel, name: str) -> PackedModel:
-    """Returns the model after a trial in training mode. Raises ValueError if that gives other results."""
+    """Returns the model after a trial in training mode. Raises ValueError if it then computes other results."""
     with on_trial(model) as (run, row):
         noise = (run(model.train(), row) - run(model.eval(), row)).abs().mean().item()
     if not noise <= TOLERANCE[model.model.dtype]:
@@ -150,12 +150,12 @@ def run_single(model: PreTrainedModel, prompt: list[int], response: list[int]) -
 
 
 def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Prompts, and responses to each."""
+    """Prompts, and responses to each, for a trial."""
     prompts, *responses = [[within_vocabulary(model, ids) for ids in group] for group in (PROMPTS, *RESPONSES)]
     return prompts, responses
 
 
 def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:
-    """The ids, cut to a small vocabulary. None is padding, which transformers' classifiers skip."""
+    """The ids, limited to a small vocabulary. None of them is padding, which transformers' classifiers skip."""
     largest = model.config.get_text_config().vocab_size - 1
     return [min(token + (token == model.config.pad_token_id), largest) for token in ids]

@@ -101,7 +101,9 @@ class PackedModel(nn.Module):
         return output.last_hidden_state.squeeze(0)
 
     def hidden_states_in_parts(self, row: PackedRow) -> Tensor:
-        """[T, D], one part at a time. The backward pass computes each part's activations again: one is in memory."""
+        """[T, D], one part of a group at a time. The backward pass recomputes the activations of each part, so that
+        only one part's are in memory.
+        """
         parts = row.parts or (row,)
         found = []
         for number in range(row.passes):
@@ -148,7 +150,7 @@ class PackedModel(nn.Module):
 
     @contextmanager
     def with_own_attention(self) -> Iterator[PreTrainedModel]:
-        """The model with transformers' attention, for rectangular batches, as `generate` takes."""
+        """Within the block, the model has transformers' attention, for rectangular batches as `generate` makes."""
         self.model.set_attn_implementation(self.own_attention)
         try:
             yield self.model
@@ -156,7 +158,9 @@ class PackedModel(nn.Module):
             self.model.set_attn_implementation(attention.NAME)
 
     def layers(self) -> nn.ModuleList:
-        """The body's layers, from the lowest. Raises ValueError if it has no list as long as the configuration says."""
+        """The layers of the body, from the lowest. Raises ValueError if there is no list of as many layers as the
+        configuration says.
+        """
         if (stack := self.stack()) is None:
             count = self.model.config.get_text_config().num_hidden_layers
             raise UserError(
@@ -165,7 +169,7 @@ class PackedModel(nn.Module):
         return stack
 
     def stack(self) -> nn.ModuleList | None:
-        """The layers, or None."""
+        """The list of layers, or None."""
         count = self.model.config.get_text_config().num_hidden_layers
         lists = (module for module in self.model.base_model.modules() if isinstance(module, nn.ModuleList))
         return next((module for module in lists if len(module) == count), None)
@@ -202,7 +206,7 @@ def compiled() -> Callable[..., Any]:
 
 
 def compiled_forward(layer, *args, **kwargs):
-    """A layer's forward. All layers of a kind share what is compiled; a copy of a layer runs its own."""
+    """A layer's forward. All layers of a kind share the compiled code; a copy of a layer calls its own forward."""
     packed = any(name.startswith("fastp3o_") for name in kwargs)
     return (compiled() if packed else eager_forward)(layer, *args, **kwargs)
 
@@ -212,8 +216,8 @@ def compiled_forward(layer, *args, **kwargs):
 
 @contextmanager
 def as_in_training() -> Iterator[None]:
-    """Runs what is compiled for training, and keeps nothing of it: a mere forward pass rounds otherwise, and ratios to
-    old log-probs would not begin at one.
+    """Runs the code that is compiled for training without keeping activations. Inference code rounds otherwise, so that
+    ratios to old log-probs would not start at exactly one.
     """
     nothing = cast(Any, lambda _: None)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):
@@ -222,7 +226,9 @@ def as_in_training() -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: PackedModel) -> Iterator[None]:
-    """Leaves training mode, in which there is dropout, and gradient checkpointing keeps no keys and values."""
+    """Within the block the model is in evaluation mode: dropout is off, and keys and values can be cached, which
+    gradient checkpointing prevents.
+    """
     was_training = model.training
     model.eval()
     try:
@@ -233,7 +239,7 @@ def evaluation_mode(model: PackedModel) -> Iterator[None]:
 
 @contextmanager
 def untempered(model: PackedModel) -> Iterator[None]:
-    """The model at temperature 1."""
+    """Within the block, the model has temperature 1."""
     temperature, model.temperature = model.temperature, 1.0
     try:
         yield
@@ -245,8 +251,8 @@ def untempered(model: PackedModel) -> Iterator[None]:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence: as the model computes positions, or else as its configuration declares. Rotary
-    positions go on after those that the model was trained for, but its predictions there are worth nothing.
+    """The longest sequence in tokens: what the positions allow, or else what the configuration declares. Rotary
+    positions continue beyond the lengths that the model was trained on, but its predictions there are useless.
     """
     end = end_of_positions(config)
     config = config.get_text_config()
@@ -258,9 +264,9 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def end_of_positions(config: PretrainedConfig) -> int | None:
-    """Tokens of a sequence that have positions of their own, None for no end. Absolute position embeddings end
-    somewhere. Dynamic and longrope rotary positions change once a sequence is longer than the original length, and
-    those of its neighbours in the row with them.
+    """Number of tokens for which positions are defined; None for no limit. Absolute position embeddings end. Dynamic
+    and longrope rotary positions change once a sequence is longer than the original length, and with them those of its
+    neighbors in the row.
     """
     config = config.get_text_config()
     kinds = rope_kinds(config)
@@ -298,7 +304,7 @@ def label_entropies(hidden: Tensor, head: Head, row: PackedRow) -> tuple[Tensor,
 
 
 def chunk_options(row: PackedRow) -> dict[str, Any]:
-    """Options that cut the chunks of logits between prompts, as losses do: the same chunks give the same bits."""
+    """Options that cut chunks of logits between prompts, as the losses do: the same chunks give the same bits."""
     K = row.responses_per_prompt or 1
     return {"cu_seqlens": row.cu_seqlens_on_host if K > 1 else None, "responses_per_prompt": K}
 

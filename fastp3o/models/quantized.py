@@ -40,13 +40,13 @@ def quantized_loading(bits: str) -> dict[str, Any]:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers with quantized weights, not those that wrap them, by name."""
+    """The layers with quantized weights by name, without the modules that wrap them."""
     weights = ((name, layer, layer._parameters.get("weight")) for name, layer in model.named_modules())
     return {name: layer for name, layer, weight in weights if type(weight).__name__ in PARAMETERS}
 
 
 def dequantized(layer: Any) -> Tensor:
-    """The weight that a quantized layer multiplies with."""
+    """The weight that a quantized layer multiplies by."""
     from bitsandbytes import functional  # type: ignore[import-not-found,unused-ignore]
 
     weight = layer.weight
@@ -58,18 +58,18 @@ def dequantized(layer: Any) -> Tensor:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Lets the products of 4-bit layers be computed in a dtype."""
+    """Sets the dtype in which 4-bit layers compute their products."""
     layers: list[Any] = [layer for layer in quantized_layers(model).values() if hasattr(layer, "compute_dtype")]
     for layer in layers:
         layer.compute_dtype, layer.compute_type_is_set = dtype, True
 
 
 def checked(model: Any) -> Any:
-    """The model, ready to train. Raises ValueError if its layers cannot be quantized right."""
+    """Returns the model, ready to train. Raises ValueError if its layers cannot be quantized correctly."""
     layers: dict[str, Any] = dict(quantized_layers(model))
     for name, layer in layers.items():
         if getattr(layer, "source_cls", None) is Conv1D:
-            raise UserError(f"--quantize takes linear layers alone, and {name} is a Conv1D, as in GPT-2")
+            raise UserError(f"--quantize supports linear layers only, and {name} is a Conv1D, as in GPT-2")
         layer.register_forward_pre_hook(in_training_mode)
         state = getattr(layer.weight, "quant_state", None)  # of 4 bits
         if state is not None and layer.weight.device.type == "cpu" and state.shape[1] % state.blocksize:

@@ -30,14 +30,14 @@ class Reference(ABC):
 
     @abstractmethod
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
-        """`compute` of the frozen policy and each row, without gradients."""
+        """Calls `compute` with the frozen policy and each row, without gradients."""
 
     def follow(self, policy: PackedModel, update: int) -> None:  # noqa: B027 - most stay the same
-        """Moves after the policy's update of this number."""
+        """Updates the reference after the policy's update of this number."""
 
 
 class SecondModel(Reference):
-    """A model of its own."""
+    """A separate model."""
 
     def __init__(self, model: PackedModel, device: torch.device, mesh: DeviceMesh | None = None, *, offload: bool):
         self.model, self.frozen = model, FrozenModel(model, device, mesh, offload=offload)
@@ -47,7 +47,7 @@ class SecondModel(Reference):
 
 
 class WithoutAdapters(Reference):
-    """The model that a LoRA policy started from; takes no memory of its own."""
+    """The model that a LoRA policy started from, which is the policy without its adapters: it takes no extra memory."""
 
     def __init__(self, policy: PackedModel):
         self.model = policy
@@ -59,7 +59,7 @@ class WithoutAdapters(Reference):
 
 
 class NoReference(Reference):
-    """Takes a reference's place where no loss reads one: all of its log-probs are 0."""
+    """Stands in for a reference where no loss reads one: all its log-probs are 0."""
 
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
         return [torch.zeros(len(row.labels), device=row.labels.device) for row in rows]
@@ -95,7 +95,7 @@ class MovingReference(Reference):
         return self.reference.map_rows(rows, compute)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a state must hold, to be filled in place."""
+        """The tensors that a checkpointed state must hold; they are filled in place."""
         weights = {f"reference.{name}": weight.detach() for name, weight in self.weights.items()}
         return weights | {f"reference_mean.{name}": mean for name, mean in self.means.items()}
 
@@ -114,9 +114,9 @@ class MovingReference(Reference):
 
 
 class InContext(Reference):
-    """A reference that alone sees a context before each prompt, but behind its beginning-of-sequence token, `bos`.
-    packing: of its own rows, which are longer than those that it is asked for. moved: makes of the ids of a prompt
-    those that it has behind the context.
+    """A reference that sees a context before each prompt, after its beginning-of-sequence token `bos`; the policy does
+    not. packing: for its own rows, which are longer than those that it is called with. moved: turns the ids of a prompt
+    into those that follow the context.
     """
 
     def __init__(

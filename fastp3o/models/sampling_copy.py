@@ -51,7 +51,7 @@ class SamplingCopy:
 
     @contextmanager
     def gathered(self, model: PackedModel) -> Iterator[None]:
-        """Within the block, the copy has the weights of the model."""
+        """Within the block, the copy holds the model's weights."""
         self.memory.untyped_storage().resize_(self.bytes)
         self.gather(model)
         modules = {place: module for place, module, _ in plain_modules(model)} if self.merges else None
@@ -63,7 +63,7 @@ class SamplingCopy:
             self.memory.untyped_storage().resize_(0)
 
     def weights_of(self, model: PackedModel) -> dict[str, Weight]:
-        """The parameters that a copy has, by their names in it."""
+        """The parameters that a copy holds, by name."""
         if self.merges:
             weights = {weight.names[0]: weight for weight in named_weights(model)}
             return {name: weight for name, weight in weights.items() if isinstance(weight.part, nn.Parameter)}
@@ -95,9 +95,9 @@ def side_by_side(names: Iterable[str]) -> list[str]:
 
 
 def dithered(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """fp32 numbers in another precision, rounded up or down at random, so that their mean stays. Numbers that fit stay.
-    What an adapter adds is at first less than half the distance to the next number of half precision, and would be
-    rounded off everywhere; so would all that it has learned.
+    """Rounds fp32 numbers to another dtype, up or down at random, so that their mean is preserved; numbers that the
+    dtype holds are unchanged. At first an adapter adds less than half the distance to the next half-precision number.
+    Rounding to nearest would discard everything that it has learned.
     """
     if dtype not in LOST_BITS:
         return values.to(dtype)

@@ -1,4 +1,4 @@
-"""Saves models, complete or absent: whole ones in transformers' layout, and LoRA adapters in peft's.
+"""Saves models completely or not at all: whole models in transformers' layout, LoRA adapters in peft's.
 
 `load_policy` reads both, and `PeftModel.from_pretrained(base, folder)` an adapter.
 """
@@ -59,8 +59,8 @@ def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[dict[str
 
 
 def base_name(model: PreTrainedModel) -> str | None:
-    """The model that its adapters belong to: a hub name or an absolute path. None without adapters, and where no
-    checkpoint holds the base, as when training began with adapters that were merged.
+    """The model that the adapters belong to: a hub name or an absolute path. None without adapters, and if no
+    checkpoint holds the base, for example when training began with adapters that were merged.
     """
     if not has_adapter(model) or not model.name_or_path:
         return None
@@ -82,8 +82,8 @@ def adapter_config(model: PreTrainedModel) -> Any:
 
 
 def adapter_weights(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an adapter, and of a reward model's head, by peft's names. trained: what trains, in fp32, by names
-    in a PackedModel. Parts that processes share are gathered, on all of them.
+    """The weights of an adapter, and of a reward model's head, by peft's names. trained: the trained weights in fp32,
+    by their names in a PackedModel. Shards are gathered on all processes.
     """
     return {
         f"base_model.{name}".replace(f".{ADAPTER}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()

@@ -55,7 +55,7 @@ def process_mesh(device: torch.device, shard_size: int = 0, tensor_parallel: int
 
 
 def is_main_process() -> bool:
-    """Whether this process is rank 0, which loads weights."""
+    """Whether this process is rank 0, which loads the weights."""
     return number_of_processes() == 1 or dist.get_rank() == 0
 
 
@@ -75,7 +75,9 @@ def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool
 
 
 def most_passes(steps: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """For each step the passes of its rows, as many as the process that has most needs. Each has equally many steps."""
+    """For each step, the number of passes of each row: that of the process that needs the most. Every process must have
+    the same number of steps.
+    """
     needed = [[packed(row).passes for row in rows] for rows in steps]
     if number_of_processes() == 1:
         return needed
@@ -101,12 +103,14 @@ def with_passes(row: Any, passes: int) -> Any:
 
 
 def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) -> list[Result]:
-    """Computes each row, at least one, in equally many passes on every process."""
+    """Computes each row, of which there must be at least one, with the same number of passes on every process."""
     return [compute(row) for row, _ in pad_to_longest_rank(rows, rows[0])][: len(rows)]
 
 
 def with_tensor_group(model: PackedModel, items: list[Row]) -> tuple[list[Row], slice]:
-    """The items of all processes that compute a model's layers together, and the place of this one's own among them."""
+    """The items of all processes that compute a model's layers together, and the slice of them that belongs to this
+    process.
+    """
     if model.cut_over is None:
         return items, slice(None)
     gathered: list[list[Row]] = [[]] * model.cut_over.size()
@@ -167,13 +171,15 @@ def shard(
 
 
 def columns_of_uneven_rows(parameter: nn.Parameter) -> Shard | None:
-    """FSDP2 spreads rows, but columns where a tensor group cut rows unevenly: torch mixes up rows cut twice."""
+    """How to shard a parameter whose rows a tensor group has cut unevenly: by columns, since torch mixes up rows that
+    are cut twice. None for FSDP2's default, rows.
+    """
     cut_by_rows = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
     return Shard(1) if cut_by_rows and len(parameter) % cast(DTensor, parameter).device_mesh.size() else None
 
 
 class RankZeroWeights:
-    """The weights of the main process. Taking them leaves the model empty."""
+    """The weights of rank 0, taken out of the model, which is left empty."""
 
     def __init__(self, model: nn.Module):
         is_main = is_main_process()
@@ -214,7 +220,7 @@ def empty(model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that is spread over the processes, on each of them."""
+    """A sharded tensor, gathered on every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -238,13 +244,15 @@ class FrozenModel:
 
     @torch.no_grad()
     def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Result]) -> list[Result]:
-        """`compute` of the model and each row, on the device."""
+        """Calls `compute` with the model and each row, on the device."""
         with copied_to(self.device, self.model.modules()) if self.offloaded else nullcontext():
             return map_rows_in_lockstep(rows, partial(compute, self.model))
 
 
 def pin(tensors: Iterable[Tensor]) -> None:
-    """Moves tensors to pinned memory, which torch rounds up to a power of two: blocks are filled, the largest first."""
+    """Moves tensors to pinned memory. torch rounds each block up to a power of two, so tensors share blocks, the
+    largest first.
+    """
     left = sorted(tensors, key=lambda tensor: tensor.nbytes, reverse=True)
     while left:
         block = 1 << max(left[0].nbytes - 1, sum(tensor.nbytes for tensor in left) // 2, 1).bit_length()

@@ -31,8 +31,9 @@ STYLES: dict[str, tuple[Callable[[], Any], int | None]] = {
 
 
 def cut(model: PackedModel, mesh: DeviceMesh) -> None:
-    """Cuts a model over the processes of a mesh of one dimension, in place; it may be on the meta device. Raises
-    UserError for a family whose plan is missing or not of `STYLES`, and for sizes, but the vocabulary, that are uneven.
+    """Cuts a model over the processes of a one-dimensional mesh, in place; the model may be on the meta device. Raises
+    UserError if the family has no plan or one that is not of `STYLES`, and for sizes that do not divide, except the
+    vocabulary's.
     """
     config, size = model.model.config.get_text_config(), mesh.size()
     refused = f"--tensor_parallel {size} cannot cut {type(model.model).__name__}: "
@@ -71,7 +72,7 @@ def cut(model: PackedModel, mesh: DeviceMesh) -> None:
 
 
 def cut_vocabulary(model: PackedModel, mesh: DeviceMesh) -> None:
-    """Gives each process some rows of the embeddings and, in a causal LM, of the head; tied ones stay tied."""
+    """Gives each process some rows of the embeddings and, for a causal LM, of the head. Tied weights stay tied."""
     embeddings: Any = model.model.get_input_embeddings()
     uncut = embeddings.weight
     parallelize_module(embeddings, mesh, RowwiseParallel(input_layouts=Replicate()))

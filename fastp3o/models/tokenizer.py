@@ -16,9 +16,10 @@ from fastp3o.models.load_report import listed
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-    """Loads the tokenizer of a model. chat_template: a file that has another one than its own. Raises ValueError if
-    there is none, if the file cannot be read, if it has no end-of-sequence token, as responses could not end, and if it
-    has tokens that the model does not have.
+    """Loads the tokenizer of a model. chat_template: a file with a template that replaces the tokenizer's.
+
+    Raises ValueError if there is no tokenizer, if the file cannot be read, if the tokenizer has no end-of-sequence
+    token, without which responses could not end, and if it has tokens that the model lacks.
     """
     if isinstance(name, Named):
         tokenizer, config = copy.deepcopy(name.content.tokenizer), name.content.model.config
@@ -29,7 +30,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template:
             raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
         if not has_tokenizer(name):
             if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
-                raise UserError(f"it has an adapter alone: name {name}/adapter")
+                raise UserError(f"it holds only an adapter: use {name}/adapter")
             raise UserError("no tokenizer files found")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **at(name))
         config = load_config(name, trust_remote_code)
@@ -55,8 +56,9 @@ def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_t
 def require_same_vocabulary(
     reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False, role: str = "reference"
 ) -> None:
-    """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's. tokenizer: the
-    policy's. If the reference has no tokenizer, only the numbers of tokens are compared. role: what it is, in messages.
+    """Raises ValueError if the reference has another vocabulary than the policy, so that its log-probs would be those
+    of other tokens. tokenizer: the policy's. If the reference has no tokenizer, only the sizes are compared. role:
+    what it is, in messages.
     """
     expected = f"a {role} needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
     with errors_naming(reference):

@@ -16,7 +16,9 @@ from fastp3o.models.packed_model import PackedModel
 
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
-    """Freezes all but what the configuration names, or nothing. A reward model's head, zero at first, always trains."""
+    """Freezes everything except what the configuration selects. A reward model's head, which is zero at first, always
+    trains.
+    """
     if config.lora_rank:
         if config.lora_save == "adapter" and not model.model.name_or_path:
             raise UserError("--lora_save adapter needs a model that is no adapter itself: no checkpoint holds its base")
@@ -28,7 +30,7 @@ def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
 
 
 def scores_responses(model: PackedModel) -> bool:
-    """Whether it is a reward model, which has a head `score`."""
+    """Whether this is a reward model, which has a head `score`."""
     return hasattr(model.model, "score")
 
 
@@ -101,7 +103,7 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """In the block the model computes as without its adapters."""
+    """Within the block, the model computes as if it had no adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -128,7 +130,7 @@ class SwitchedDropout(nn.Dropout):
 
 @contextmanager
 def dropout_on(model: nn.Module) -> Iterator[None]:
-    """In the block adapters have dropout. Backward passes, which may compute activations again, belong into it."""
+    """Within the block, adapters apply dropout. Backward passes belong inside: they may recompute activations."""
     switched = [module for module in model.modules() if isinstance(module, SwitchedDropout)]
     for module in switched:
         module.on = True

@@ -1,4 +1,4 @@
-"""Rollouts: groups of a prompt and the responses sampled to it, and the type of samplers, with their common parts."""
+"""Rollouts: a group is a prompt with the responses sampled for it. Also the type of samplers, and what they share."""
 
 import json
 from array import array
@@ -54,12 +54,14 @@ class Response(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The parts that are the policy's own."""
+        """The spans of ids that the policy sampled."""
         return [(turn.start, turn.end) for turn in self.turns] or [(0, len(self.ids))]
 
     @property
     def own_places(self) -> np.ndarray:
-        """[n] int64: each token's place among the policy's own; an observed one has that of the own one before it."""
+        """[n] int64: the place of each token among those that the policy sampled; an observed token has the place of
+        the sampled one before it.
+        """
         own = np.zeros(len(self.ids), dtype=np.int64)
         for start, end in self.spans:
             own[start:end] = 1
@@ -74,7 +76,7 @@ class Group(NamedTuple):
 
 
 class AtTokens(NamedTuple):
-    """Rewards at the tokens of a response, which add up where a place comes several times."""
+    """Rewards at tokens of a response. If a place occurs several times, its rewards are added."""
 
     prompt: int
     response: int
@@ -86,7 +88,7 @@ class AtTokens(NamedTuple):
 
 
 def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = None) -> list[Prompt]:
-    """The prompts of a batch of `load_prompts`. numbers: one for each prompt, by default from 0."""
+    """The prompts of a batch of `load_prompts`. numbers: a number for each prompt; by default counted from 0."""
     columns = column_values(examples)
     texts, ids = examples["prompt"], examples["prompt_ids"]
     numbers = range(len(texts)) if numbers is None else numbers
@@ -103,7 +105,9 @@ def token_ids(groups: Sequence[Group]) -> tuple[list[Ids], list[list[Ids]]]:
 
 
 def pack_groups(groups: Sequence[Group], packing: Packing, numbers: Sequence[int] | None = None) -> list[PackedRow]:
-    """Packed rows of groups, in which the policy's own tokens are labelled. numbers: of the groups, by default all."""
+    """Packs groups into rows in which only the policy's tokens are labelled. numbers: those of the groups; by default
+    counted from 0.
+    """
     numbers = range(len(groups)) if numbers is None else numbers
     chosen = [groups[number] for number in numbers]
     has_turns = any(response.turns for group in chosen for response in group.responses)
@@ -112,13 +116,15 @@ def pack_groups(groups: Sequence[Group], packing: Packing, numbers: Sequence[int
 
 
 def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
-    """Prompts and responses side by side, P K of each."""
+    """Prompts and responses as two lists of P K texts."""
     responses = [response.text for group in groups for response in group.responses]
     return [group.prompt.text for group in groups for _ in group.responses], responses
 
 
 def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
-    """As `texts`, where a record's prompt is a list of messages that list, and the assistant's message as a list."""
+    """Like `texts`, but a prompt whose record is a list of messages stays that list, and its response is a list with
+    the assistant's message.
+    """
     pairs: list[tuple[Any, Any]] = []
     for prompt, responses in groups:
         for response in responses:
@@ -129,13 +135,13 @@ def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
 
 
 def lengths(groups: Sequence[Group]) -> Tensor:
-    """[P, K] fp32: the policy's own tokens of each response, the end-of-sequence included."""
+    """[P, K] fp32: the number of the policy's tokens in each response, including the end-of-sequence."""
     spans = [[response.spans for response in group.responses] for group in groups]
     return torch.tensor([[sum(end - start for start, end in one) for one in group] for group in spans]).float()
 
 
 def finished(groups: Sequence[Group]) -> Tensor:
-    """[P, K] bool: which responses ended with an end-of-sequence."""
+    """[P, K] bool: whether each response ended with an end-of-sequence."""
     return torch.tensor([[response.finished for response in group.responses] for group in groups])
 
 
@@ -186,7 +192,7 @@ class Ends:
         return any(stop in text for stop in self.stops)
 
     def cut(self, ids: Ids, last: int) -> Ids:
-        """The ids up to the token that completes the first stop string."""
+        """The ids up to and including the token that completes the first stop string."""
         lengths, text = range(1, len(ids)), self.continuation.text
         return ids[: 1 + bisect_left(lengths, True, key=lambda length: self.stop_in(text(ids[:length], last)))]
 

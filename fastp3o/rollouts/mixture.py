@@ -72,7 +72,7 @@ class MixtureSampler(EngineSampler):
 
 
 def partly_from_mixture(policy_sampler: Sampler, mixture_sampler: Sampler, count: int) -> Sampler:
-    """A sampler whose last `count` responses to each prompt are the mixture's, and all others the policy's."""
+    """A sampler that draws the last `count` responses to each prompt from the mixture, the others from the policy."""
 
     def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         mixed = mixture_sampler(prompts, count, seed ^ MIXTURE)

@@ -9,7 +9,7 @@ from fastp3o.rollouts.groups import Group, Prompt, Sampler
 
 
 class Prefix:
-    """The ids of a file's text, in which names of special tokens are text; none without a file."""
+    """The token ids of a file's text; empty without a file. Names of special tokens in the text are plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None):
         self.ids = tokenise(tokenizer, [read_text(path, "prefix") if path else ""], control=False)[0]
@@ -17,13 +17,15 @@ class Prefix:
         self.firsts = [ids_added_first(tokenizer), [tokenizer.bos_token_id]]
 
     def before(self, prompt: Prompt) -> Prompt:
-        """The prompt with the ids, behind what tokenizer or chat template put first. Its text stays."""
+        """The prompt with the prefix inserted after the tokens that the tokenizer or chat template puts first. Its text
+        is unchanged.
+        """
         first = next((one for one in self.firsts if one and prompt.ids[: len(one)] == one), [])
         rest = prompt.ids[len(first) :]
         return prompt._replace(ids=first + self.ids + (self.continuation.moved(rest) if self.ids else rest))
 
     def before_each(self, sampler: Sampler) -> Sampler:
-        """A sampler that responds to prompts behind the prefix. Its groups have the prompts without."""
+        """A sampler that responds to prompts with the prefix. Its groups have the prompts without the prefix."""
         return lambda prompts, *further: [
             Group(prompt, responses)
             for prompt, (_, responses) in zip(prompts, sampler(list(map(self.before, prompts)), *further), strict=True)

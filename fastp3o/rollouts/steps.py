@@ -1,4 +1,4 @@
-"""A step of the engine as a CUDA graph."""
+"""Captures a step of the engine as a CUDA graph."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -71,13 +71,15 @@ class StepGraph:
 
 @functools.cache
 def side_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures: libraries keep a workspace of tens of megabytes for each stream."""
+    """The stream of all captures. It is shared, because libraries keep a workspace of tens of megabytes for each
+    stream.
+    """
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def waits_forbidden() -> Iterator[None]:
-    """Within the block torch raises where the host would wait for the device."""
+    """Within the block, torch raises an error wherever the host would wait for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -69,7 +69,7 @@ def generate(
     settings: SamplingSettings = POLICY_ITSELF,
     temperature: float = 1.0,
 ) -> list[Ids]:
-    """Token ids of P K responses, those to a prompt adjacent, each cut after its first end-of-sequence."""
+    """Token ids of P K responses, those of one prompt adjacent, each cut after its first end-of-sequence."""
     width = max(map(len, prompt_ids))
     input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
     attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])

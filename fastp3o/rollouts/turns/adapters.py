@@ -1,4 +1,4 @@
-"""Environments of gymnasium (of text) and of the package `verifiers` as environments of ours (rollouts/README.md)."""
+"""Wraps text environments of gymnasium, and environments of the package `verifiers`, as ours (rollouts/README.md)."""
 
 import asyncio
 import json
@@ -13,7 +13,9 @@ __all__ = ["gymnasium_environment", "verifiers_environment", "verifiers_records"
 
 
 def gymnasium_environment(make: Callable[[], Any]) -> type:
-    """An environment of a gymnasium one with observations and actions of text. A record's `reset_seed` is its seed."""
+    """An environment class for a gymnasium environment whose observations and actions are text. The field `reset_seed`
+    of a record is passed to its `reset` as the seed.
+    """
 
     class Gymnasium:
         def reset(self, reset_seed: int | None = None) -> str:
@@ -38,9 +40,10 @@ def verifiers_records(env: Any, rows: Iterable[dict]) -> list[dict]:
 
 
 def verifiers_environment(env: Any) -> type:
-    """An environment of a MultiTurnEnv, or another one of verifiers 0.2 or 0.3, whose model is the policy. Its Rubric's
-    functions are rewards with their weights, for the last turn; a trajectory that ends by a limit of ours has none.
-    Raises UserError for a Rubric that compares a prompt's responses, or has two functions of one name.
+    """An environment class for a MultiTurnEnv or another environment of verifiers 0.2 or 0.3; its model is the policy.
+    The functions of its Rubric are rewards with their weights, given after the last turn. A trajectory that one of our
+    limits ends gets none. Raises UserError for a Rubric that compares the responses to a prompt, or that has two
+    functions of one name.
     """
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall

@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why an environment has not answered."""
+    """Why an environment did not answer."""
 
     why: str
 
@@ -94,7 +94,7 @@ class Environments:
         return [made[n] for n in range(len(records))], [texts[n] or "" for n in range(len(records))]
 
     def reset(self, environment: Any, record: Mapping[str, Any]) -> Callable[[], Any]:
-        """The call of its method. It gets copies: an environment may change what it gets."""
+        """The call of the environment's `reset`, with copies of the record's fields: an environment may change them."""
         return partial(environment.reset, **{name: deepcopy(record[name]) for name in self.taken & record.keys()})
 
     def step(self, environments: Sequence[Any], turns: Sequence[str]) -> list[Step]:
@@ -145,7 +145,9 @@ class Environments:
         return Step(observation or "", rewards, bool(done))
 
     def wrong(self, what: str) -> Failure:
-        """For a wrong answer, to which a policy's text may have led."""
+        """A Failure for a wrong answer, which the text of a policy may have caused; raises FunctionError unless
+        environments survive failures.
+        """
         if not self.survives:
             raise FunctionError(f"{self.name}.{what}")
         return Failure(f"{self.name}.{what}")
@@ -155,7 +157,7 @@ class Environments:
 
 
 def finite(value: object) -> float | None:
-    """A number as fp32 can hold it; None for anything else."""
+    """The value as a number that fp32 can hold; None for anything else."""
     try:
         number = float(value) if isinstance(value, Real) else nan
     except Exception:  # OverflowError of an integer, or what a type of the user's raises
@@ -164,7 +166,7 @@ def finite(value: object) -> float | None:
 
 
 def reward_weights(name: str, rewards: object) -> dict[str, float]:
-    """Raises UserError for what are no weights by name."""
+    """The weights of rewards by name. Raises UserError for anything else than a dict of names and finite weights."""
     weights: dict[str, float] = {}
     for one, weight in rewards.items() if isinstance(rewards, Mapping) else ():
         number = finite(weight)
@@ -189,7 +191,9 @@ def load_environments(config: EnvironmentConfig) -> Environments:
 def called_together(
     calls: Mapping[int, Callable[[], Any]], answers: dict[int, Any], numbers: list[int], *, survives: bool
 ) -> Any:
-    """Makes the calls, and puts into `answers` what they return. Returns their numbers, or a coroutine that does."""
+    """Makes the calls and puts their results into `answers`. Returns the numbers of the calls, or a coroutine that does
+    all of this.
+    """
 
     def failed(number: int, error: BaseException) -> None:
         if not (survives and raised_by_itself(error)):

@@ -27,19 +27,21 @@ class Observe(Protocol):
 
 
 def longest_text(room: int) -> int:
-    """Characters of an observation that are read where so many tokens have room: 16 for each, and at least 10,000."""
+    """Characters of an observation that are read if there is room for this many tokens: 16 for each, and at least
+    10,000.
+    """
     return max(SHORT, CHARACTERS_PER_TOKEN * room)
 
 
 def readable(text: str, room: int) -> str:
-    """What is read of a text. No tokenizer takes surrogates, which a cut escape of JSON or a file that is no UTF-8
-    leaves in it.
+    """The part of a text that is read. Surrogates, which a truncated JSON escape or a file that is not UTF-8 leaves in
+    a text, are replaced: no tokenizer accepts them.
     """
     return text[: longest_text(room)].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def plain_observations(tokenizer: PreTrainedTokenizerBase) -> Observe:
-    """The text alone. Names of special tokens in it are text."""
+    """Observations are the text alone. Names of special tokens in it are plain text."""
     continuation = Continuation(tokenizer)
 
     def observe(text: str, last: int, given: str = "", *, room: int = WIDE) -> Ids:

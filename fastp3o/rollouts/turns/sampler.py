@@ -41,7 +41,7 @@ class Trajectory:
     over: bool = False  # done, out of turns or of tokens, or its environment failed
 
     def context(self) -> Prompt:
-        """What the next turn continues."""
+        """What the next turn continues, as a prompt."""
         return self.prompt._replace(ids=self.prompt.ids + self.ids)
 
     def add_turn(self, response: Response, room: int) -> None:
@@ -106,13 +106,15 @@ class TrajectorySampler:
         return [Group(prompt, finished[p * K : (p + 1) * K]) for p, prompt in enumerate(prompts)]
 
     def first_observation(self, prompt: Prompt, texts: list[str]) -> Ids:
-        """Of a prompt's trajectories. Raises FunctionError if they differ, or if there is no room for a turn."""
+        """The first observation of a prompt's trajectories. Raises FunctionError if they differ, or if it leaves no
+        room for a turn.
+        """
         text, *others = dict.fromkeys(texts)
         name = f"{self.environments.name}.reset"
         if others:
             raise FunctionError(
-                f"{name} must begin all trajectories of a prompt alike, since they are compared; it has returned "
-                f"{text!r:.60} and others for one record"
+                f"{name} must return the same first observation for all trajectories of a prompt, since they are "
+                f"compared; it returned {text!r:.60} and others for one record"
             )
         observed = self.observed(text, prompt.ids[-1], self.longest, prompt.given) if text else []
         if observed is None:
@@ -128,7 +130,7 @@ class TrajectorySampler:
         return ids if len(ids) < room else None
 
     def tell_failures(self, trajectories: list[Trajectory]) -> None:
-        """Says once if no environment has answered, until one does again: such a run learns nothing."""
+        """Warns once if no environment has answered, until one answers again: such a run learns nothing."""
         failures = [one.turns[-1].failure for one in trajectories if one.turns[-1].failure]
         answered = any(one.done or len(one.turns) > 1 or one.turns[-1].rewards for one in trajectories)
         before, self.fails = self.fails, bool(failures) and not answered
@@ -137,7 +139,7 @@ class TrajectorySampler:
             print(f"warning: {self.environments.name} has failed in {asked}: {failures[0]}", file=sys.stderr)
 
     def finish(self, live: list[Trajectory], K: int, seed: int) -> None:
-        """Samples all turns, K trajectories of one prompt after the other."""
+        """Samples all turns. The K trajectories of a prompt are adjacent."""
         contexts = [one.context() for one in live[::K]]
         responses = [r for group in self.first(contexts, K, seed) for r in group.responses]
         for turn in range(1, self.max_turns + 1):
@@ -150,7 +152,7 @@ class TrajectorySampler:
             responses = [group.responses[0] for group in groups]
 
     def take(self, live: list[Trajectory], responses: list[Response]) -> None:
-        """Adds a turn to each, and what its environment answers."""
+        """Appends a turn to each trajectory, and its environment's answer."""
         for trajectory, response in zip(live, responses, strict=True):
             trajectory.add_turn(response, self.longest - len(trajectory.ids))
         answered = [(one, response.text) for one, response in zip(live, responses, strict=True) if not one.over]

@@ -1,4 +1,4 @@
-"""Trajectories whose turns servers sample: each goes on as soon as its turn is there."""
+"""Trajectories whose turns are sampled by servers. Each continues as soon as its turn has arrived."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -34,7 +34,7 @@ class ServedTrajectories(TrajectorySampler):
         return on_every_process(self.publish.accelerator, sample)
 
     def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
-        """Begins a call, and returns what waits for its end."""
+        """Starts a call, and returns a function that waits for its result."""
         self.publish()
         sampled = Background(partial(super().__call__, prompts, responses_per_prompt, seed)).result
         servers = self.publish.servers
@@ -60,7 +60,7 @@ class ServedTrajectories(TrajectorySampler):
                 answers.add(self.question(seed, *turn) for turn in further)
 
     def question(self, seed: int, alike: list[Trajectory], server: str) -> Question:
-        """Asks for a turn of trajectories that do not differ: all of a prompt at first, then each alone."""
+        """The request for a turn of trajectories that do not differ: at first all of a prompt, later each alone."""
         one, turn = alike[0], len(alike[0].turns)
         seed, number = (derived_seed(seed, TURNS, turn), one.number) if turn else (seed, one.prompt.number)
         room = min(self.turns.settings["max_tokens"], self.longest - len(one.ids))

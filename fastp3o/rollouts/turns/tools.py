@@ -44,7 +44,7 @@ def tool_environment(tools: Sequence[Callable]) -> type:
 
 
 def calls_in(text: str) -> Iterator[str]:
-    """What stands between the marks of calls, without white space around it, in time that grows with the text."""
+    """The texts between the marks of tool calls, stripped of white space, in time linear in the text."""
     place = text.find(BEGIN)
     while place >= 0 and (end := text.find(END, place)) >= 0:
         yield text[place + len(BEGIN) : end].strip()
@@ -68,7 +68,7 @@ async def answer(tools: dict[str, Callable], call: str) -> str:
 
 
 async def result_of(awaitable: Awaitable) -> object:
-    """Awaits in a task of its own: a GeneratorExit would be thrown at all that await each other."""
+    """Awaits in a separate task: a GeneratorExit would be thrown into every coroutine that awaits this one."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task})

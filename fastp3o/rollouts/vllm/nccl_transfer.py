@@ -63,7 +63,7 @@ class NCCLTransfer:
         on_main_process(self.accelerator, lambda: self.send(None))
 
     def begin(self, anew: bool) -> None:
-        """Begins to send in a thread, which is given up if it hangs in NCCL."""
+        """Starts to send in a thread, which is abandoned if it hangs in NCCL."""
         # Who is gone is found now: a group would wait for it.
         answers = self.servers.post_to_all("/get_world_size", None, timeout=QUICK)
         gpus = {url: answers[url]["world_size"] for url in self.servers.present}
@@ -112,13 +112,13 @@ class NCCLTransfer:
             self.engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
 
     def leave(self) -> None:
-        """Ends what is under way on the GPU."""
+        """Aborts the transfer in progress on the GPU."""
         if self.engine:
             self.engine.shutdown()
         self.engine, self.gpus = None, {}
 
     def send(self, layer: dict[str, Tensor] | None) -> None:
-        """Hands over a layer, and waits until at most one is left to be sent. None: waits for the end."""
+        """Queues a layer, and waits until at most one is left to send. None: waits until all are sent."""
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # vLLM copies on streams of its own
         self.queue.put(layer)
@@ -172,7 +172,7 @@ def require_same_vllm(servers: Servers) -> None:
 
 
 def own_address(url: str) -> str:
-    """This machine's address towards a server. That of its name may be 127.0.1.1."""
+    """This machine's address as seen from a server. Its host name may resolve to 127.0.1.1."""
     with socket.socket(type=socket.SOCK_DGRAM) as towards:
         towards.connect((httpx.URL(url).host, httpx.URL(url).port or 80))  # sends nothing
         return towards.getsockname()[0]

@@ -1,4 +1,4 @@
-"""The policy's weights on vLLM servers, and the proof that it is they that sample."""
+"""Brings the policy's weights to vLLM servers, and checks that the servers sample from them."""
 
 import fcntl
 import os
@@ -124,7 +124,7 @@ class Publisher:
         self.published, self.reloads = version, self.reloads + 1
 
     def bring(self) -> None:
-        """Has the servers read the weights from a folder, which is there only as long as they do."""
+        """Writes the weights to a folder, has the servers read them, and removes the folder."""
         through = self.shared
         try:
             with locked_folder(self.accelerator, self.shared) as folder:
@@ -134,10 +134,10 @@ class Publisher:
                 load = partial(self.servers.load, str(place))
                 self.change_weights(lambda: on_main_process(self.accelerator, load))
         except OSError as error:  # such as a folder that is gone, or memory that is full
-            raise EndpointError(f"the weights cannot be brought to the servers through {through}: {error}") from error
+            raise EndpointError(f"the servers cannot get the weights through {through}: {error}") from error
 
     def change_weights(self, load: Callable[[], None]) -> None:
-        """Calls `load` on all processes, by which the servers get weights, while requests under way are paused."""
+        """Calls `load` on all processes, which gives the servers new weights, while requests in progress are paused."""
         try:
             on_main_process(self.accelerator, self.servers.pause)
             load()
@@ -179,7 +179,7 @@ class Publisher:
         return on_main_process(self.accelerator, lambda: self.answers_of_each(settings, seed))
 
     def answers_of_each(self, settings: dict[str, Any], seed: int) -> dict[str, list[list[Completion]]]:
-        """The completions of each prompt of the probe by each server that stays."""
+        """Each server's completions of each prompt of the probe, for servers that stay available."""
         urls, prompts = self.servers.present, list(enumerate(self.probe_prompts))
         questions = [Question((url, place), ids, seed, url) for url in urls for place, ids in prompts]
         answers = dict(self.servers.complete(questions, settings, end_ids=set()))
@@ -213,7 +213,9 @@ class Publisher:
 
     @torch.no_grad()
     def mean_gap(self, prompts: list[list[int]], completions: list[list[Completion]]) -> float:
-        """Mean difference of the completions' log-probs and the policy's, in nats per token."""
+        """The mean difference between the log-probs of completions as servers and as the policy compute them, in nats
+        per token.
+        """
         responses = [[list(completion.ids) for completion in group] for group in completions]
         (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
         with evaluation_mode(self.policy), untempered(self.policy), self.accelerator.autocast():
@@ -228,8 +230,8 @@ class Publisher:
 
 
 def shared_folder(config: SamplerConfig) -> Path:
-    """The folder in which servers find weights: `vllm_folder`, or one in memory for servers on this machine. Raises
-    ValueError if it is not there, or if servers on other machines could not see it.
+    """The folder through which servers get weights: `vllm_folder`, or one in shared memory for servers on this machine.
+    Raises ValueError if it does not exist, or if servers on other machines could not see it.
     """
     if config.vllm_folder:
         folder = Path(config.vllm_folder)
@@ -276,7 +278,7 @@ def locked_folder(accelerator: Accelerator, shared: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_weights(folder: Path) -> None:
-    """Removes the weights of this machine's processes that were killed."""
+    """Removes weights left behind by processes of this machine that were killed."""
     for path in folder.iterdir():
         name = NAME.fullmatch(path.name)
         if name and name["host"] == socket.gethostname() and is_abandoned(path, int(name["process"])):
@@ -284,7 +286,9 @@ def remove_abandoned_weights(folder: Path) -> None:
 
 
 def is_abandoned(weights: Path, process: int) -> bool:
-    """Whether nobody keeps the folder's lock; without one, as in earlier versions, whether its process has ended."""
+    """Whether no process holds the folder's lock. Earlier versions wrote no lock; then whether the process that wrote
+    the folder has ended.
+    """
     try:
         lock = os.open(weights / LOCK, os.O_RDWR)
     except FileNotFoundError:

@@ -38,7 +38,9 @@ class VLLMSampler:
         return self.begin(prompts, responses_per_prompt, seed)()
 
     def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
-        """Begins a call, and returns what waits for its end. Until then servers keep their weights, or interrupt it."""
+        """Starts a call, and returns a function that waits for its result. Until then servers keep their weights, or
+        interrupt the call.
+        """
         self.publish()
         # vLLM adds the number of a response to its prompt's seed.
         seeds = [derived_seed(seed, prompt.number) for prompt in prompts]
@@ -56,5 +58,5 @@ class VLLMSampler:
         return list(self.ends.responses(ids, logprobs, prompts=[prompt] * len(ids)))
 
     def stop(self) -> None:
-        """Gives up what was begun and not finished."""
+        """Cancels the calls that were started and have not finished."""
         self.servers.stop()

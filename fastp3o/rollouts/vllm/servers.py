@@ -36,12 +36,12 @@ NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_p
 
 
 class OtherWeightsError(EndpointError):
-    """A server samples from other weights than the policy's."""
+    """A server samples from weights other than the policy's."""
 
 
 class Completion(NamedTuple):
-    """One response of a server. logprobs: of its tokens, in nats, as the server's --logprobs-mode says: by default
-    before temperature and truncation.
+    """One response of a server. logprobs: those of its tokens, in nats, as the server's --logprobs-mode defines them;
+    by default before temperature and truncation.
     """
 
     ids: Ids
@@ -91,7 +91,7 @@ class Servers:
         return [url for url in self.urls if url not in self.lost]
 
     def lose(self, url: str, error: UnavailableError) -> None:
-        """Raises the error if no server is left."""
+        """Marks a server as lost. Raises the error if no server is left."""
         with self.counting:
             if url not in self.lost:
                 logger.warning(f"{error}. {len(self.present) - 1} of {len(self.urls)} servers are left")
@@ -100,7 +100,7 @@ class Servers:
                 raise error
 
     def found_again(self, lost: set[str]) -> set[str]:
-        """Those of the servers that some process has lost which answer now."""
+        """The lost servers that respond again. lost: those that any process has marked as lost."""
         found = set()
         for url in lost:
             with suppress(EndpointError):
@@ -172,18 +172,18 @@ class Servers:
         self.post_to_all("/pause", {}, self.paused, query={"mode": "keep"})
 
     def load(self, folder: str) -> None:
-        """Has every server that is there read its weights from a folder."""
+        """Has every available server read its weights from a folder."""
         self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
 
     def drop_keys(self) -> None:
-        """Has every server that is there drop keys and values of older weights."""
+        """Has every available server drop keys and values computed with older weights."""
         query = {"reset_running_requests": "true"} if self.interrupts else None
         for url, answer in self.post_to_all("/reset_prefix_cache", {}, query=query).items():
             if not (isinstance(answer, dict) and answer.get("success") is True):
-                raise EndpointError(f"{url} has not dropped the keys of older weights: it answers others' requests")
+                raise EndpointError(f"{url} still has keys of older weights: it is serving other clients")
 
     def resume(self) -> None:
-        """Has the servers that were paused go on, also one that was lost since. Raises EndpointError if one cannot."""
+        """Has paused servers continue, including those lost since. Raises EndpointError if one cannot."""
         paused, self.paused = self.paused, []
         self.post_to_all("/resume", {}, paused, timeout=QUICK)
 
@@ -208,11 +208,11 @@ class Servers:
         return answers
 
     def wait(self) -> None:
-        """Waits until nothing is under way from this process."""
+        """Waits until this process has no requests in progress."""
         wait([*self.calls, *(future for answers in self.under_way for future in answers.futures)])
 
     def stop(self) -> None:
-        """Gives up what is under way."""
+        """Cancels the requests in progress."""
         for answers in self.under_way:
             answers.stop()
 
@@ -221,7 +221,9 @@ class Servers:
 
 
 def reader(read: Callable[[Any], Read], wrong: str) -> Callable[[bytes], Read]:
-    """A function that reads a JSON answer, and raises AnswerError, with the words `wrong`, for another one."""
+    """A function that reads a JSON answer. It raises AnswerError with the message `wrong` for an answer of another
+    form.
+    """
 
     def read_answer(answer: bytes) -> Read:
         try:
@@ -291,7 +293,7 @@ def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) ->
 def completion_settings(
     settings: SamplingSettings, temperature: float, max_tokens: int, end_ids: set[int]
 ) -> dict[str, Any]:
-    """All that decides about a completion in vLLM, except its prompt, seed and number."""
+    """Everything that determines a vLLM completion, except its prompt, seed and number of responses."""
     return NO_PENALTIES | {
         "max_tokens": max_tokens,
         "temperature": temperature,

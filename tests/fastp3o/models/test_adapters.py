@@ -125,7 +125,7 @@ def test_the_base_is_named_wherever_it_is_loaded_from_and_has_no_adapter(tiny_mo
     monkeypatch.chdir(Path(tiny_model).parent)
     optimizer = trained(load_policy(f"./{Path(tiny_model).name}"))
     folder, again = (saved(optimizer, tmp_path / name) for name in ("adapter", "again"))
-    with pytest.raises(ValueError, match=f"it has an adapter alone: name {folder}$"):
+    with pytest.raises(ValueError, match=f"it holds only an adapter: use {folder}$"):
         load_tokenizer(str(tmp_path))
     contents = [{path.name: path.read_bytes() for path in Path(part).iterdir()} for part in (folder, again)]
     assert contents[0] == contents[1]

@@ -170,7 +170,7 @@ def test_layers_that_peft_takes_for_others_are_refused():
     [
         (merging, "lora_delta", lambda *given: 2 * LORA_DELTA(*given), "adapters of q_proj give other results"),
         (merging, "adapted_parameter", lambda _: "bias", "lora_A.default.weight cannot be merged into a weight"),
-        (merging, "wraps", lambda _: False, "would be no weight of the model"),
+        (merging, "wraps", lambda _: False, "merging would add, remove or resize the weight"),
         (
             mergeable,
             "revert_weight_conversion",

@@ -129,7 +129,7 @@ def test_an_environment_that_raises_ends_the_run_or_its_trajectory_and_all_are_c
             super().reset(prompt)
             return f"start {id(self)}"
 
-    with pytest.raises(FunctionError, match="must begin all trajectories of a prompt alike"):
+    with pytest.raises(FunctionError, match="must return the same first observation for all trajectories of a prompt"):
         sampled(policy, tokenizer, Apart)
 
 

@@ -156,7 +156,7 @@ WITHIN_THE_SECOND = {"from_completion": 2 + 8 + 2 + 6}
         ("stale", {}, {"rounds_ahead": 1}, "update 2: .* does not sample from the policy: its log-probs are"),
         ("", {"version": "0.29.1"}, {}, "is vLLM 0.29, and 0.30 or newer is needed"),
         ("", {"room": 20}, {}, "takes sequences of 20 tokens, and prompt and response may have 518"),
-        ("busy", {}, {}, "it answers others' requests"),
+        ("busy", {}, {}, "it is serving other clients"),
         ("no reload", {}, INTERRUPTED, "/collective_rpc answered with status 404.*VLLM_SERVER_DEV_MODE=1"),
         ("no pause", {}, INTERRUPTED, "/pause answered with status 404.*VLLM_SERVER_DEV_MODE=1"),
         ("slow", {"from_completion": 6}, {"vllm_time_limit": 0.7}, r"no end of .* within 0.7 s \(attempts: 2\)"),
