@@ -5,14 +5,15 @@ They are written under a temporary name beside their place, synced and renamed; 
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fastp3o.errors import UserError
 
@@ -156,3 +157,21 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+# --- lines of JSON, which are appended and never changed --------------------------------------------------------------
+
+
+def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds a line for each record. Raises ValueError, with nothing written, if a number is not finite."""
+    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    with naming(path), path.open("ab") as file:
+        # Half a surrogate pair, which has no UTF-8, is escaped as JSON escapes it.
+        file.write(lines.encode(errors="backslashreplace"))
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """The lines of a log, none if it is not there."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from fastp3o.config import LARGEST_INT, EnvironmentConfig, Flags, Rule, option, required
+from fastp3o.config import LARGEST_INT, EnvironmentConfig, Rule, option, required
 from fastp3o.errors import UserError
-from fastp3o.rewards.config import ENVIRONMENT_RULES, RemoteConfig, reward_names
+from fastp3o.rewards.config import ENVIRONMENT_RULES, JUDGE, LanguageJudgeConfig, RemoteConfig, reward_names
 
 JUDGED = "keep=judged"
 
@@ -31,31 +31,13 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig):
         return super().reading | {"split": self.split, "limit": self.limit}
 
 
-class JudgeConfig(Flags):
+class JudgeConfig(LanguageJudgeConfig):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
-    section = "judge"
     judge: str | None = option(
         None,
         "Judge of two responses: a function, as module:function (see FunctionJudge in evaluation/judge.py).",
         needs=JUDGED,
-        changeable=True,
-    )
-    judge_url: str | None = option(
-        None,
-        "URL of an OpenAI-compatible endpoint whose model judges. The environment variable OPENAI_API_KEY holds its "
-        "key, if any.",
-        needs=JUDGED,
-        changeable=True,
-    )
-    judge_model: str | None = option(None, "Name of the model at --judge_url.", changeable=True)
-    judge_requests: int = option(
-        8, "Maximum number of concurrent requests to --judge_url.", at_least=1, needs="judge_url", changeable=True
-    )
-    verdicts: str | None = option(
-        None,
-        "JSONL file where verdicts of --judge_url are kept, so that they are not asked for again.",
-        needs="judge_url",
         changeable=True,
     )
 
@@ -63,7 +45,7 @@ class JudgeConfig(Flags):
         super().__post_init__()
         if self.judge and self.judge_url:
             raise UserError("--judge and --judge_url cannot be combined")
-        if bool(self.judge_url) != bool(self.judge_model):
+        if self.judge_model and not self.judge_url and JUDGE not in self.single_scorers:
             raise UserError("--judge_url and --judge_model go together")
 
 

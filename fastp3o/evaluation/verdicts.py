@@ -1,71 +1,13 @@
-"""Verdicts on two responses, a file that keeps them, and the win rate that follows from them, with its interval."""
+"""The win rate that follows from verdicts on pairs of responses, with its interval."""
 
-import json
-import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.interval import share_interval
-from fastp3o.run import log
-
-
-class Verdict(StrEnum):
-    """FIRST, SECOND: the better response. NONE: the judge gave no usable answer."""
-
-    FIRST = "first"
-    SECOND = "second"
-    TIE = "tie"
-    NONE = "none"
-
-    @property
-    def swapped(self) -> "Verdict":
-        """The same verdict on the same responses in the other order."""
-        return {Verdict.FIRST: Verdict.SECOND, Verdict.SECOND: Verdict.FIRST}.get(self, self)
-
-
-LINE_START = b'{"key": "'  # tells an unfinished line of this file from the last line of another file
-
-
-class VerdictFile:
-    """Verdicts by key, each written as a JSON line as soon as it is known; without a path they stay in memory. Raises
-    ValueError naming file and line if the file holds anything else. An unfinished last line, left by a process that was
-    stopped while writing, is removed: that comparison has no verdict yet.
-    """
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.lock = threading.Lock()
-        self.verdicts: dict[str, Verdict] = {}
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        for number, line in enumerate(log.lines(path), start=1):
-            if not line.endswith(b"\n") and line.startswith(LINE_START[: len(line)]):
-                os.truncate(path, path.stat().st_size - len(line))
-                break
-            try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("it lacks its end")
-                record = json.loads(line)
-                self.verdicts[record["key"]] = Verdict(record["verdict"])
-            except (ValueError, LookupError, TypeError) as error:
-                expected = "a JSON object with 'key' and 'verdict', as a judge writes them"
-                raise UserError(f"{path} line {number}: expected {expected} ({error!r})") from error
-
-    def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
-        """Keeps a verdict. answers: the judge's own words, which the file shows to its readers."""
-        with self.lock:
-            if self.path is not None:
-                log.append(self.path, [{"key": key, "verdict": verdict, "answers": answers}])
-            self.verdicts[key] = verdict
-
+from fastp3o.rewards.verdicts import Verdict
 
 POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NONE: np.nan}
 

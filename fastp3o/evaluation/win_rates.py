@@ -14,7 +14,7 @@ from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateConfig
 from fastp3o.evaluation.judge import Judge
-from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
+from fastp3o.evaluation.verdicts import WinRate, win_rate
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.tokenizer import load_tokenizer
@@ -22,6 +22,7 @@ from fastp3o.rewards.comparisons import Comparison, RelativeReward
 from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.reward import asked_of_records, rewarded
 from fastp3o.rewards.rivals import compares
+from fastp3o.rewards.verdicts import Verdict
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
 from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix

@@ -11,7 +11,7 @@ from fastp3o.files import whole_file
 from fastp3o.generate.config import JUDGED, NOTHING, PAIRS, GenerateConfig
 from fastp3o.generate.samples import SamplesFile
 from fastp3o.generate.selection import Judged, judged_records, kept_records
-from fastp3o.run.names import VERDICTS
+from fastp3o.rewards.config import VERDICTS
 
 
 @dataclass

@@ -13,9 +13,10 @@ from numpy.random import Generator
 from fastp3o.calls.endpoint import EndpointError
 from fastp3o.data.layouts import Message, in_prompt_form
 from fastp3o.evaluation.judge import Judge
-from fastp3o.evaluation.verdicts import Verdict
 from fastp3o.generate.config import SelectionConfig
 from fastp3o.generate.samples import Samples
+from fastp3o.rewards.judge import plain_text
+from fastp3o.rewards.verdicts import Verdict
 
 Record = dict[str, Any]
 Prompt = str | list[Message]
@@ -179,12 +180,3 @@ def judged_records(samples: Iterable[Samples], judge: Judge, *, unfinished: bool
         elif verdict is Verdict.SECOND:
             records.setdefault(number, []).append(preference(prompt, second, first))
     return Judged(records, verdicts.count(Verdict.TIE), verdicts.count(Verdict.NONE))
-
-
-def plain_text(prompt: str | list[Message]) -> str:
-    """A prompt as a judge reads it: of several messages each with its role."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Literal
 
-from fastp3o.config import Condition, Flags, Named, Rule, option, required
+from fastp3o.config import Condition, Flags, Named, Needs, Rule, option, required
 from fastp3o.errors import UserError
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
+VERDICTS = "verdicts.jsonl"  # in a run's folder; of further processes verdicts-1.jsonl, ...
+JUDGE = "judge"  # the reward by which a language model compares responses
 # Which of a prompt's responses a reward compares.
 Compared = Literal["all", "circular", "anchor"]
 # Fields of the request to an endpoint that are not columns.
@@ -102,7 +104,64 @@ class RemoteConfig(Flags):
         return [name.strip() for name in str(self.reward_columns).split(",")] if self.reward_columns else []
 
 
-class RewardConfig(RemoteConfig):
+ASKS_JUDGE: Needs = (
+    "keep=judged",
+    *(
+        Condition(flag, "--reward judge", lambda config: JUDGE in config.single_scorers)
+        for flag in ("keep", "gold_reward")
+    ),
+)
+
+
+class LanguageJudgeConfig(RemoteConfig):
+    """A language model that is asked which of two responses is better."""
+
+    section = "judge"
+    judge_url: str | None = option(
+        None,
+        "URL of an OpenAI-compatible endpoint whose model judges. The environment variable OPENAI_API_KEY holds its "
+        "key, if any.",
+        needs=ASKS_JUDGE,
+        changeable=True,
+    )
+    judge_model: str | None = option(
+        None,
+        "Name of the model at --judge_url; for --reward judge without a URL a causal LM, as a folder or hub name, that "
+        "is asked on this machine.",
+        changeable=True,
+    )
+    judge_principles: str | None = option(
+        None,
+        "File of the principles by which the model judges, one a line. Default: it judges how well a response does "
+        "what the prompt asks for.",
+        needs="judge_model",
+    )
+    judge_template: str | None = option(
+        None,
+        "File with the question to the model, with $prompt, $first, $second and, for principles, $criteria. Default: "
+        "the one in rewards/judge.py.",
+        needs="judge_model",
+    )
+    judge_requests: int = option(
+        8, "Maximum number of concurrent requests to --judge_url.", at_least=1, needs="judge_url", changeable=True
+    )
+    verdicts: str | None = option(
+        None,
+        "JSONL file where verdicts of --judge_url are kept, so that they are not asked for again. Default for --reward "
+        "judge: verdicts.jsonl in the run's folder.",
+        needs="judge_url",
+        changeable=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge_url and not self.judge_model:
+            raise UserError("--judge_url and --judge_model go together")
+        if JUDGE in self.single_scorers and not self.judge_model:
+            raise UserError("--reward judge asks a language model: give --judge_model, and --judge_url if it is served")
+
+
+class RewardConfig(LanguageJudgeConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     section = "rewards"

@@ -1,21 +1,36 @@
 """Loads the rewards that a configuration names, and tries them before anything is written."""
 
 from functools import partial
+from pathlib import Path
 
 from datasets import Dataset
 
-from fastp3o.config import PolicyConfig
+from fastp3o.config import PolicyConfig, StageConfig
 from fastp3o.errors import UserError
 from fastp3o.models.frozen import load_held
-from fastp3o.models.loading import load_reward_model
+from fastp3o.models.loading import load_policy, load_reward_model
+from fastp3o.models.sharding import loading_device
+from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, RelativeReward
-from fastp3o.rewards.config import Compared, RemoteConfig, RewardConfig, cascaded, short_names
+from fastp3o.rewards.config import (
+    JUDGE,
+    VERDICTS,
+    Compared,
+    LanguageJudgeConfig,
+    RemoteConfig,
+    RewardConfig,
+    cascaded,
+    short_names,
+)
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward, UserFunction
+from fastp3o.rewards.judge import ChatEndpoint, EndpointJudge, read_template
+from fastp3o.rewards.judged import ONE_LETTER, EndpointComparisons, LocalComparisons
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, WeightedSum, load_reward, single_rewards
+from fastp3o.rewards.verdicts import VerdictFile
 from fastp3o.rollouts.groups import make_prompts
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.processes import on_main_process
@@ -73,13 +88,31 @@ def load_named_reward(
     responses_per_prompt: that a function is tried on.
     """
     # `A else B`: each part but the last may leave responses to the next one.
-    parts, reading = cascaded(name), policy.reading
+    parts = cascaded(name)
     if len(parts) > 1:
         load = partial(
             load_named_reward, context, remote, policy, continues=continues, responses_per_prompt=responses_per_prompt
         )
         return cascade(parts, [load(part, examples, passes=part is not parts[-1]) for part in parts])
-    reward = load_reward(
+    reward = load_judge(context, remote, policy) if name == JUDGE else load_one(context, remote, policy, name)
+    if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
+        reward.passes = passes
+    elif passes and not isinstance(reward, JudgedPairs):
+        raise UserError(f"the reward {name} answers for every response: `else` after it has no effect")
+    # Tried before the run writes anything: a misspelt column or a server that is down ends it at once.
+    (first,) = make_prompts(examples[:1])
+    if isinstance(reward, RemoteReward):
+        on_main_process(context.accelerator, partial(reward.check, first))
+    if isinstance(reward, UserFunction | EndpointComparisons) and not continues:
+        on_main_process(context.accelerator, partial(reward.check, first, responses_per_prompt))
+    say_what_is_odd(context, policy, name, reward)
+    return reward
+
+
+def load_one(context: Context, remote: RemoteConfig, policy: PolicyConfig, name: str) -> Reward:
+    """A reward by its name alone, with the run's settings."""
+    reading = policy.reading
+    return load_reward(
         name,
         context.tokenizer,
         device=context.device,
@@ -92,20 +125,12 @@ def load_named_reward(
         remote=remote,
         reading={name: reading[name] for name in READ_ANEW} | {"clock": context.clock},
     )
-    if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
-        reward.passes = passes
-    elif passes and not isinstance(reward, JudgedPairs):
-        raise UserError(f"the reward {name} answers for every response: `else` after it has no effect")
-    # Tried before the run writes anything: a misspelt column or a server that is down ends it at once.
-    (first,) = make_prompts(examples[:1])
-    if isinstance(reward, RemoteReward):
-        on_main_process(context.accelerator, partial(reward.check, first))
-    if isinstance(reward, UserFunction) and not continues:
-        on_main_process(context.accelerator, partial(reward.check, first, responses_per_prompt))
+
+
+def say_what_is_odd(context: Context, policy: PolicyConfig, name: str, reward: Reward) -> None:
+    """Prints what is special about a reward, and checks that the model of one can read the longest sequences."""
     if isinstance(reward, RelativeReward):
-        context.accelerator.print(
-            f"the reward {name} compares the responses to a prompt, and scores none of them alone"
-        )
+        context.accelerator.print(f"the reward {name} compares the responses to a prompt, and scores none alone")
     if isinstance(reward, ModelReward) and reward.has_other_template:
         context.accelerator.print(
             f"the reward model {name} has the policy's vocabulary and another chat template: it scores messages as the "
@@ -115,7 +140,60 @@ def load_named_reward(
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         # One that was stopped by a text gets an end.
         reward.model.model.check_reach(policy.longest_sequence + bool(policy.stops))
-    return reward
+
+
+# --- a language model that judges -------------------------------------------------------------------------------------
+
+
+def load_judge(context: Context, config: RemoteConfig, policy: PolicyConfig) -> JudgedPairs:
+    """The language model that judges for `--reward judge`: at an endpoint, whose verdicts each process keeps in a file
+    of its own, or on this machine. Raises UserError for a command that compares nothing.
+    """
+    if not isinstance(config, LanguageJudgeConfig) or config.judge_model is None:
+        raise UserError("--reward judge compares responses, and nothing is compared here: `fastp3o win_rate` does")
+    files = config.judge_template, config.judge_principles
+    if config.judge_url:
+        template = read_template(*files)
+        file = verdict_file(config, policy, context.accelerator.process_index)
+        endpoint = ChatEndpoint(config.judge_url, config.judge_model)
+        return EndpointComparisons(
+            EndpointJudge(endpoint, file=file, requests=config.judge_requests, template=template, logprobs=True)
+        )
+    model = load_held(
+        context,
+        load_policy,
+        config.judge_model,
+        device=loading_device(context.device, context.mesh),
+        dtype=context.precision.weights,
+        trust_remote_code=policy.trust_remote_code,
+    )
+    return LocalComparisons(
+        model,
+        load_tokenizer(config.judge_model, trust_remote_code=policy.trust_remote_code),
+        read_template(*files, pattern=ONE_LETTER),
+        device=context.device,
+        mesh=context.mesh,
+        packing=policy.packing,
+        offload=policy.offload,
+    )
+
+
+def verdict_file(config: LanguageJudgeConfig, policy: PolicyConfig, process: int) -> VerdictFile:
+    """The file of a process's verdicts, --verdicts or one in the run's folder, which knows those of all processes."""
+    run = policy if isinstance(policy, StageConfig) else None
+    if config.verdicts:
+        first = Path(config.verdicts)
+    elif run is not None:
+        first = Path(run.output_dir, VERDICTS)
+    else:
+        return VerdictFile(None)
+    own = first.with_stem(f"{first.stem}-{process}") if process else first
+    if not config.verdicts and run is not None and run.overwrite:  # what is there will be removed
+        file = VerdictFile(None)
+        file.path = own
+        return file
+    all_files = [first, *sorted(first.parent.glob(f"{first.stem}-*{first.suffix}"))]
+    return VerdictFile(own, [path for path in all_files if path != own])
 
 
 def cascade(names: list[str], rewards: list[Reward]) -> Reward:

@@ -18,10 +18,10 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 from fastp3o.config import Named
 from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import ENVIRONMENT, JUDGE, cascaded, is_endpoint, is_function, reward_names
 
-MODELS = ("model", "reference", "reward", "gold_reward")
-TEXTS = ("prefix", "principles")  # files
+MODELS = ("model", "reference", "rival", "reward", "gold_reward")
+TEXTS = ("prefix", "principles", "judge_principles", "judge_template")  # files
 FUNCTION = " function"
 ENDPOINT = "endpoint"  # of every endpoint: a service may move to another host
 
@@ -47,7 +47,9 @@ def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | No
         names = names_in(options, option)
         for name in (name for name in names if name != ENVIRONMENT or not environment):
             key = option if len(names) == 1 else f"{option} {name}"
-            if is_function(name):
+            if name == JUDGE and options.get("judge_model"):
+                fingerprints[key] = ENDPOINT if options.get("judge_url") else model_fingerprint(options["judge_model"])
+            elif is_function(name):
                 fingerprints[key + FUNCTION] = function_fingerprint(name)
             else:
                 fingerprints[key] = ENDPOINT if is_endpoint(name) else model_fingerprint(name)

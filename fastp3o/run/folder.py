@@ -23,6 +23,7 @@ from fastp3o.files import (
     temporary_sibling,
     write_file,
 )
+from fastp3o.rewards.config import VERDICTS
 from fastp3o.run import names
 from fastp3o.run.fingerprints import MODELS, names_in
 from fastp3o.run.manifest import MANIFEST
@@ -35,7 +36,7 @@ OURS = re.compile(
 )
 
 # All that a run writes, and what there is only once it has made a step or a sample.
-WRITTEN = re.compile(rf"{OURS.pattern}|{names.LOCK}|{names.STATES}|trackers|{names.VERDICTS}")
+WRITTEN = re.compile(rf"{OURS.pattern}|{names.LOCK}|{names.STATES}|trackers|{VERDICTS}|verdicts-\d+\.jsonl")
 MADE = {names.STATES, names.FINISHED_MODEL, names.ADAPTER, names.BEST_MODEL, names.SAMPLES, *names.LOGS}
 
 # This process's locks by folder as it is named: a link may lead elsewhere later. They are global because something may

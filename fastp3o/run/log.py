@@ -5,7 +5,7 @@ A process that is killed loses at most the end of the last line.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, groupby
@@ -13,18 +13,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fastp3o.files import from_here, naming, sync, whole_file
+from fastp3o.files import append as append
+from fastp3o.files import from_here, lines, sync, whole_file
 from fastp3o.run.names import LOGS
 
 SHOWN = 120  # characters of a prompt
-
-
-def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Adds a line for each record. Raises ValueError, with nothing written, if a number is not finite."""
-    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-    with naming(path), path.open("ab") as file:
-        # Half a surrogate pair, which has no UTF-8, is escaped as JSON escapes it.
-        file.write(lines.encode(errors="backslashreplace"))
 
 
 def finite_or_none(value: float) -> float | None:
@@ -35,13 +28,6 @@ def finite_or_none(value: float) -> float | None:
 def read(path: Path, key: str = "step") -> Iterator[dict[str, Any]]:
     """The records of a log. Damaged lines, such as one that is being written, are left out. key: of their numbers."""
     return (values for line in lines(path) if (values := record(line, key)))
-
-
-def lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log, none if it is not there."""
-    if path.exists():
-        with path.open("rb") as file:
-            yield from file
 
 
 def record(line: bytes, key: str) -> dict[str, Any] | None:

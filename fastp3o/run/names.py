@@ -1,4 +1,4 @@
-"""Names of the files in a run's folder; its README.md says what each holds."""
+"""Names of the files in a run's folder; its README.md says what each holds. rewards/config.py has VERDICTS."""
 
 CONFIG = "config.yaml"
 STATES = "state"  # a folder for each
@@ -10,4 +10,3 @@ PROGRESS, REPORT = "progress.png", "report.html"  # metrics over the steps; all 
 FINISHED_MODEL, ADAPTER, BEST_MODEL = "model", "adapter", "best"
 REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
 SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of fastp3o generate
-VERDICTS = "verdicts.jsonl"  # on pairs of them

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.calls.endpoint import EndpointError
-from fastp3o.evaluation.judge import MARKS, Answer, ChatEndpoint, EndpointJudge, FunctionJudge, parse_verdict
-from fastp3o.evaluation.verdicts import Verdict, VerdictFile
+from fastp3o.evaluation.judge import FunctionJudge
+from fastp3o.rewards.judge import MARKS, Answer, ChatEndpoint, EndpointJudge, parse_verdict
+from fastp3o.rewards.verdicts import Verdict, VerdictFile
 from tests.fastp3o.local_server import Reply, Server, always
 
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastp3o.commands import win_rate as win_rate_command
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
-from fastp3o.evaluation.verdicts import Verdict, WinRate, win_rate
+from fastp3o.evaluation.verdicts import WinRate, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_comparison, by_reward
 from fastp3o.rewards.comparing_function import load_function
+from fastp3o.rewards.verdicts import Verdict
 from fastp3o.rollouts.groups import Group, Prompt, Response
 from tests.fastp3o.evaluation.test_judge import JUDGES
 

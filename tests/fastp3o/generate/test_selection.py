@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.data.layouts import find_layout
-from fastp3o.evaluation.verdicts import Verdict
 from fastp3o.generate.config import SelectionConfig
 from fastp3o.generate.samples import Samples
 from fastp3o.generate.selection import (
@@ -20,6 +19,7 @@ from fastp3o.generate.selection import (
     pairs_at_random,
     plain_text,
 )
+from fastp3o.rewards.verdicts import Verdict
 
 prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
 

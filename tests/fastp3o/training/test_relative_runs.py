@@ -115,7 +115,7 @@ def test_a_policy_is_even_with_itself_at_the_start_and_then_wins_what_it_learns(
     assert last["win_rate"] > 0.53
     assert last["reward"] == pytest.approx(last["win_rate"] - 0.5, abs=1e-6)
     assert last["win_rate_low"] <= last["win_rate"] <= last["win_rate_high"]
-    best = json.loads(Path("run/model", "adapter", "best/evaluation.json").read_text())
+    best = json.loads(Path("run/best/evaluation.json").read_text())
     assert best["win_rate"] == last["win_rate"]
 
 

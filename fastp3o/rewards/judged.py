@@ -1,0 +1,121 @@
+"""Comparisons by a language model, for `--reward judge`: one at an endpoint, or one on this machine."""
+
+import json
+import threading
+from math import nan
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.calls.answers import Answers
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.sharding import FrozenModel, with_tensor_group
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.tables import sums_by_group
+from fastp3o.rewards.comparisons import Comparison, JudgedPairs
+from fastp3o.rewards.judge import PATTERN, EndpointJudge, parse_verdict, plain_text, question
+from fastp3o.rewards.verdicts import Verdict
+from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
+
+POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NONE: nan}
+# The question to a model that does not explain: its next token is the verdict.
+ONE_LETTER = (
+    PATTERN.partition(" Explain your comparison")[0]
+    + " Answer with one letter: A if response A is better, B if response B is better."
+)
+
+
+class EndpointComparisons(JudgedPairs):
+    """What an endpoint's model says of each pair in both orders: the mean of its two probabilities, where the server
+    gives log-probs of the verdict's letter, else 1, 1/2 or 0 by the verdict, a half if the orders disagree.
+
+    Each verdict is in the judge's file before it counts, also that there was none: a run that continues asks for none
+    of them again, and has the bits of one that was not stopped.
+    """
+
+    def __init__(self, judge: EndpointJudge):
+        self.judge = judge
+
+    def check(self, prompt: Prompt, siblings: int = 2) -> None:
+        """Asks about two responses to a prompt, the words "response" and "other". Raises EndpointError as a call does,
+        and says if the answer has no verdict.
+        """
+        text = question(judged_text(prompt), "response", "other", self.judge.template)
+        answer = self.judge.endpoint.ask(text, threading.Event(), logprobs=self.judge.logprobs)
+        if parse_verdict(answer) is Verdict.NONE:
+            tqdm.write(f"warning: the judge's answer has no verdict, [[A]], [[B]] or [[C]]: {answer.text!r:.300}")
+
+    def ask(self, comparisons: list[Comparison]) -> list[float]:
+        """Raises EndpointError if the endpoint refuses or remains unavailable; what it has answered is in the file."""
+        file = self.judge.file
+        # Both orders are asked in any case: a pair is the same pair the other way round.
+        texts = [
+            (judged_text(prompt), min(first.text, second.text), max(first.text, second.text))
+            for prompt, first, second, _ in comparisons
+        ]
+        keys = [self.judge.key(*each) for each in texts]
+        missing = {key: each for key, each in zip(keys, texts, strict=True) if key not in file.verdicts}
+        for _ in Answers(self.judge.compare, missing.items(), self.judge.requests):
+            pass  # `compare` keeps each verdict
+        self.judge.report_unusable()
+        values = [file.preferred.get(key, POINTS[file.verdicts[key]]) for key in keys]
+        turned = [one.first.text > one.second.text for one in comparisons]
+        return [1 - value if other else value for value, other in zip(values, turned, strict=True)]
+
+
+class LocalComparisons(JudgedPairs):
+    """What a causal LM on this machine answers to "A or B?" in one pass: P(A) / (P(A) + P(B)) of its next token, the
+    mean of both orders. Arguments are a ModelReward's; template: a question that ends with the demand for a letter.
+    """
+
+    together = True
+
+    def __init__(
+        self,
+        model: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        *,
+        device: torch.device,
+        packing: Packing,
+        mesh: DeviceMesh | None = None,
+        offload: bool = False,
+    ):
+        self.model, self.device = FrozenModel(model, device, mesh, offload=offload), device
+        self.tokenizer, self.template, self.packing = tokenizer, template, packing
+        space = "" if tokenizer.chat_template is not None else " "
+        self.letters = [tokenizer(space + letter, add_special_tokens=False).input_ids for letter in "AB"]
+
+    def ask(self, comparisons: list[Comparison]) -> list[float]:
+        """Raises UserError for a question that is longer than the model's positions."""
+        orders = [pair for one in comparisons for pair in ((one.first, one.second), (one.second, one.first))]
+        prompts = [one.prompt for one in comparisons for _ in range(2)]
+        groups = [
+            self.group(judged_text(prompt), first.text, second.text)
+            for prompt, (first, second) in zip(prompts, orders, strict=True)
+        ]
+        groups, local = with_tensor_group(self.model.model, groups)
+        self.model.model.check_reach(max(len(group.prompt.ids) for group in groups) + 1)
+        rows = [row.to(self.device) for row in pack(*token_ids(groups), self.packing)]
+        logprobs = sums_by_group(rows, self.model.map_rows(rows, labelled_logprobs))[local].float().cpu()
+        preferred = (logprobs[:, 0] - logprobs[:, 1]).sigmoid()
+        return ((preferred[::2] + 1 - preferred[1::2]) / 2).tolist()
+
+    def group(self, prompt: str, first: str, second: str) -> Group:
+        """The question, and both answers to it."""
+        text = question(prompt, first, second, self.template)
+        if self.tokenizer.chat_template is not None:
+            chat = [{"role": "user", "content": text}]
+            ids: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(text + "\n\nAnswer:").input_ids
+        return Group(Prompt(text, ids), [Response(letter, "", False) for letter in self.letters])
+
+
+def judged_text(prompt: Prompt) -> str:
+    """A prompt as the judge reads it: messages as the record has them, else the text that the policy sees."""
+    given = json.loads(prompt.given)["prompt"] if prompt.given else prompt.text
+    return plain_text(given) if isinstance(given, str | list) else prompt.text
