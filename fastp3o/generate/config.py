@@ -10,6 +10,7 @@ JUDGED = "judged"  # by verdicts; all others by rewards
 PAIRS = ("rso", "rs_dpo", JUDGED, "revised_pairs")
 REVISED = ("revised", "revised_pairs")
 NOTHING = "none"
+TOURNAMENT = "tournament"
 REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 
 
@@ -18,14 +19,25 @@ class SelectionConfig(Flags):
 
     section = "choice of responses"
     keep: Literal[
-        "all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged", "revised", "revised_pairs", "none"
+        "all",
+        "best",
+        "tournament",
+        "rest",
+        "rejection_sampling",
+        "rso",
+        "rs_dpo",
+        "judged",
+        "revised",
+        "revised_pairs",
+        "none",
     ] = option(
         "best",
         "Responses to keep for each prompt. As data for SFT: all: every response. best: the one with the highest "
-        "reward. rest: those with a reward above --threshold (ReST). rejection_sampling: a sample of the policy "
-        "that is optimal for the reward. As preferences: rso: random pairs of such a sample. rs_dpo: all pairs more "
-        "than --min_gap apart. judged: random pairs, ordered by a judge. With --principles: revised: revisions, as "
-        "data for SFT. revised_pairs: revisions preferred to the first responses. none: no file.",
+        "reward. tournament: the winner of a knockout by a reward that compares, in n - 1 comparisons. rest: those "
+        "with a reward above --threshold (ReST). rejection_sampling: a sample of the policy that is optimal for the "
+        "reward. As preferences: rso: random pairs of such a sample. rs_dpo: all pairs more than --min_gap apart. "
+        "judged: random pairs, ordered by a judge. With --principles: revised: revisions, as data for SFT. "
+        "revised_pairs: revisions preferred to the first responses. none: no file.",
         changeable=True,
     )
     threshold: float = option(

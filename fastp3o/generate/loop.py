@@ -13,8 +13,9 @@ from fastp3o.config import LARGEST_INT
 from fastp3o.data.encoding import Encoder
 from fastp3o.data.loading import load_prompts
 from fastp3o.data.tokens import Continuation
+from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import load_judge
-from fastp3o.generate.config import GenerateConfig
+from fastp3o.generate.config import TOURNAMENT, GenerateConfig
 from fastp3o.generate.read_back import reads_back
 from fastp3o.generate.report import Generated, summary, write_kept
 from fastp3o.generate.revision import revising
@@ -25,6 +26,7 @@ from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
+from fastp3o.rewards.comparisons import Knockout, RelativeReward
 from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, require_finite_rewards, rewarded
@@ -40,9 +42,6 @@ from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.runtime.processes import on_main_process
 from fastp3o.training.setup import make_accelerator
-
-# Rewards by models, of which each process has a part.
-TOGETHER = ModelReward | Cascade
 
 
 def generate(config: GenerateConfig) -> Generated:
@@ -101,6 +100,12 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     prefix, reward = Prefix(tokenizer, config.prefix), None
     if config.reward:
         reward = load_named_reward(context, config, config, config.reward, prompts, continues=config.resume)
+    if config.keep == TOURNAMENT:
+        if not isinstance(reward, RelativeReward):
+            raise UserError(
+                f"--keep tournament needs a reward that compares responses, and {config.reward} scores them"
+            )
+        reward = Knockout(reward)
     policy = load_frozen_policy(context, config, config.model)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
     if config.principles:
@@ -111,6 +116,11 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     sampled = sampled_frozen(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
     return prefix.before_each(policy_sampler(config, sampled, context, config.rollout_batch_size)), reward
+
+
+def asked_together(reward: Reward) -> bool:
+    """Whether each process has a part of a reward's models."""
+    return isinstance(reward, ModelReward | Cascade) or getattr(reward, "together", False)
 
 
 def find_progress(
@@ -173,7 +183,7 @@ def sample_rest(
             with phases("sampling"):
                 groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
             # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
-            asked = {"reward": reward} if reward and (share or isinstance(reward, TOGETHER)) else {}
+            asked = {"reward": reward} if reward and (share or asked_together(reward)) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             if reward is not None:

@@ -51,7 +51,7 @@ def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[R
     match config.keep:
         case "all":
             return demonstrations(samples.prompt, candidates, range(len(rewards)))
-        case "best":  # the first of the highest
+        case "best" | "tournament":  # the first of the highest: of a tournament, the rounds that it survived
             return demonstrations(samples.prompt, candidates, [rewards.index(max(rewards))] if rewards else [])
         case "rest":  # 1[r > τ] of ReST (arXiv 2308.08998, section 3)
             above = [i for i, reward in enumerate(rewards) if reward > config.threshold]

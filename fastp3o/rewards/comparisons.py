@@ -128,6 +128,32 @@ def against(groups: Sequence[Group], rivals: Sequence[Sequence[Response]]) -> li
     ]
 
 
+class Knockout:
+    """How many rounds each response survives, [P, K] fp32, as its reward: winners of neighbours meet until one is left,
+    in K − 1 comparisons a prompt. Responses are in no order but that of sampling. After a tie, and without a verdict,
+    the first of the two goes on; so does an odd one out.
+    """
+
+    def __init__(self, reward: RelativeReward):
+        self.reward, self.together = reward, reward.together
+
+    def __call__(self, groups: list[Group]) -> Tensor:
+        left = [list(range(len(group.responses))) for group in groups]
+        rounds = torch.zeros(len(groups), len(groups[0].responses))
+        while len(left[0]) > 1:
+            pairs = [
+                Comparison(group.prompt, group.responses[i], group.responses[j], (i, j))
+                for group, its in zip(groups, left, strict=True)
+                for i, j in zip(its[::2], its[1::2], strict=False)
+            ]
+            answers = iter(self.reward.preferred(pairs).tolist())
+            for place, its in enumerate(left):
+                winners = [j if next(answers) < 0.5 else i for i, j in zip(its[::2], its[1::2], strict=False)]
+                left[place] = winners + its[len(its) - len(its) % 2 :]
+                rounds[place, left[place]] += 1
+        return rounds
+
+
 # --- which pairs are judged, and what becomes of the verdicts ---------------------------------------------------------
 
 

@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from fastp3o.commands.predicted_memory import Model
 
 from benchmarks import layer_traffic
 from benchmarks.layer_traffic import PRECISIONS, RESULT, ROW, SIZES, STEP, passes, policy_of
 from fastp3o.runtime.precision import named_precision
-from fastp3o.training.predicted_memory import Lengths, kept_by_a_layer
+from fastp3o.training.predicted_memory import Lengths, Model, kept_by_a_layer
 from fastp3o_kernels.layers.norm_kernel import PROGRAMS
 
 

@@ -2,11 +2,13 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from fastp3o.data.loading import load_demonstrations, load_preferences
+from fastp3o.errors import UserError
 from fastp3o.generate import loop
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
@@ -60,6 +62,26 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     assert all(len(line["chosen"]) > len(line["rejected"]) for line in records("judged"))
     examples, _ = load_preferences("judged/kept.jsonl", tokenizer, **limits)
     assert len(examples) == judged.records == len(records("judged")) > 4
+
+
+def test_comparisons_choose_the_best_of_n_and_the_winner_of_a_tournament(workplace, tiny_model):
+    Path("comparing.py").write_text(
+        "ASKED = []\n"
+        "def later(prompts, firsts, seconds):\n"
+        "    ASKED.extend(firsts)\n"
+        "    return [float(a > b) for a, b in zip(firsts, seconds)]\n"
+    )
+    kept = {}
+    for keep, comparisons in (("best", 6), ("tournament", 3)):
+        generate(config(tiny_model, keep, reward="comparing:later", keep=keep))
+        asked = sys.modules["comparing"].ASKED
+        assert len(asked) == 1 + 8 * comparisons  # with the trial before the run
+        asked.clear()
+        kept[keep] = [line["completion"] for line in records(keep)]
+        assert kept[keep] == [max(line["responses"]) for line in records(keep, "samples.jsonl")]
+    assert kept["best"] == kept["tournament"]
+    with pytest.raises(UserError, match="--keep tournament needs a reward that compares responses"):
+        generate(config(tiny_model, "scores", keep="tournament"))
 
 
 def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):

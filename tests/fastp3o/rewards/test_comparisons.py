@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastp3o import UserError
 from fastp3o.calls.function import FunctionError
 from fastp3o.rewards.comparing_function import ComparingFunction, load_function
-from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, judged_pairs, row_means
+from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, Knockout, judged_pairs, row_means
 from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rewards.function import FunctionReward, compares_siblings
 from fastp3o.rewards.reward import PAIR_REWARDS, WeightedSum, logged_means, penalised_rewards, rewarded
@@ -234,3 +234,20 @@ def test_models_that_processes_share_are_asked_about_every_pair():
     cascade = ComparisonCascade({"game": comparing(game), "model": Model()})
     assert torch.equal(cascade.matrix(GROUPS), comparing(game).matrix(GROUPS))
     assert asked == [6]
+
+
+@pytest.mark.parametrize("K", [2, 3, 5, 8])
+def test_a_knockout_has_the_best_response_win_in_one_comparison_less_than_there_are(K):
+    asked = []
+
+    def larger(prompts, firsts, seconds):
+        asked.extend(firsts)
+        return [float(int(a) > int(b)) for a, b in zip(firsts, seconds, strict=True)]
+
+    texts = [list(np.random.default_rng(n).permutation(K).astype(str)) for n in range(4)]
+    rounds = Knockout(comparing(larger))(groups_of_texts(*texts))
+    assert len(asked) == 4 * (K - 1)
+    assert [its[place] for its, place in zip(texts, rounds.argmax(1).tolist(), strict=True)] == [str(K - 1)] * 4
+    assert rounds.max().item() == (K - 1).bit_length()
+    without = Knockout(comparing(lambda prompts, firsts, seconds: [None] * len(firsts)))
+    assert without(groups_of_texts(["a", "b", "c", "d"])).tolist() == [[2, 0, 1, 0]]
