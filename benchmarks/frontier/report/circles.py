@@ -1,0 +1,47 @@
+"""Raters who go in circles: what each way to train ends at, by the share of circles."""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.frontier.report.measures import NOT_MEASURED
+from benchmarks.frontier.runs.circles import ARMS, DEGREES, START, recorded
+
+Line = dict[str, Any]
+ON_SCORES = next(iter(ARMS))
+
+
+def table() -> list[list[str]]:
+    """A line a policy and degree that has run, means over languages. Header first."""
+    rows = [["circles", "policy", "KL", "against the start", f"against {ON_SCORES}", "worst case"]]
+    for degree in sorted(DEGREES):
+        lines = [line for line in recorded() if line["degree"] == degree]
+        for name in (START, *ARMS) if lines else ():
+            moved = (
+                NOT_MEASURED if name == START else f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}"
+            )
+            measured: list[Callable[[Line], float]] = [
+                lambda line, of=name: line["win_rates"][of][START],
+                lambda line, of=name: line["win_rates"][of][ON_SCORES],
+                lambda line, of=name: line["worst_case"][of],
+            ]
+            rows.append([f"{degree:g}", name, moved, *(f"{mean(lines, measure):.2f}" for measure in measured)])
+    return rows
+
+
+def reward_models() -> list[list[str]]:
+    """A line a degree that has run: the held-out accuracy of both kinds. Header first."""
+    rows = [["circles", "languages", "accuracy of scores", "of comparisons", "of the truth"]]
+    for degree in sorted(DEGREES):
+        lines = [line for line in recorded() if line["degree"] == degree]
+        if lines:
+            of_kind = [
+                mean(lines, lambda line, kind=kind: line["reward_models"][kind]["accuracy"])
+                for kind in ("scores", "comparisons")
+            ]
+            agreed = mean(lines, lambda line: line["raters_agree"])
+            rows.append([f"{degree:g}", str(len(lines)), *(f"{value:.2f}" for value in (*of_kind, agreed))])
+    return rows
+
+
+def mean(lines: list[Line], measure: Callable[[Line], float]) -> float:
+    return sum(map(measure, lines)) / len(lines)
