@@ -27,7 +27,7 @@ from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward, UserFunction
 from fastp3o.rewards.judge import ChatEndpoint, EndpointJudge, read_template
 from fastp3o.rewards.judged import ONE_LETTER, EndpointComparisons, LocalComparisons
-from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.model import ModelReward, PreferenceModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, WeightedSum, load_reward, single_rewards
 from fastp3o.rewards.verdicts import VerdictFile
@@ -130,7 +130,8 @@ def load_one(context: Context, remote: RemoteConfig, policy: PolicyConfig, name:
 def say_what_is_odd(context: Context, policy: PolicyConfig, name: str, reward: Reward) -> None:
     """Prints what is special about a reward, and checks that the model of one can read the longest sequences."""
     if isinstance(reward, RelativeReward):
-        context.accelerator.print(f"the reward {name} compares the responses to a prompt, and scores none alone")
+        which = ", all of them for one pass a response," if isinstance(reward, PreferenceModelReward) else ""
+        context.accelerator.print(f"the reward {name} compares the responses to a prompt{which} and scores none alone")
     if isinstance(reward, ModelReward) and reward.has_other_template:
         context.accelerator.print(
             f"the reward model {name} has the policy's vocabulary and another chat template: it scores messages as the "

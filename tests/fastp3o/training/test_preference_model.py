@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -202,6 +203,14 @@ def test_a_run_takes_a_preference_model_as_its_reward_and_resumes_with_the_same_
     assert all(update["reward_difference"] > 0 for update in metrics("online"))
     assert not torch.equal(weights("online")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"])
     assert_resumes(settings)
+
+
+def test_a_loaded_model_says_itself_that_it_compares(trained, tiny_model):
+    settings = online_config(tiny_model, "named", reward=trained, updates=1)
+    train(settings)
+    loaded = AutoModelForSequenceClassification.from_pretrained(trained)
+    train(replace(settings, output_dir="loaded", reward=""), reward=loaded)
+    assert metrics("named") == metrics("loaded")
 
 
 def test_models_of_another_kind_are_refused_with_the_remedy(trained, tiny_model, tmp_path):
