@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, isnan
+from math import isfinite
 
 from accelerate import Accelerator
 from datasets import Dataset
@@ -22,7 +22,7 @@ from fastp3o.rewards.comparisons import Comparison, RelativeReward
 from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.reward import asked_of_records, rewarded
 from fastp3o.rewards.rivals import compares
-from fastp3o.rewards.verdicts import Verdict
+from fastp3o.rewards.verdicts import Verdict, verdict_of
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
 from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
@@ -115,13 +115,6 @@ def by_comparison(first: Responses, second: Responses) -> list[Verdict]:
         for place, (response, other) in enumerate(zip(responses, others, strict=True))
     ]
     return [verdict_of(preferred) for preferred in first.relative.preferred(comparisons).tolist()]
-
-
-def verdict_of(preferred: float) -> Verdict:
-    """The verdict of P(the first is better); NONE of NaN."""
-    if isnan(preferred):
-        return Verdict.NONE
-    return Verdict.TIE if preferred == 0.5 else Verdict.FIRST if preferred > 0.5 else Verdict.SECOND
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:

@@ -52,21 +52,29 @@ class ComparingFunction(UserFunction, JudgedPairs):
 
     def probability(self, answer: Any, comparison: Comparison) -> float:
         """An answer as a number. Raises FunctionError, with the pair, for what is none."""
-        if answer is None:
-            return nan
-        if isinstance(answer, str) and answer in WORDS:
-            return WORDS[answer]
         try:
-            value = nan if isinstance(answer, str) else float(answer)
-        except BaseException:  # of an entry's own __float__
-            value = nan
-        if isnan(value) or not 0 <= value <= 1:
-            expected = f"a number from 0 to 1, one of {', '.join(WORDS)}, or None"
+            return read_probability(answer)
+        except ValueError as error:
             raise FunctionError(
-                f"{self.name} must return P(the first response is better), {expected}, got {answer!r:.80} for "
-                f"{comparison}"
-            )
-        return value
+                f"{self.name} must return P(the first response is better), {error} for {comparison}"
+            ) from error
+
+
+def read_probability(answer: Any) -> float:
+    """P(the first response is better) that a function has returned; NaN for no verdict. Raises ValueError, which says
+    what was expected and what came.
+    """
+    if answer is None:
+        return nan
+    if isinstance(answer, str) and answer in WORDS:
+        return WORDS[answer]
+    try:
+        value = nan if isinstance(answer, str) else float(answer)
+    except BaseException:  # of an entry's own __float__
+        value = nan
+    if isnan(value) or not 0 <= value <= 1:
+        raise ValueError(f"a number from 0 to 1, one of {', '.join(WORDS)}, or None, got {answer!r:.80}")
+    return value
 
 
 def load_function(

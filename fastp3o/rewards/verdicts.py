@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterable
 from enum import StrEnum
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ class Verdict(StrEnum):
     def swapped(self) -> "Verdict":
         """The same verdict on the same responses in the other order."""
         return {Verdict.FIRST: Verdict.SECOND, Verdict.SECOND: Verdict.FIRST}.get(self, self)
+
+
+def verdict_of(preferred: float) -> Verdict:
+    """The verdict of P(the first is better); NONE of NaN."""
+    if isnan(preferred):
+        return Verdict.NONE
+    return Verdict.TIE if preferred == 0.5 else Verdict.FIRST if preferred > 0.5 else Verdict.SECOND
 
 
 LINE_START = b'{"key": "'  # tells an unfinished line of this file from the last line of another file
