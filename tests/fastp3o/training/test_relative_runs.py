@@ -13,6 +13,9 @@ from fastp3o.objectives.config.preferences import DPOConfig
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.rewards.function import compares_siblings
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
+from tests.fastp3o.together import together
+
+RUNS = Path(__file__).with_name("runs_of_a_process.py")
 
 
 def vowels(text: str) -> float:
@@ -188,3 +191,27 @@ def shifted(tiny_model: str) -> str:
     model.save_pretrained("rival")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained("rival")
     return "rival"
+
+
+def test_two_processes_compare_what_one_does(workplace, tiny_model):
+    """With a model of the reference that is sampled, a rival, and a judge that both processes hold a part of."""
+    Path("comparing.py").write_text(
+        "def better(prompts, firsts, seconds):\n"
+        "    return [0.5 + (sum(map(ord, a)) % 64 - sum(map(ord, b)) % 64) / 128 for a, b in zip(firsts, seconds)]\n"
+    )
+    flags = ["p3o.py", "--model", tiny_model, "--prompts", "prompts.jsonl", "--eval_prompts", "prompts.jsonl"]
+    flags += ["--max_response_tokens", "6", "--updates", "2", "--prompts_per_update", "4", "--report_to", "none"]
+    flags += ["--prompts_per_minibatch", "2", "--learning_rate", "3e-4", "--precision", "fp32", "--eval_limit", "5"]
+    runs = {
+        "anchor": ["--reward", "comparing:better", "--comparisons", "anchor"],
+        "judge": ["--reward", "judge,comparing:better", "--judge_model", tiny_model, "--pair_weights", "comparisons"],
+    }
+    for folder, processes in (("one", 1), ("two", 2)):
+        arguments = [[*flags, *further, "--output_dir", f"{folder}/{name}"] for name, further in runs.items()]
+        done = together(RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes)
+        assert done.returncode == 0, done.stdout
+    for name in runs:
+        for key, value in weights(f"one/{name}").items():
+            torch.testing.assert_close(weights(f"two/{name}")[key], value, rtol=0, atol=2e-5)
+        for one, two in zip(metrics(f"one/{name}", "eval.jsonl"), metrics(f"two/{name}", "eval.jsonl"), strict=True):
+            assert two == pytest.approx(one, abs=1e-4)
