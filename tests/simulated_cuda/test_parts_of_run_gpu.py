@@ -33,13 +33,14 @@ LEVELS = {
 }
 # The interpreter of kernels is slow, and so is a machine on which other tests run.
 PATIENCE = "20"
+TIMEOUT = 3600  # seconds, of a part and of any test in it
 
 
 def run(part: str, folder: Path) -> dict:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"FASTP3O_DEVICE": "gpu", "FASTP3O_TRIAL": "1", "FASTP3O_PATIENCE": PATIENCE}
     environment |= {"FASTP3O_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": str(folder / "out")}
-    environment["PYTEST_ADDOPTS"] = "-p tests.simulated_cuda.plugin -n 0"
+    environment["PYTEST_ADDOPTS"] = f"-p tests.simulated_cuda.plugin -n 0 --timeout {TIMEOUT}"
     (folder / "out").mkdir()
     command = ["bash", "benchmarks/run_gpu.sh", str(folder / "results"), "--only", part]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -70,7 +71,7 @@ def test_a_part_leaves_a_record(tmp_path):
 
 
 @pytest.mark.simulated
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(TIMEOUT)
 @pytest.mark.parametrize("part", LEVELS)
 def test_every_part_leaves_a_record(part, tmp_path):
     check(part, tmp_path)

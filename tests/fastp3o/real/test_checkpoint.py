@@ -99,6 +99,16 @@ def test_packed_log_probs_are_those_of_one_response_at_a_time(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.006), (torch.bfloat16, 0.05)])
+def test_half_precision_holds_the_residual_stream(tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, most: float):
+    """Which reaches 103,795, beyond fp16's maximum. most: root mean square of a token's error, in nats."""
+    prompts, responses = examples(tokenizer, PAIRS)
+    (row,) = pack(prompts, responses, Packing(tokens_per_row=8192))
+    exact, found = (labelled_logprobs(load_policy(MODEL, dtype=one).eval(), row) for one in (torch.float32, dtype))
+    assert (found - exact).square().mean().sqrt() <= most
+
+
+@torch.no_grad()
 def test_greedy_tokens_are_those_of_generate(tokenizer: PreTrainedTokenizerBase, plain: PreTrainedModel):
     prompts, _ = examples(tokenizer, [PAIRS[0], PAIRS[2], PAIRS[0] | {"prompt": LONG + PAIRS[0]["prompt"]}])
     greedy = SamplingSettings(top_k=1)
