@@ -3,15 +3,12 @@
 R slots, P prompts, N = P K responses, of Lr tokens at most.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fastp3o_kernels.decoding.take import Batch, Working
+from fastp3o_kernels.decoding.batch import Batch, Working
 
 WARPS = 4
 
@@ -96,7 +93,7 @@ def launch_members(response: Tensor, cached_lengths: Tensor, K: int) -> tuple[Te
     return prompt, prompt_lengths, members
 
 
-def launch_take(tokens: Tensor, logprobs: Tensor, slots: "Working", batch: "Batch") -> None:
+def launch_take(tokens: Tensor, logprobs: Tensor, slots: Working, batch: Batch) -> None:
     """As `take_tokens`, for contiguous tensors."""
     rows, Lr = batch.sampled.shape
     R, ends = len(tokens), batch.ends.view(torch.uint8)
