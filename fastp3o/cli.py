@@ -63,7 +63,7 @@ def make_parser(config_class: type[Flags], *, shows_all: bool = False) -> argpar
         add_help=False,
     )
     types = get_type_hints(config_class)
-    used = {section(config_class, flag) for flag in fields(config_class)}
+    used = dict.fromkeys(section(config_class, flag) for flag in fields(config_class))
     titles = ["required", *sorted(used, key=lambda title: SECTIONS.index(title) if title in SECTIONS else -1)]
     groups = {title: parser.add_argument_group(title) for title in titles}
     for flag in fields(config_class):

@@ -31,6 +31,7 @@ from typing import (
 
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
+from fastp3o.sources import InMemory, ModelSource, revised
 from fastp3o.trl_names import hint
 
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
@@ -57,18 +58,7 @@ KINDS: dict[type, tuple[Any, str]] = {
 }
 
 
-# --- values that a caller has in the place of text --------------------------------------------------------------------
-
-
-class Named(str):
-    """The name of an object that a caller from Python has in the place of an option's text, with the object itself."""
-
-    content: Any
-
-    def __new__(cls, name: str, content: Any) -> Self:
-        named = super().__new__(cls, name)
-        named.content = content
-        return named
+# --- rules between options --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,17 +70,6 @@ class Condition:
     flag: str
     words: str
     holds: Callable[[Any], bool]
-
-
-class Revised(str):
-    """A hub name with a revision: a branch, a tag or a commit."""
-
-    revision: str
-
-    def __new__(cls, name: str, revision: str) -> Self:
-        revised = super().__new__(cls, name)
-        revised.revision = revision
-        return revised
 
 
 class Rule(NamedTuple):
@@ -254,7 +233,7 @@ class Flags:
 
     def plain(self) -> dict[str, Any]:
         """Values by name, such as YAML and JSON hold. What stands for an object is its name."""
-        return {name: str(value) if isinstance(value, str) else value for name, value in self.values().items()}
+        return {name: str(value) if isinstance(value, InMemory) else value for name, value in self.values().items()}
 
 
 class ObjectiveConfig(Flags):
@@ -300,10 +279,12 @@ def plain_value(name: str, value: Any, hint: Any) -> Any:
     kind = field_type(hint)
     if value is None and NoneType in get_args(hint):
         return None
+    if isinstance(value, InMemory) and InMemory in get_args(hint):
+        return value
     taken, words = KINDS[kind]
     if not isinstance(value, taken) or isinstance(value, bool) != (kind is bool):
         raise UserError(f"--{name} must be {words}, got {value!r:.80}")
-    if type(value) in KINDS or isinstance(value, Named):
+    if type(value) in KINDS:
         return value
     return str.__str__(fspath(value)) if kind is str else kind(value)  # str() of an enum would be its name
 
@@ -318,7 +299,7 @@ def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
         return "at most 2**32"
     if "choices" in rules:
         return "" if value in rules["choices"] else f"one of {', '.join(rules['choices'])}"
-    if isinstance(value, str):
+    if isinstance(value, str | InMemory):
         return ""
     above, below = rules.get("above", -inf) < value, value < rules.get("below", inf)
     inside = rules.get("at_least", -inf) <= value <= rules.get("at_most", inf)
@@ -654,7 +635,7 @@ class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
     section = "model"
-    model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
+    model: str | InMemory = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub. Default: main.")
     precision: PrecisionName = option(
         "auto",
@@ -701,12 +682,15 @@ class ModelConfig(LoadingConfig):
         changeable=True,
     )
 
-    def derived(self) -> dict[str, Any]:
-        if not self.model_revision:
-            return super().derived()
-        if isinstance(self.model, Named) or exists(self.model):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_revision and (isinstance(self.model, InMemory) or exists(self.model)):
             raise UserError(f"--model_revision is of a hub's repository, and --model {self.model} is none")
-        return super().derived() | {"model": Revised(self.model, self.model_revision)}
+
+    @property
+    def model_source(self) -> ModelSource:
+        """The model at the revision that is asked for."""
+        return revised(self.model, self.model_revision)
 
     @cached_property
     def packing(self) -> Packing:
@@ -725,7 +709,7 @@ class EnvironmentConfig(PolicyConfig):
     """Responses of several turns, which an environment answers."""
 
     section = "turns"
-    environment: str | None = option(
+    environment: str | InMemory | None = option(
         None,
         "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md). Default: "
         "responses of one turn, without an environment.",
@@ -928,10 +912,10 @@ class SupervisedConfig(StageConfig):
     """Options of stages that pass over a fixed data set."""
 
     section = "data"
-    train_data: str = required(
+    train_data: str | InMemory = required(
         "Training data: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
     )
-    eval_data: str | None = option(
+    eval_data: str | InMemory | None = option(
         None,
         "Held-out data of the same layout. Several sets, each with metrics of its own: NAME=SOURCE,NAME=SOURCE. "
         "Default: none.",

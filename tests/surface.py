@@ -16,7 +16,7 @@ from pathlib import Path
 import fastp3o
 import fastp3o_kernels
 from fastp3o.__main__ import COMMANDS, STAGES, imported
-from fastp3o.config import Flags
+from fastp3o.config import Flags, RunConfig, TrainingRunConfig
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
 from fastp3o.objectives.online import OBJECTIVES
 
@@ -45,7 +45,33 @@ def concepts() -> dict[str, int]:
         "objectives of fixed preferences": len(OFFLINE_OBJECTIVES),
         "public names of `fastp3o`": len(fastp3o.__all__),
         "public names of `fastp3o_kernels`": len(fastp3o_kernels.__all__),
+        "classes that the deepest configuration is made of": max(len(one.__mro__) - 1 for one in configurations()),
+        "modules that take a whole configuration": len(modules_with_whole_configurations()),
     }
+
+
+def configurations() -> list[type[Flags]]:
+    """What commands are configured by."""
+    chosen = [imported(place) for place, _ in STAGES.values()]
+    return [one for choice in chosen for one in (choice.values() if isinstance(choice, dict) else [choice])]
+
+
+def modules_with_whole_configurations() -> list[Path]:
+    """The trainer's modules that name a command's configuration, or what several of these have in common, and not only
+    a group of their options. Modules of options are not counted.
+    """
+    bases = {base for one in configurations() for base in one.__mro__ if issubclass(base, RunConfig)}
+    whole = {base.__name__ for base in bases - {RunConfig, TrainingRunConfig}}
+    modules = (
+        path
+        for path in (ROOT / "fastp3o").rglob("*.py")
+        if not {"config", "integrations"} & {*path.with_suffix("").parts}
+    )
+    return [path for path in modules if whole & named_in(path)]
+
+
+def named_in(path: Path) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
 
 
 def tokens_by_folder() -> dict[str, int]:

@@ -207,6 +207,13 @@ def test_options_are_read_as_what_they_are_and_set_in_one_place():
             assert not (isinstance(node, ast.Attribute) and node.attr == "__setattr__"), where
 
 
+def test_no_text_carries_an_object():
+    """What stands in the place of a text has a type of its own, such as those of `fastp3o.sources`."""
+    for path in PACKAGES["fastp3o"].rglob("*.py"):
+        classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        assert not [one.name for one in classes if "str" in map(ast.unparse, one.bases)], path
+
+
 def every_option() -> set[str]:
     """The names of all options of all stages, and of what configurations say beside them."""
     names: set[str] = set()

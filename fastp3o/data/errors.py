@@ -1,6 +1,7 @@
 """Errors about data that cannot be used. They name the place, what was expected and what was found."""
 
 import unicodedata
+from dataclasses import dataclass
 
 from fastp3o.errors import UserError
 
@@ -16,7 +17,7 @@ class RecordError(Exception):
         super().__init__(field, expected, got)
         self.field = f"field '{field}': " if field else ""
         self.expected = expected
-        self.got = got if isinstance(got, Found) else describe(got)
+        self.got = got.words if isinstance(got, Found) else describe(got)
 
     @property
     def reason(self) -> str:
@@ -27,8 +28,14 @@ class RecordError(Exception):
         return DataError(f"{file} record {number}{' ' if self.field else ': '}{self.reason}, got {self.got}")
 
 
-class Found(str):
+@dataclass(frozen=True, repr=False)
+class Found:
     """Words for a value that was found, in place of those of `describe`."""
+
+    words: str
+
+    def __repr__(self) -> str:
+        return repr(self.words)
 
 
 MISSING = Found("nothing: the field is missing")

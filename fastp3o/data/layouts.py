@@ -43,7 +43,7 @@ class Layout:
 def text(record: Fields, field: str, name: str | None = None) -> str:
     """The string in a field. name: the field's name in errors, if it is nested."""
     value, name = record.get(field, MISSING), name or field
-    if not isinstance(value, str) or value is MISSING or is_blank(value):
+    if not isinstance(value, str) or is_blank(value):
         raise RecordError(name, "text", value)
     try:
         value.encode()

@@ -36,6 +36,7 @@ from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
 from fastp3o.files import naming
 from fastp3o.runtime.clock import Clock
+from fastp3o.sources import Source
 
 BATCH = 1000  # records tokenised at once
 IDS = List(Value("int32"))
@@ -95,7 +96,7 @@ Loaded = tuple[Dataset, DataReport]
 
 
 def load_prompts(
-    source: str, tokenizer: Tokenizer, *, columns: Asked | None = None, as_given: bool = False, **options: Any
+    source: Source, tokenizer: Tokenizer, *, columns: Asked | None = None, as_given: bool = False, **options: Any
 ) -> Loaded:
     """The prompts of any layout (README.md lists them), for the online stage, and the report.
 
@@ -120,19 +121,19 @@ def load_prompts(
 # response longer than `max_response_tokens` loses its end and is counted; any other ends with an end-of-sequence token.
 
 
-def load_demonstrations(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
+def load_demonstrations(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one. Plain text, the field
     `text`, is the response to the tokens that the tokenizer puts first, or to its own first token.
     """
     return Loader(tokenizer, {"response_ids": IDS}, DEMONSTRATION_LAYOUTS, **options).load(source)
 
 
-def load_preferences(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
+def load_preferences(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`chosen_ids`, `rejected_ids`. A record whose two responses are equal, also once truncated, cannot be used."""
     return Loader(tokenizer, {"chosen_ids": IDS, "rejected_ids": IDS}, **options).load(source)
 
 
-def load_rankings(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
+def load_rankings(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model. `margin`
     (float64): by how much the chosen response of a preference is better, 0 if the record has none. `probability`
     (float64): that it is better, 1 if the record has none.
@@ -141,7 +142,7 @@ def load_rankings(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
     return Loader(tokenizer, {"ranked_ids": List(IDS)}, RANKINGS, labels, **options).load(source)
 
 
-def load_unpaired_preferences(source: str, tokenizer: Tokenizer, **options: Any) -> Loaded:
+def load_unpaired_preferences(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
     """`response_ids` and `desirable` (bool), for KTO: `prompt, completion, label` with a boolean label."""
     labels = {"desirable": (Value("bool"), desirable)}
     return Loader(tokenizer, {"response_ids": IDS}, UNPAIRED_PREFERENCES, labels, **options).load(source)
@@ -198,7 +199,7 @@ class Loader:
 
     # --- the data set -------------------------------------------------------------------------------------------------
 
-    def load(self, source: str) -> Loaded:
+    def load(self, source: Source) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
         """

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-from fastp3o.config import Named
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.errors import UserError
+from fastp3o.sources import InMemory, Source
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
@@ -47,14 +47,14 @@ class Record(NamedTuple):
     content: object
 
 
-def read_records(source: str, split: str) -> Iterator[Record]:
+def read_records(source: Source, split: str) -> Iterator[Record]:
     """The records of local files, or of a split of a hub data set; several sources, separated by commas, follow one
     another. Raises DataError if `source` cannot be read.
     """
-    if isinstance(source, Named):  # a Dataset, or any other records that can be read twice
+    if isinstance(source, InMemory):  # a Dataset, or any other records that can be read twice
         if split != WHOLE:
             raise DataError(f"{source}: there is no split '{split}' of records in memory: take those of the split")
-        yield from (Record(str(source), *record) for record in enumerate(dataset_records(source.content), 1))
+        yield from (Record(str(source), *record) for record in enumerate(dataset_records(source.value), 1))
         return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):

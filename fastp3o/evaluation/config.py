@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from fastp3o.config import LARGEST_INT, EnvironmentConfig, Rule, option, required
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import ENVIRONMENT_RULES, JUDGE, LanguageJudgeConfig, RemoteConfig, reward_names
+from fastp3o.sources import Source
 
 JUDGED = "keep=judged"
 
@@ -79,7 +80,7 @@ class WinRateConfig(JudgeConfig, SamplingConfig):
         return [name.strip() for name in str(self.models).split(",")]
 
     @property
-    def scorers(self) -> list[str]:
+    def scorers(self) -> list[Source]:
         return [self.reward] if self.reward else []
 
 
@@ -104,5 +105,5 @@ class EvaluateConfig(SamplingConfig):
             raise UserError("--greedy gives one response to each prompt: leave out --responses_per_prompt")
 
     @property
-    def scorers(self) -> list[str]:
+    def scorers(self) -> list[Source]:
         return reward_names(self.reward)

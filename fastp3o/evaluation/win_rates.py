@@ -77,7 +77,7 @@ def respond(
     precision = choose_precision("auto", automatic="fp16")
     context = Context(Accelerator(), precision, tokenizer, None)
     choose_attention(config.attention, context.device)
-    rewards = {name: load_named_reward(context, config, config, name, prompts) for name in config.scorers}
+    rewards = {str(name): load_named_reward(context, config, config, name, prompts) for name in config.scorers}
     if isinstance(config, EvaluateConfig) and (compare := [name for name in rewards if compares(rewards[name])]):
         raise UserError(
             f"--reward {compare[0]} compares responses with others, as `fastp3o win_rate` does: it has no mean"

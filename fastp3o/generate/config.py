@@ -5,6 +5,7 @@ from typing import Literal
 from fastp3o.config import Flags, PrecisionName, RunConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
+from fastp3o.sources import Source
 
 JUDGED = "judged"  # by verdicts; all others by rewards
 PAIRS = ("rso", "rs_dpo", JUDGED, "revised_pairs")
@@ -118,7 +119,7 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
             )
 
     @property
-    def scorers(self) -> list[str]:
+    def scorers(self) -> list[Source]:
         return [self.reward] if self.reward else []
 
     @classmethod

@@ -8,10 +8,10 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from fastp3o.config import Named
 from fastp3o.errors import UserError
 from fastp3o.files import read_text
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.sources import InMemory
 
 # Of a principle in words.
 REQUESTS = {"critique": "Criticise your response by this principle: ", "revision": "Rewrite it to follow this one: "}
@@ -50,4 +50,4 @@ def revising(config: GenerateConfig, *, chats: bool, room: int) -> GenerateConfi
     turns = {"max_turns": 1 + 2 * rounds, "max_turn_tokens": config.max_response_tokens, "max_response_tokens": room}
     role = {"observation_role": "user" if chats else "text"}
     changes: dict[str, Any] = turns | role | {"keep": "none", "principles": None, "revisions": 1}
-    return replace(config, environment=Named("principles", Principles), **changes)
+    return replace(config, environment=InMemory("principles", Principles), **changes)

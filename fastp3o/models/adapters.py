@@ -13,11 +13,12 @@ from fastp3o.models.checkpoint_files import at, dtypes_of_floats, errors_naming,
 from fastp3o.models.load_report import listed
 from fastp3o.models.merging import ADAPTER
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
+from fastp3o.sources import ModelSource
 
 TRIED = 50  # trained tokens of a trial
 
 
-def with_adapters(model: Any, name: str) -> Any:
+def with_adapters(model: Any, name: ModelSource) -> Any:
     """The model with LoRA adapters merged into it. A model on the meta device gets the merged model's parameters.
 
     Raises ValueError for adapters of another kind, for missing adapters (peft only warns), for adapters that do not
@@ -28,7 +29,7 @@ def with_adapters(model: Any, name: str) -> Any:
     with errors_naming(name):
         (file,) = weight_files(name)  # peft would load other formats
         dtypes_of_floats(file)
-        config: Any = PeftConfig.from_pretrained(name, **at(name))
+        config: Any = PeftConfig.from_pretrained(str(name), **at(name))
         if config.peft_type != "LORA":
             raise UserError(f"it is an adapter of the kind {config.peft_type.value}, and only those of LoRA are merged")
         config.task_type = None  # a reward model may begin with a language model's adapters
@@ -52,10 +53,10 @@ def with_adapters(model: Any, name: str) -> Any:
         return merged
 
 
-def read_adapters(adapted: Any, name: str, file: Path) -> None:
+def read_adapters(adapted: Any, name: ModelSource, file: Path) -> None:
     """Reads the file of adapters. Raises ValueError if it lacks adapters of the model or has others."""
     try:
-        result = adapted.load_adapter(name, ADAPTER, is_trainable=False, **at(name))
+        result = adapted.load_adapter(str(name), ADAPTER, is_trainable=False, **at(name))
     except KeyError as error:  # of a module that was trained whole
         raise UserError(f"{file} lacks {error.args[0]}") from error
     lacking, others = (

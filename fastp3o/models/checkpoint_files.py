@@ -24,8 +24,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from fastp3o.config import Named, Revised
 from fastp3o.errors import UserError
+from fastp3o.sources import HubRef, InMemory, ModelSource, revised
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -33,39 +33,39 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def at(name: str) -> dict[str, Any]:
+def at(name: ModelSource) -> dict[str, Any]:
     """The keyword argument of hub functions that selects the revision of a name."""
-    return {"revision": name.revision} if isinstance(name, Revised) else {}
+    return {"revision": name.revision} if isinstance(name, HubRef) else {}
 
 
-def base_model_name(name: str) -> str:
+def base_model_name(name: ModelSource) -> ModelSource:
     """The model that LoRA adapters belong to; a model without adapters is its own base."""
-    if isinstance(name, Named):
+    if isinstance(name, InMemory):
         return name
     with errors_naming(name):
-        if find_adapter_config_file(name, **at(name)) is None:
+        if find_adapter_config_file(str(name), **at(name)) is None:
             return name
         from peft import PeftConfig
 
-        config = PeftConfig.from_pretrained(name, **at(name))
-        base = config.base_model_name_or_path
+        config = PeftConfig.from_pretrained(str(name), **at(name))
+        base: ModelSource = config.base_model_name_or_path or ""
         if not base:
             raise UserError("its adapter_config.json names no base model (base_model_name_or_path)")
-        if no_such_folder(base):
+        if no_such_folder(str(base)):
             raise UserError(f"its adapter_config.json names the base model {base}, and there is no such folder")
-        if config.revision and not Path(base).exists():
-            base = Revised(base, config.revision)
-        if find_adapter_config_file(base, **at(base)) is not None:
+        if not Path(str(base)).exists():
+            base = revised(str(base), config.revision)
+        if find_adapter_config_file(str(base), **at(base)) is not None:
             raise UserError(f"its adapter_config.json names the base model {base}, which is itself an adapter")
         return base
 
 
-def load_config(name: str, trust_remote_code: bool, **settings: Any) -> PretrainedConfig:
+def load_config(name: ModelSource, trust_remote_code: bool, **settings: Any) -> PretrainedConfig:
     """The configuration of a checkpoint. settings: values that replace its own."""
-    if isinstance(name, Named):
-        return name.content.config(**settings)
+    if isinstance(name, InMemory):
+        return name.value.config(**settings)
     base = base_model_name(name)
-    return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **at(base), **settings)
+    return AutoConfig.from_pretrained(str(base), trust_remote_code=trust_remote_code, **at(base), **settings)
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -95,15 +95,16 @@ def no_such_folder(name: str) -> bool:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def weight_files(name: str) -> list[Path]:
+def weight_files(name: ModelSource) -> list[Path]:
     """The files of a model's weights, or of LoRA adapters without their base; those of a hub model are downloaded.
     Raises ValueError if they are not safetensors: other formats can hold code, and loading may run it.
     """
     whole = base_model_name(name) == name
     for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if whole else (ADAPTER_SAFE_WEIGHTS_NAME,):
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name))
+        path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **at(name))
         if path is not None:
-            files = get_checkpoint_shard_files(name, path, **at(name))[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
+            whole_file = file != SAFE_WEIGHTS_INDEX_NAME
+            files = [path] if whole_file else get_checkpoint_shard_files(str(name), path, **at(name))[0]
             return [Path(file) for file in files]
     raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
@@ -120,29 +121,29 @@ def dtypes_of_floats(file: Path) -> set[str]:
         return set(dtypes.values())
 
 
-def has_tokenizer(name: str) -> bool:
+def has_tokenizer(name: ModelSource) -> bool:
     """Whether there are tokenizer files. Without them transformers invents an empty tokenizer for some models."""
     return any(has_file(name, file) for file in TOKENIZER_FILES)
 
 
-def has_file(name: str, file: str) -> bool:
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name)) is not None
+def has_file(name: ModelSource, file: str) -> bool:
+    return cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **at(name)) is not None
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def errors_naming(name: str) -> Iterator[None]:
+def errors_naming(name: ModelSource) -> Iterator[None]:
     """Turns errors of transformers, safetensors and the hub, which have no common base class, into a one-line
     ValueError that names the model and, if a file of weights is broken, that file.
     """
-    path = Path(name)
+    path = Path(str(name))
     if gguf := gguf_file(path):
         raise UserError(f"cannot load {name}: GGUF files hold rounded weights for inference. {converted(gguf)}")
     if path.is_file():
         raise UserError(f"cannot load {name}: it is a file, and models are folders")
-    if no_such_folder(name) and not isinstance(name, Named):
+    if no_such_folder(str(name)) and not isinstance(name, InMemory):
         raise UserError(f"cannot load {name}: there is no such folder")
     try:
         yield

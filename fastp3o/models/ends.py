@@ -5,21 +5,23 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from fastp3o.config import Named
 from fastp3o.data.encoding import ResponseEnds, response_ends, special_tokens
 from fastp3o.models.checkpoint_files import at, base_model_name, errors_naming, has_file, load_config
+from fastp3o.sources import InMemory, ModelSource
 
 
-def checkpoint_ends(name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> ResponseEnds:
+def checkpoint_ends(
+    name: ModelSource, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> ResponseEnds:
     """The tokens that end a checkpoint's responses: those of its generation_config, or of its configuration if it has
     none. LoRA adapters use those of their base. Raises ValueError if these files cannot be read.
     """
-    if isinstance(name, Named) and name.content.model.can_generate():
-        return response_ends(tokenizer, name.content.model.generation_config)
+    if isinstance(name, InMemory) and name.value.model.can_generate():
+        return response_ends(tokenizer, name.value.model.generation_config)
     base = base_model_name(name)
     with errors_naming(base):
-        if not isinstance(base, Named) and has_file(base, GENERATION_CONFIG_NAME):
-            return response_ends(tokenizer, GenerationConfig.from_pretrained(base, **at(base)))
+        if not isinstance(base, InMemory) and has_file(base, GENERATION_CONFIG_NAME):
+            return response_ends(tokenizer, GenerationConfig.from_pretrained(str(base), **at(base)))
         return response_ends(tokenizer, load_config(base, trust_remote_code).get_text_config())
 
 

@@ -15,10 +15,11 @@ from fastp3o.models.sharding import loading_device
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import wider_precision
 from fastp3o.runtime.processes import on_main_process
+from fastp3o.sources import ModelSource
 
 
 def load_held(
-    context: Context, load: Callable[..., PackedModel], name: str, *, dtype: torch.dtype, **options: Any
+    context: Context, load: Callable[..., PackedModel], name: ModelSource, *, dtype: torch.dtype, **options: Any
 ) -> PackedModel:
     """A model that does not train, before it is spread over the processes: with weights in this dtype, or wider ones
     where that is fp16, which nobody has named and which does not hold it in a trial of a few tokens. All processes get
@@ -47,7 +48,7 @@ def load_held(
     return load(name, dtype=wider.weights, **options)
 
 
-def load_frozen_policy(context: Context, config: PolicyConfig, name: str) -> PackedModel:
+def load_frozen_policy(context: Context, config: PolicyConfig, name: ModelSource) -> PackedModel:
     """A policy that does not train, before it is spread over the processes."""
     frozen = load_held(
         context,

@@ -9,6 +9,7 @@ from threading import get_ident
 from typing import Any
 
 from fastp3o.errors import UserError
+from fastp3o.sources import ModelSource
 
 NAMED = 3  # weights or tokens in an error
 
@@ -31,7 +32,7 @@ def without_report() -> Iterator[None]:
 
 
 def require_whole(
-    name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
+    name: ModelSource, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
 ) -> None:
     """Raises ValueError unless the checkpoint has exactly the weights of the model: missing ones would be random."""
     if reason := missing(loading, may_lack, may_exceed):

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from fastp3o.config import Named
 from fastp3o.errors import UserError
 from fastp3o.models.adapters import with_adapters
 from fastp3o.models.checkpoint_files import (
@@ -33,6 +32,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.preference import MARKER, begin_head, preference_dim
 from fastp3o.models.quantized import checked, quantized_loading
 from fastp3o.models.sharding import computed_in, is_main_process, number_of_processes
+from fastp3o.sources import HubRef, InMemory, ModelSource
 
 CPU = torch.device("cpu")
 HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -44,7 +44,7 @@ NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise"
 
 
 def load_policy(
-    name: str,
+    name: ModelSource,
     *,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
@@ -64,11 +64,11 @@ def load_policy(
     quantized = quantized_options(name, base, quantize)
     if not is_main_process():
         model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
-        if isinstance(name, Named):
-            name.content.copy_generation_config(model)
+        if isinstance(name, InMemory):
+            name.value.copy_generation_config(model)
         else:
             with suppress(OSError):  # it has none of its own
-                model.generation_config = GenerationConfig.from_pretrained(base, **at(base))
+                model.generation_config = GenerationConfig.from_pretrained(str(base), **at(base))
         if base != name:
             model = with_adapters(model, name)
         return PackedModel(named(model, name, base))
@@ -85,24 +85,25 @@ def load_policy(
         return require_trainable(policy, name) if trains else policy
 
 
-def quantized_options(name: str, base: str, quantize: str | None) -> dict[str, Any]:
+def quantized_options(name: ModelSource, base: ModelSource, quantize: str | None) -> dict[str, Any]:
     """The arguments that load a quantized model; none if `quantize` is None."""
     if quantize is not None and base != name:
         raise UserError(f"--quantize needs a whole model, and {name} is an adapter: pass the merged model")
     return {} if quantize is None else quantized_loading(quantize)
 
 
-def named(model: Any, name: str, base: str) -> Any:
+def named(model: Any, name: ModelSource, base: ModelSource) -> Any:
     """Sets the model's name to that of the checkpoint that holds its weights, or to none if adapters were merged into
     it.
     """
-    start = name.content.model.name_or_path if isinstance(name, Named) else base
+    start = name.value.model.name_or_path if isinstance(name, InMemory) else str(base)
     model.name_or_path = start if base == name else ""
+    model.revision_loaded = base.revision if base == name and isinstance(base, HubRef) else None
     return model
 
 
 def load_reward_model(
-    name: str,
+    name: ModelSource,
     *,
     new_head: bool = False,
     vector_size: int = 0,
@@ -159,7 +160,7 @@ def load_reward_model(
         return require_packable(scorer, name)
 
 
-def stored_vector_size(name: str, *, trust_remote_code: bool = False) -> int:
+def stored_vector_size(name: ModelSource, *, trust_remote_code: bool = False) -> int:
     """The size of a preference model's vectors, by its configuration; 0 for every other model. Raises ValueError if the
     configuration cannot be read.
     """
@@ -167,7 +168,7 @@ def stored_vector_size(name: str, *, trust_remote_code: bool = False) -> int:
         return preference_dim(load_config(name, trust_remote_code))
 
 
-def require_same_kind(name: str, stored: int, expected: int) -> None:
+def require_same_kind(name: ModelSource, stored: int, expected: int) -> None:
     """Raises ValueError for a preference model of another size than expected, 0 for a model that gives scores."""
     if stored and stored != expected:
         needed = f"vectors of {expected} are" if expected else "a score is"
@@ -178,28 +179,30 @@ def require_same_kind(name: str, stored: int, expected: int) -> None:
 # --- weights, and models without them ---------------------------------------------------------------------------------
 
 
-def from_checkpoint(model_class: Any, name: str, as_stored: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
+def from_checkpoint(model_class: Any, name: ModelSource, as_stored: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Loads a model without dropout or router noise. Also returns transformers' lists of missing, unexpected and
     mismatched weights.
     """
     with errors_naming(name), without_report():
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
-        if isinstance(name, Named):
+        if isinstance(name, InMemory):
             labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
-            return name.content.copied(model_class, name.content.config(**off, **labels), **options)
+            return name.value.copied(model_class, name.value.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
-            GenerationConfig.from_pretrained(name, **at(name))  # transformers ignores one that it cannot read
+            GenerationConfig.from_pretrained(str(name), **at(name))  # transformers ignores one that it cannot read
         # First, since transformers would load other formats.
         stored = {dtype for file in weight_files(name) for dtype in dtypes_of_floats(file)}
         dtype = HALF.get(stored.pop()) if as_stored and len(stored) == 1 and number_of_processes() > 1 else None
         loaded = off | options | ({} if dtype is None else {"dtype": dtype})
         reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, loading = model_class.from_pretrained(name, **reported, **at(name), **loaded)
+        model, loading = model_class.from_pretrained(str(name), **reported, **at(name), **loaded)
         built = model if dtype is None else with_weights_of(model, without_weights(model_class, name, **options))
         return built, loading
 
 
-def without_weights(model_class: Any, name: str, dtype: torch.dtype, trust_remote_code: bool, **settings: int) -> Any:
+def without_weights(
+    model_class: Any, name: ModelSource, dtype: torch.dtype, trust_remote_code: bool, **settings: int
+) -> Any:
     """Builds the model of `from_checkpoint` with parameters on the meta device."""
     with errors_naming(name):
         off = noise_off(load_config(name, trust_remote_code).to_dict())
@@ -241,7 +244,7 @@ def noise_off(config: dict[str, Any]) -> dict[str, Any]:
 # --- weights that are not finite --------------------------------------------------------------------------------------
 
 
-def require_finite_weights(name: str, model: nn.Module) -> None:
+def require_finite_weights(name: ModelSource, model: nn.Module) -> None:
     """Raises ValueError for weights that are NaN or infinite, including those that no token of a trial would use."""
     bad = [
         key
@@ -252,14 +255,14 @@ def require_finite_weights(name: str, model: nn.Module) -> None:
         dtype = next(model.parameters()).dtype
         stored = largest_stored(name, bad[0])
         if dtype == torch.float16 and stored is not None and isfinite(stored):
-            raise OverflowsError(name, Overflow(f"the weight {bad[0]}", stored))
+            raise OverflowsError(str(name), Overflow(f"the weight {bad[0]}", stored))
         raise UserError(f"the checkpoint {name} has weights that are NaN or infinite in {dtype}: {listed(bad)}")
 
 
-def largest_stored(name: str, key: str) -> float | None:
+def largest_stored(name: ModelSource, key: str) -> float | None:
     """The largest absolute value of a weight as stored in the checkpoint; None if it has no weight of this name."""
-    if isinstance(name, Named):
-        weights = name.content.model.state_dict()
+    if isinstance(name, InMemory):
+        weights = name.value.model.state_dict()
         return float(weights[key].float().abs().max()) if key in weights else None
     for file in weight_files(name):
         with safe_open(file, framework="pt") as weights:

@@ -17,6 +17,7 @@ from fastp3o.models.overflow import Overflow, not_finite_error, overflow, weight
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, vectors
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.sources import ModelSource
 
 SLIDING = "sliding_attention"
 ISOLATING_LAYERS = {"full_attention", SLIDING}
@@ -32,7 +33,7 @@ def logprob_tolerance(model: PackedModel, dtype: torch.dtype) -> float:
     return TOLERANCE[dtype] / min(1.0, model.temperature)
 
 
-def require_packable(model: PackedModel, name: str) -> PackedModel:
+def require_packable(model: PackedModel, name: ModelSource) -> PackedModel:
     """Returns the model after a check of its layers and a trial on a few tokens. Raises ValueError, with the reason if
     it is known, if a packed row gives other results than its single responses.
     """
@@ -54,7 +55,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     difference = (trial.packed - trial.single).abs().mean().item()
     if not isfinite(difference):
         with on_trial(model) as (_, row):
-            raise not_finite_error(model, row, name)
+            raise not_finite_error(model, row, str(name))
     if difference > TOLERANCE[inner.dtype]:
         off = f"they get other results than alone (off by {difference:.2g} on average)"
         raise UserError(f"{refused}{off}: it looks beyond segments, or changes logits behind the head")
@@ -71,10 +72,10 @@ def require_finite_logprobs(model: PackedModel, name: str) -> None:
     """Raises UserError, with the place where they arise, if the trial's log-probabilities are NaN or infinite."""
     with on_trial(model) as (run, row):
         if not run(model, row).isfinite().all():
-            raise not_finite_error(model, row, name)
+            raise not_finite_error(model, row, str(name))
 
 
-def require_trainable(model: PackedModel, name: str) -> PackedModel:
+def require_trainable(model: PackedModel, name: ModelSource) -> PackedModel:
     """Returns the model after a trial in training mode. Raises ValueError if it then computes other results."""
     with on_trial(model) as (run, row):
         noise = (run(model.train(), row) - run(model.eval(), row)).abs().mean().item()

@@ -71,7 +71,7 @@ def adapter_config(model: PreTrainedModel) -> Any:
     """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter."""
     config: Any = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base_name(model), True
-    config.revision = getattr(model.name_or_path, "revision", None)
+    config.revision = getattr(model, "revision_loaded", None)  # a model that others loaded has none
     for targets in ("target_modules", "target_parameters"):
         if isinstance(names := getattr(config, targets, None), set):
             # A set has another order in every process, and a resumed run writes the same bytes.

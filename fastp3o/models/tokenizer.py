@@ -8,36 +8,40 @@ from transformers import AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from fastp3o.config import Named
 from fastp3o.errors import UserError
 from fastp3o.files import read_text
 from fastp3o.models.checkpoint_files import at, errors_naming, has_file, has_tokenizer, load_config
 from fastp3o.models.load_report import listed
+from fastp3o.sources import InMemory, ModelSource
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: ModelSource, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> Tokenizer:
     """Loads the tokenizer of a model. chat_template: a file with a template that replaces the tokenizer's.
 
     Raises ValueError if there is no tokenizer, if the file cannot be read, if the tokenizer has no end-of-sequence
     token, without which responses could not end, and if it has tokens that the model lacks.
     """
-    if isinstance(name, Named):
-        tokenizer, config = copy.deepcopy(name.content.tokenizer), name.content.model.config
+    if isinstance(name, InMemory):
+        tokenizer, config = copy.deepcopy(name.value.tokenizer), name.value.model.config
         return usable_tokenizer(name, tokenizer, config, chat_template)
     with errors_naming(name):
         # First: without the network the hub's client tries for half a minute to find each file.
-        if not Path(name).is_dir() and not (has_file(name, CONFIG_NAME) or has_file(name, ADAPTER_CONFIG_NAME)):
+        if not Path(str(name)).is_dir() and not (has_file(name, CONFIG_NAME) or has_file(name, ADAPTER_CONFIG_NAME)):
             raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
         if not has_tokenizer(name):
             if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
                 raise UserError(f"it holds only an adapter: use {name}/adapter")
             raise UserError("no tokenizer files found")
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **at(name))
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **at(name))
         config = load_config(name, trust_remote_code)
     return usable_tokenizer(name, tokenizer, config, chat_template)
 
 
-def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_template: str | None) -> Tokenizer:
+def usable_tokenizer(
+    name: ModelSource, tokenizer: Any, config: PretrainedConfig, chat_template: str | None
+) -> Tokenizer:
     if chat_template:
         tokenizer.chat_template = read_text(chat_template, "chat_template")
     tokens = config.get_text_config().vocab_size
@@ -54,7 +58,12 @@ def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig, chat_t
 
 
 def require_same_vocabulary(
-    reference: str, policy: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False, role: str = "reference"
+    reference: ModelSource,
+    policy: ModelSource,
+    tokenizer: Tokenizer,
+    *,
+    trust_remote_code: bool = False,
+    role: str = "reference",
 ) -> None:
     """Raises ValueError if the reference has another vocabulary than the policy, so that its log-probs would be those
     of other tokens. tokenizer: the policy's. If the reference has no tokenizer, only the sizes are compared. role:
@@ -66,7 +75,7 @@ def require_same_vocabulary(
         there, here = (config.get_text_config().vocab_size for config in configs)
         ids = others = tokenizer.get_vocab()
         if has_tokenizer(reference):
-            others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
+            others = AutoTokenizer.from_pretrained(str(reference), trust_remote_code=trust_remote_code).get_vocab()
     if there != here:
         raise UserError(f"{expected}{there} tokens instead of {here}")
     if differing := sorted({token for token, _ in ids.items() ^ others.items()}):

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Literal
 
-from fastp3o.config import Condition, Flags, Named, Needs, Rule, option, required
+from fastp3o.config import Condition, Flags, Needs, Rule, option, required
 from fastp3o.errors import UserError
+from fastp3o.sources import InMemory, Source
 
 ENVIRONMENT = "environment"  # the reward that the environment gives
 VERDICTS = "verdicts.jsonl"  # in a run's folder; of further processes verdicts-1.jsonl, ...
@@ -90,12 +91,12 @@ class RemoteConfig(Flags):
         return self.reward_timeout or CALL_SECONDS
 
     @property
-    def scorers(self) -> list[str]:
+    def scorers(self) -> list[Source]:
         """The names of all rewards."""
         return []
 
     @property
-    def single_scorers(self) -> list[str]:
+    def single_scorers(self) -> list[Source]:
         """The same, with those of a cascade one by one."""
         return [single for name in self.scorers for single in cascaded(name)]
 
@@ -165,7 +166,7 @@ class RewardConfig(LanguageJudgeConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     section = "rewards"
-    reward: str = required(
+    reward: str | InMemory = required(
         "Reward to maximize: a reward model (folder or hub name), a function, as module:function, or a URL; "
         "comma-separated names for the weighted sum of several. In `A else B`, B rewards the responses for which A "
         "returns None."
@@ -176,7 +177,7 @@ class RewardConfig(LanguageJudgeConfig):
         needs="reward",
         python=list,
     )
-    gold_reward: str | None = option(
+    gold_reward: str | InMemory | None = option(
         None,
         "Second reward, computed only in evaluations: the true one that --reward stands for, if you have it.",
         needs="eval_prompts",
@@ -193,7 +194,7 @@ class RewardConfig(LanguageJudgeConfig):
         names = self.rewards
         if len(names) > 1 and not all(names):
             raise UserError(f"--reward must be comma-separated names, none of them empty, got {self.reward!r}")
-        if len(set(names)) < len(names):
+        if len(set(map(str, names))) < len(names):
             raise UserError(f"--reward must be different names, got {self.reward!r}")
         try:
             weights = self.weights
@@ -206,11 +207,11 @@ class RewardConfig(LanguageJudgeConfig):
             )
 
     @property
-    def scorers(self) -> list[str]:
+    def scorers(self) -> list[Source]:
         return [*self.rewards, *([self.gold_reward] if self.gold_reward else [])]
 
     @property
-    def rewards(self) -> list[str]:
+    def rewards(self) -> list[Source]:
         return reward_names(self.reward)
 
     @property
@@ -283,32 +284,32 @@ class PenaltyConfig(Flags):
 # --- names of rewards -------------------------------------------------------------------------------------------------
 
 
-def reward_names(names: str) -> list[str]:
+def reward_names(names: Source) -> list[Source]:
     """Splits the names of several rewards, separated by commas; the name of a path that exists may hold commas."""
     if not names:
         return []
-    if isinstance(names, Named):
-        return names.content if isinstance(names.content, list) else [names]
+    if isinstance(names, InMemory):
+        return names.value if isinstance(names.value, list) else [names]
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
 
 
-def cascaded(name: str) -> list[str]:
+def cascaded(name: Source) -> list[Source]:
     """The rewards of a cascade, `A else B`, or the only one."""
-    if isinstance(name, Named):
-        return [*name.content] if type(name.content) is tuple else [name]
+    if isinstance(name, InMemory):
+        return [*name.value] if type(name.value) is tuple else [name]
     return [name] if os.path.exists(name) else [part.strip() for part in name.split(" else ")]
 
 
-def short_names(names: Sequence[str]) -> list[str]:
+def short_names(names: Sequence[Source]) -> list[str]:
     """Names in metrics: the last part of a path, a URL or module:function; the whole where several have the same."""
-    last = [" else ".join(re.split("[/:]", part.rstrip("/"))[-1] for part in cascaded(name)) for name in names]
-    return [short if short and last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
+    last = [" else ".join(re.split("[/:]", str(part).rstrip("/"))[-1] for part in cascaded(name)) for name in names]
+    return [short if short and last.count(short) == 1 else str(name) for short, name in zip(last, names, strict=True)]
 
 
-def is_endpoint(name: str) -> bool:
-    return name.lower().startswith(("http://", "https://"))
+def is_endpoint(name: Source) -> bool:
+    return str(name).lower().startswith(("http://", "https://"))
 
 
-def is_function(name: str) -> bool:
+def is_function(name: Source) -> bool:
     """Whether it names a Python function, as module:function, and not a model."""
-    return ":" in name and not is_endpoint(name) and not os.path.exists(name)
+    return ":" in str(name) and not is_endpoint(name) and not os.path.exists(str(name))

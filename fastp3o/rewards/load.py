@@ -34,6 +34,7 @@ from fastp3o.rewards.verdicts import VerdictFile
 from fastp3o.rollouts.groups import make_prompts
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.processes import on_main_process
+from fastp3o.sources import Source
 
 # Options of reading prompts that a reward model of another vocabulary has in common with the policy.
 READ_ANEW = ("max_prompt_tokens", "max_characters", "chat_template_kwargs")
@@ -73,7 +74,7 @@ def load_named_reward(
     context: Context,
     remote: RemoteConfig,
     policy: PolicyConfig,
-    name: str,
+    name: Source,
     examples: Dataset,
     *,
     continues: bool = False,
@@ -93,7 +94,7 @@ def load_named_reward(
         load = partial(
             load_named_reward, context, remote, policy, continues=continues, responses_per_prompt=responses_per_prompt
         )
-        return cascade(parts, [load(part, examples, passes=part is not parts[-1]) for part in parts])
+        return cascade([*map(str, parts)], [load(part, examples, passes=part is not parts[-1]) for part in parts])
     reward = load_judge(context, remote, policy) if name == JUDGE else load_one(context, remote, policy, name)
     if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
         reward.passes = passes
@@ -109,7 +110,7 @@ def load_named_reward(
     return reward
 
 
-def load_one(context: Context, remote: RemoteConfig, policy: PolicyConfig, name: str) -> Reward:
+def load_one(context: Context, remote: RemoteConfig, policy: PolicyConfig, name: Source) -> Reward:
     """A reward by its name alone, with the run's settings."""
     reading = policy.reading
     return load_reward(
@@ -127,7 +128,7 @@ def load_one(context: Context, remote: RemoteConfig, policy: PolicyConfig, name:
     )
 
 
-def say_what_is_odd(context: Context, policy: PolicyConfig, name: str, reward: Reward) -> None:
+def say_what_is_odd(context: Context, policy: PolicyConfig, name: Source, reward: Reward) -> None:
     """Prints what is special about a reward, and checks that the model of one can read the longest sequences."""
     if isinstance(reward, RelativeReward):
         which = ", all of them for one pass a response," if isinstance(reward, PreferenceModelReward) else ""

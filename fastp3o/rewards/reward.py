@@ -16,7 +16,7 @@ from transformers.utils.logging import get_logger
 
 from fastp3o.calls.endpoint import EndpointError
 from fastp3o.calls.function import FunctionError, FunctionInterruptedError
-from fastp3o.config import EnvironmentConfig, Named
+from fastp3o.config import EnvironmentConfig
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, stored_vector_size
 from fastp3o.models.packed_model import PackedModel
@@ -35,6 +35,7 @@ from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o.runtime.finiteness import NotFiniteError, require_finite
 from fastp3o.runtime.precision import wider_precision
+from fastp3o.sources import InMemory, Source
 from fastp3o_kernels.losses import overlong_penalty
 
 logger = get_logger(__name__)
@@ -50,7 +51,7 @@ PAIR_REWARDS = "pair_rewards"
 
 
 def load_reward(
-    name: str,
+    name: Source,
     policy_tokenizer: PreTrainedTokenizerBase,
     *,
     dtype: torch.dtype,
@@ -64,14 +65,14 @@ def load_reward(
     or a preference model.
     load: what loads a reward model. remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
-    if isinstance(name, Named) and not isinstance(name.content, LoadedModel):
-        return name.content
+    if isinstance(name, InMemory) and not isinstance(name.value, LoadedModel):
+        return name.value
     if name == ENVIRONMENT and isinstance(remote, EnvironmentConfig) and remote.environment:
         return EnvironmentReward(load_environments(remote).weights)
     if is_endpoint(name):
-        return RemoteReward(name, remote or RemoteConfig())
+        return RemoteReward(str(name), remote or RemoteConfig())
     if is_function(name):
-        return load_function(name, (remote or RemoteConfig()).call_seconds)
+        return load_function(str(name), (remote or RemoteConfig()).call_seconds)
     device = loading_device(settings["device"], settings.get("mesh"))
     size = stored_vector_size(name, trust_remote_code=trust_remote_code)
     model = load(name, vector_size=size, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -86,15 +87,15 @@ def load_reward(
     return reward
 
 
-def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
+def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str, Any]:
     """Options of `load_prompts`: columns that rewards and environment ask for, with their asker; whether records are
     kept as they are, for those that take chats; and the role of observations that are messages.
     """
     singles = [single for several in names for single in cascaded(several)]
     objects = {
-        name: name.content if isinstance(name, Named) else load_function(name)
+        name: name.value if isinstance(name, InMemory) else load_function(str(name))
         for name in singles
-        if isinstance(name, Named) or is_function(name)
+        if isinstance(name, InMemory) or is_function(name)
     }
     functions = {name: reward for name, reward in objects.items() if isinstance(reward, UserFunction)}
     models = [name for name in singles if isinstance(objects.get(name), LoadedModel)]

@@ -44,7 +44,7 @@ class Training:
 
     def card(self, *, classifies: bool, adapter: bool) -> str:
         """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward model."""
-        config, start = self.config, self.config.model
+        config, start = self.config, str(self.config.model)
         objective = str(config.values().get("objective", self.stage))
         base, license = ancestry(start)
         more_tags = [*([] if self.stage == "SFT" else ["rlhf"]), *(["lora"] if adapter else [])]
@@ -69,16 +69,16 @@ class Training:
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
         rewards = [part for name in reward_names(config.values().get("reward") or "") for part in cascaded(name)]
-        base, license = ancestry(config.model)
-        through = "" if hub_name(config.model) or base is None else f"{base}, by way of "
+        base, license = ancestry(str(config.model))
+        through = "" if hub_name(str(config.model)) or base is None else f"{base}, by way of "
         terms = license.get("license_name") or license.get("license")
         named = {
-            "base model": [through + public_name(config.model)],
+            "base model": [through + public_name(str(config.model))],
             "its license": [" ".join(filter(None, [terms, license.get("license_link")]))] if terms else [],
             "its revision": [config.model_revision] if config.model_revision else [],
             "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [public_name(name) for name in data_names(config)],
-            "reward": ["a Python function" if is_function(name) else public_name(name) for name in rewards],
+            "reward": ["a Python function" if is_function(name) else public_name(str(name)) for name in rewards],
             "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
             "made by": [f"fastp3o {__version__}"],
         }
@@ -113,7 +113,7 @@ def table(first: str, second: str, rows: dict[str, Any]) -> str:
 
 
 def data_names(config: StageConfig) -> list[str]:
-    values = [value for option in DATA if (value := config.values().get(option))]
+    values = [str(value) for option in DATA if (value := config.values().get(option))]
     return [name.strip() for value in values for name in ([value] if Path(value).exists() else value.split(","))]
 
 

@@ -16,9 +16,9 @@ from datasets import Dataset
 from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from fastp3o.config import Named
 from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import ENVIRONMENT, JUDGE, cascaded, is_endpoint, is_function, reward_names
+from fastp3o.sources import InMemory, ModelSource, revised
 
 MODELS = ("model", "reference", "rival", "reward", "gold_reward")
 TEXTS = ("prefix", "principles", "judge_principles", "judge_template")  # files
@@ -39,7 +39,7 @@ def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | No
     """
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     if environment := options.get("environment"):
-        fingerprints["environment" + FUNCTION] = function_fingerprint(environment)
+        fingerprints["environment" + FUNCTION] = function_fingerprint(str(environment))
     for option in TEXTS:
         if path := options.get(option):
             fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -49,34 +49,36 @@ def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | No
             key = option if len(names) == 1 else f"{option} {name}"
             if name == JUDGE and options.get("judge_model"):
                 fingerprints[key] = ENDPOINT if options.get("judge_url") else model_fingerprint(options["judge_model"])
-            elif is_function(name):
-                fingerprints[key + FUNCTION] = function_fingerprint(name)
+            elif is_function(str(name)):
+                fingerprints[key + FUNCTION] = function_fingerprint(str(name))
             else:
-                fingerprints[key] = ENDPOINT if is_endpoint(name) else model_fingerprint(name)
+                fingerprints[key] = ENDPOINT if is_endpoint(str(name)) else model_fingerprint(name)
     return fingerprints
 
 
-def names_in(options: Mapping[str, Any], option: str) -> list[str]:
+def names_in(options: Mapping[str, Any], option: str) -> list[ModelSource]:
     """The models and functions that an option names."""
     value = options.get(option)
+    if option == "model" and value:
+        return [revised(value, options.get("model_revision"))]
     names = reward_names(value) if value and option == "reward" else [value] if value else []
     return [single for name in names for single in cascaded(name)]
 
 
-def model_fingerprint(name: str) -> str:
+def model_fingerprint(name: ModelSource) -> str:
     """The hash of the weights, settings, tokenizer and code of a folder or hub model. LoRA adapters include their base
     model. Raises ValueError if one of them cannot be read.
 
     A block of every tensor is read, or all of a smaller one. Training that moves only other parts of a large tensor,
     such as single rows of an embedding, goes unnoticed. So does a change of code in another hub model.
     """
-    if isinstance(name, Named):
-        return name.content.fingerprint()
+    if isinstance(name, InMemory):
+        return name.value.fingerprint()
     digest = hashlib.sha256()
     with errors_naming(name):
         # All of these are downloaded from the hub, so that the hash does not depend on what was loaded before.
         wanted = {"allow_patterns": [*SETTINGS, CODE], "local_files_only": constants.HF_HUB_OFFLINE, **at(name)}
-        folder = name if os.path.isdir(name) else snapshot_download(name, **wanted)
+        folder = str(name) if os.path.isdir(str(name)) else snapshot_download(str(name), **wanted)
         settings = sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
         for path in settings:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())

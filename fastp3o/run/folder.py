@@ -11,7 +11,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from fastp3o.config import Named, RunConfig
+from fastp3o.config import RunConfig
 from fastp3o.errors import UserError
 from fastp3o.files import (
     LEFTOVER,
@@ -28,6 +28,7 @@ from fastp3o.run import names
 from fastp3o.run.fingerprints import MODELS, names_in
 from fastp3o.run.manifest import MANIFEST
 from fastp3o.runtime.processes import on_main_process
+from fastp3o.sources import InMemory
 
 OURS = re.compile(
     rf"{names.CONFIG}|{'|'.join(names.LOGS)}|{MANIFEST}|{names.REFERENCE}|{names.SAMPLES}|{names.KEPT}|"
@@ -67,8 +68,9 @@ def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     for option in MODELS:
         for name in names_in(config.values(), option):
-            inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
-            if inside and not isinstance(name, Named):
+            path = Path(str(name))
+            inside = path.exists() and path.resolve().is_relative_to(folder.resolve())
+            if inside and not isinstance(name, InMemory):
                 place = f"--output_dir {folder}, where this run writes its own models"
                 raise UserError(f"--{option} {name} lies in {place}: name another --output_dir")
     if not folder.exists():

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.calls.function import FunctionError
-from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, Named, StageConfig
+from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, StageConfig
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.objectives.config.base import OnlineConfig
@@ -28,6 +28,7 @@ from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
 from fastp3o.runtime.context import Callback, Caller
 from fastp3o.script import let_segments_grow
+from fastp3o.sources import InMemory, Source
 from fastp3o.training import loop as online
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
@@ -41,7 +42,7 @@ CALLBACKS = ("on_update", "on_evaluation")
 SAME, OTHERWISE = ("lora_alpha", "lora_dropout", "use_rslora"), ("r", "target_modules")
 FOLLOWING = ("task_type", "inference_mode", "base_model_name_or_path", "peft_version")
 
-Source = str | Iterable[Mapping[str, Any]]
+DataSource = str | Iterable[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any] | PreTrainedModel
 
 
@@ -58,11 +59,11 @@ class Objects(TypedDict, total=False):
 
     model: str | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    prompts: Source
-    eval_prompts: Source | Mapping[str, Source]
-    train_data: Source
-    eval_data: Source | Mapping[str, Source]
-    ptx_data: Source
+    prompts: DataSource
+    eval_prompts: DataSource | Mapping[str, DataSource]
+    train_data: DataSource
+    eval_data: DataSource | Mapping[str, DataSource]
+    ptx_data: DataSource
     environment: str | type
     reward: RewardSource | Sequence[RewardSource]
     gold_reward: RewardSource
@@ -156,10 +157,10 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
         elif option == "environment":
             name = f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else type(value).__name__
-            named[option] = Named(name, value)
+            named[option] = InMemory(name, value)
         elif option in EVALUATION_DATA and isinstance(value, Mapping):
             sets = {name: part if isinstance(part, str) else records(name, part) for name, part in value.items()}
-            named[option] = Named(f"<{option}>", sets)
+            named[option] = InMemory(f"<{option}>", sets)
         elif option in DATA:
             named[option] = records(option, value)
         elif option in REWARDS:
@@ -195,7 +196,7 @@ def lora_options(config: StageConfig, lora: Any) -> dict[str, Any]:
     return chosen
 
 
-def records(option: str, content: Any) -> Named:
+def records(option: str, content: Any) -> InMemory:
     """Raises UserError for what is no list of records."""
     # A table's rows are not what iterating over it gives, and an iterator cannot be read twice.
     table = isinstance(content, Mapping) or type(content).__name__ == "DataFrame"
@@ -204,16 +205,16 @@ def records(option: str, content: Any) -> Named:
             f"{option} must be a Dataset or a list of records, such as splits['train'] or a DataFrame's "
             f"to_dict('records'), got a {type(content).__name__}"
         )
-    return Named(f"<{option}>", content)
+    return InMemory(f"<{option}>", content)
 
 
-def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
+def named_rewards(option: str, rewards: Any, timeout: float | None) -> Source:
     """One or several rewards, by their names. A list within the list is a cascade."""
-    parts: list[str] = []
+    parts: list[Source] = []
     for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
         if isinstance(reward, list | tuple):
             cascade = [named_rewards(option, part, timeout) for part in reward]
-            parts.append(Named(" else ".join(cascade), tuple(cascade)))
+            parts.append(InMemory(" else ".join(map(str, cascade)), tuple(cascade)))
         elif isinstance(reward, str):
             parts.append(reward)
         elif isinstance(reward, PreTrainedModel) or hasattr(reward, "peft_config"):
@@ -221,13 +222,14 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
         elif callable(reward):
             named = reward if hasattr(reward, "__qualname__") else type(reward)
             name = f"{named.__module__}:{named.__qualname__}"  # as the command has it
-            if name in parts:
-                name += f" {sum(other.startswith(name) for other in parts) + 1}"
+            before = [str(part) for part in parts]
+            if name in before:
+                name += f" {sum(other.startswith(name) for other in before) + 1}"
             relative = isinstance(reward, RelativeReward)
-            parts.append(Named(name, reward if relative else load_function(name, timeout, reward)))
+            parts.append(InMemory(name, reward if relative else load_function(name, timeout, reward)))
         else:
             raise UserError(f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}")
-    return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
+    return parts[0] if len(parts) == 1 else InMemory(",".join(map(str, parts)), parts)
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:
@@ -243,17 +245,17 @@ def refuse_adapters(option: str, model: Any) -> None:
         raise UserError(f"{option} has adapters: save it and its tokenizer, and name their folder, to merge them")
 
 
-def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
+def loaded_reward_model(option: str, model: PreTrainedModel) -> InMemory:
     """A loaded reward model by the name of where it came from, whose tokenizer it has."""
     refuse_adapters(option, model)
     if not hasattr(model, "score"):
         raise UserError(f"{option} must be a reward model, with a head `score`, got a {type(model).__name__}")
     if not model.name_or_path:
         raise UserError(f"{option} is a model that was not loaded from anywhere, so its tokenizer is unknown: save it")
-    return Named(model.name_or_path, LoadedModel(model, tokenizer_of(model)))
+    return InMemory(model.name_or_path, LoadedModel(model, tokenizer_of(model)))
 
 
-def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
+def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> InMemory:
     """A loaded model by the name of where it came from. Raises UserError if no run can begin with it."""
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         raise UserError(f"model must be a transformers model or what --model takes, got a {type(model).__name__}")
@@ -280,7 +282,7 @@ def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
             copy.deepcopy(model.generation_config).validate(strict=True)
         except ValueError as error:  # such as one that contradicts itself
             raise UserError(f"model could not be saved after the run: {' '.join(str(error).split())}") from error
-    return Named(model.name_or_path or f"<{type(model).__name__}>", LoadedModel(model, tokenizer))
+    return InMemory(model.name_or_path or f"<{type(model).__name__}>", LoadedModel(model, tokenizer))
 
 
 # --- what a run finds in its process, and leaves as it was ----------------------------------------------------------

@@ -29,9 +29,9 @@ def load_trained(
     """
     as_stored = not config.lora_rank  # adapters get the dtype of the weights that are there
     options = {"trust_remote_code": config.trust_remote_code, "quantize": config.quantize, "as_stored": as_stored}
-    model = load(config.model, **options).train()
+    model = load(config.model_source, **options).train()
     context = holding(context, config, model)
-    ends = checkpoint_ends(config.model, context.tokenizer, trust_remote_code=config.trust_remote_code)
+    ends = checkpoint_ends(config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code)
     write_ends(model.model, context.tokenizer, ends)
     if isinstance(config, SamplerConfig):
         model.temperature = config.temperature
@@ -98,8 +98,8 @@ def load_reference_model(context: Context, config: OnlineConfig | PreferenceConf
     """The model that the policy's KL is measured against, before it is spread over the processes."""
     if config.reference:
         remote = config.trust_remote_code
-        require_same_vocabulary(config.reference, config.model, context.tokenizer, trust_remote_code=remote)
-    frozen = load_frozen_policy(context, config, config.reference or config.model)
+        require_same_vocabulary(config.reference, config.model_source, context.tokenizer, trust_remote_code=remote)
+    frozen = load_frozen_policy(context, config, config.reference or config.model_source)
     if config.compile_layers:
         frozen.compile_layers()
     return frozen

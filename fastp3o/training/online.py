@@ -35,6 +35,7 @@ from fastp3o.rollouts.plan import SampledModel, policy_sampler, sampled_model
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.runtime.context import Caller, Context
+from fastp3o.sources import Source
 from fastp3o.training.batch import RolloutBatch
 from fastp3o.training.build import in_context, load_reference, load_reference_model, load_trained
 from fastp3o.training.kl_per_update import LearningRateSearch, Search
@@ -252,14 +253,14 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:
     """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
 
-    def loader(rewards: Iterable[str]) -> Loader:
+    def loader(rewards: Iterable[Source]) -> Loader:
         return partial(load_prompts, **asked_of_records(rewards, config))
 
     load = loader(config.rewards)
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
     held_out, texts = load_held_out(context, config, loader(config.scorers), config.eval_prompts), None
     if config.ptx_data:
-        ends = checkpoint_ends(config.model, context.tokenizer, trust_remote_code=config.trust_remote_code)
+        ends = checkpoint_ends(config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code)
         load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens, ends=ends)
         texts = load_examples(context, config, load, config.ptx_data, config.split, None)
     return prompts, held_out, texts

@@ -88,7 +88,9 @@ class Preferences(SupervisedTask[PreferenceRow]):
             # No error, since sweeps over objectives give all of them the same folder.
             context.accelerator.print("warning: --reference_logprobs has no effect without a reference")
         if config.needs_reference:
-            weights = on_main_process(context.accelerator, lambda: model_fingerprint(config.reference or config.model))
+            weights = on_main_process(
+                context.accelerator, lambda: model_fingerprint(config.reference or config.model_source)
+            )
             tempered = () if config.temperature == 1 else (config.temperature,)
             self.ref_logprobs = ReferenceLogprobs(
                 context.accelerator,

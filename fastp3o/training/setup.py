@@ -17,7 +17,7 @@ from accelerate.utils import InitProcessGroupKwargs, LoggerType, parse_flag_from
 from datasets import Dataset, concatenate_datasets
 from transformers.utils.logging import disable_progress_bar
 
-from fastp3o.config import DataConfig, Named, StageConfig
+from fastp3o.config import DataConfig, StageConfig
 from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.attention import choose_attention
@@ -33,6 +33,7 @@ from fastp3o.run.names import STATES
 from fastp3o.runtime.context import Caller, Context
 from fastp3o.runtime.precision import Precision, choose_precision, wider_precision
 from fastp3o.runtime.processes import on_main_process
+from fastp3o.sources import InMemory, Source
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
 
@@ -72,7 +73,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     on_main_process(accelerator, lambda: require_repository(config))
     if accelerator.device.type == "cpu" and precision.slow_on_cpu:
         accelerator.print(f"warning: fp32 would be faster: this processor has no instructions for {precision.name}")
-    tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
+    tokenizer = load_tokenizer(config.model_source, **config.tokenizer_options)
     mesh = process_mesh(accelerator.device, config.shard_size, config.tensor_parallel)
     states = Path(config.output_dir) / STATES
     clock = on_main_process(accelerator, lambda: first_start(newest_first(states) if config.resume else ()))
@@ -156,7 +157,7 @@ class HeldOut(NamedTuple):
     sets: dict[str, range]
 
 
-def load_held_out(context: Context, config: StageConfig, loader: Loader, source: str | None) -> HeldOut:
+def load_held_out(context: Context, config: StageConfig, loader: Loader, source: Source | None) -> HeldOut:
     """Loads the sets of evaluation data, one after the other. Raises as `load_examples` does."""
     if not source:
         return HeldOut(None, {})
@@ -169,13 +170,13 @@ def load_held_out(context: Context, config: StageConfig, loader: Loader, source:
     return HeldOut(parts[0] if len(parts) == 1 else concatenate_datasets(parts), sets)
 
 
-def evaluation_sets(source: str) -> dict[str, str]:
+def evaluation_sets(source: Source) -> dict[str, Source]:
     """The sources of evaluation data by the names of their sets (`NAME=SOURCE,NAME=SOURCE`); "" for one without a name.
     Raises UserError if a name comes twice.
     """
-    if isinstance(source, Named) and isinstance(source.content, Mapping):
-        return dict(source.content)
-    if isinstance(source, Named) or not re.match(r"[\w.-]+=", source) or os.path.exists(source):
+    if isinstance(source, InMemory) and isinstance(source.value, Mapping):
+        return dict(source.value)
+    if isinstance(source, InMemory) or not re.match(r"[\w.-]+=", source) or os.path.exists(source):
         return {"": source}
     sets = re.findall(r"([\w.-]+)=(.+?)(?:,(?=[\w.-]+=)|$)", source)
     if len(dict(sets)) < len(sets):
@@ -184,7 +185,7 @@ def evaluation_sets(source: str) -> dict[str, str]:
 
 
 def load_examples(
-    context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
+    context: Context, config: DataConfig, loader: Loader, source: Source, split: str, limit: int | None
 ) -> Dataset:
     """Loads a data set, the same on all processes. Raises ValueError if it has fewer examples than processes."""
     options = {"split": split, "limit": limit, "clock": context.clock, **config.reading}

@@ -106,7 +106,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     """
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
-    ends = checkpoint_ends(config.model, context.tokenizer, trust_remote_code=config.trust_remote_code)
+    ends = checkpoint_ends(config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code)
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens, ends=ends)
     data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
     examples, sets = load_held_out(context, config, load, config.eval_data)

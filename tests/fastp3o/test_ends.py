@@ -19,7 +19,6 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fastp3o import train
-from fastp3o.config import Named
 from fastp3o.data.encoding import ResponseEnds, response_ends
 from fastp3o.data.loading import load_demonstrations, load_preferences, load_prompts, load_rankings
 from fastp3o.data.tokens import Continuation, text_of_ids
@@ -33,6 +32,7 @@ from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import Ends, Group, make_prompts
 from fastp3o.rollouts.turns.observation import chat_observations
+from fastp3o.sources import InMemory
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 from tests.fastp3o.families import FAMILIES, Family, every_chat_family, every_family, save_family
 
@@ -114,7 +114,7 @@ def test_data_end_where_a_sampler_stops(family: Family, tmp_path: Path):
     ends, sampler = checkpoint_ends(folder, tokenizer), sampler_ends(folder, tokenizer)
     assert {*ends.ids} == sampler.ids
     for record, closing in zip(records(family), (ends.text, ends.chat), strict=False):
-        (example,), _ = load_preferences(Named("<records>", [record]), tokenizer, ends=ends, **LENGTHS)
+        (example,), _ = load_preferences(InMemory("<records>", [record]), tokenizer, ends=ends, **LENGTHS)
         for ids in (example["chosen_ids"], example["rejected_ids"]):
             assert_ends_once(ids, sampler)
             assert ids[-1] == closing
@@ -125,7 +125,7 @@ def test_data_end_where_a_sampler_stops(family: Family, tmp_path: Path):
 def test_turns_in_the_middle_end_as_the_last_one(family: Family, tmp_path: Path):
     folder, tokenizer = save_family(family, tmp_path)
     messages = [*ASKED, *reply(TEXTS[0]), {"role": "user", "content": "Another?"}, *reply(TEXTS[1])]
-    source, ends = Named("<records>", [{"messages": messages}]), checkpoint_ends(folder, tokenizer)
+    source, ends = InMemory("<records>", [{"messages": messages}]), checkpoint_ends(folder, tokenizer)
     examples, _ = load_demonstrations(source, tokenizer, all_turns=True, ends=ends, **LENGTHS)
     assert len(examples) == 2
     for example in examples:
@@ -154,7 +154,7 @@ def test_text_behind_an_end_is_refused():
     tokenizer = family.tokenizer()
     tokenizer.chat_template = family.template.replace("<|end|>\n", "<|end|>\nBye.")
     with pytest.raises(ValueError, match="no end-of-sequence token inside a response, got one, with text after it"):
-        load_demonstrations(Named("<records>", [{"messages": [*ASKED, *reply("Hi")]}]), tokenizer, **LENGTHS)
+        load_demonstrations(InMemory("<records>", [{"messages": [*ASKED, *reply("Hi")]}]), tokenizer, **LENGTHS)
 
 
 def in_training(model: PackedModel, example: dict) -> float:
@@ -174,7 +174,7 @@ def test_one_text_has_one_score_in_training_and_online_by_whichever_end_it_was_s
         ModelReward(model, one, tokenizer, device=torch.device("cpu"), packing=PACKING) for one in (tokenizer, other)
     ]
     for record in records(family):
-        source = Named("<records>", [record])
+        source = InMemory("<records>", [record])
         (example,), _ = load_rankings(source, tokenizer, ends=checkpoint_ends(folder, tokenizer), **LENGTHS)
         expected = in_training(model, example)
         ids = example["ranked_ids"][0][:-1]
@@ -197,7 +197,7 @@ def test_a_response_that_is_cut_is_read_at_its_last_token(tmp_path: Path):
     family = family_named("gemma3")
     scorer, tokenizer = save_family(family, tmp_path, scores=True)
     model = load_reward_model(scorer)
-    (prompt,) = make_prompts(load_prompts(Named("<p>", [{"prompt": ASKED}]), tokenizer, max_prompt_tokens=100)[0][:])
+    (prompt,) = make_prompts(load_prompts(InMemory("<p>", [{"prompt": ASKED}]), tokenizer, max_prompt_tokens=100)[0][:])
     ids = tokenizer("Oa").input_ids
     cut = list(Ends(SimpleNamespace(generation_config=GenerationConfig()), tokenizer).responses([ids]))
     reward = ModelReward(model, tokenizer, tokenizer, device=torch.device("cpu"), packing=PACKING)
@@ -229,7 +229,7 @@ def test_a_saved_reward_model_gives_transformers_our_scores(family: Family, tmp_
     assert theirs.config.pad_token_id not in ends.ids
     own = load_reward_model(saved)
     for record in records(family):
-        ((example,), _) = load_rankings(Named("<records>", [record]), tokenizer, ends=ends, **LENGTHS)
+        ((example,), _) = load_rankings(InMemory("<records>", [record]), tokenizer, ends=ends, **LENGTHS)
         texts = [example["prompt_ids"] + ids for ids in example["ranked_ids"]]
         batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt", padding_side="right")
         with torch.no_grad():
@@ -342,7 +342,7 @@ def test_a_trained_reward_model_is_read_by_transformers_as_by_us(tmp_path: Path)
     data = [{"prompt": ASKED, "chosen": reply(TEXTS[0]), "rejected": reply(TEXTS[1])}]
     result = train(config, train_data=data)
     model, tokenizer = result.model.eval(), result.tokenizer
-    (example,), _ = load_rankings(Named("<records>", data), tokenizer, **LENGTHS)
+    (example,), _ = load_rankings(InMemory("<records>", data), tokenizer, **LENGTHS)
     texts = [example["prompt_ids"] + ids for ids in example["ranked_ids"]]
     (row,) = pack([example["prompt_ids"]], [example["ranked_ids"]], PACKING)
     with torch.no_grad():

@@ -22,9 +22,9 @@ from benchmarks.frontier.runs.records import Records, load
 from benchmarks.frontier.runs.settings import FIRST_RATES, KL_PER_UPDATE
 from benchmarks.frontier.tasks import arithmetic
 from benchmarks.frontier.tasks.task import RESULTS, Task
-from fastp3o.config import Named
 from fastp3o.evaluation.matched_kl import Seed
 from fastp3o.run.names import METRICS
+from fastp3o.sources import InMemory
 from fastp3o.training.loop import train
 
 RECORD = RESULTS / "arithmetic.jsonl"
@@ -94,7 +94,7 @@ def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
     task = Task(run.task, str(start / "policy"), "sums:reward", data["train"], data["eval"], 0, 1, arithmetic.is_right)
     config = replace(
         configuration(replace(run, updates=0), task, output),
-        **{"reward": Named("sums:reward", arithmetic.reward), "gold_reward": None, "overwrite": True},
+        **{"reward": InMemory("sums:reward", arithmetic.reward), "gold_reward": None, "overwrite": True},
         **{"updates": run.updates, "eval_at": EVALUATED_AT, "eval_responses_per_prompt": 2},
         **arithmetic.LENGTHS,
     )

@@ -17,11 +17,11 @@ from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward
 from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
-from fastp3o.config import Named
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.policy_gradient import PolicyGradientConfig
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
+from fastp3o.sources import InMemory
 from fastp3o.training.loop import train
 
 # optimizer steps of an inner epoch
@@ -38,8 +38,8 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        rewards = {"reward": Named(task.reward_model, offset_reward(run, task))}
-        rewards["gold_reward"] = Named(GOLD, task.gold_reward())
+        rewards = {"reward": InMemory(task.reward_model, offset_reward(run, task))}
+        rewards["gold_reward"] = InMemory(GOLD, task.gold_reward())
         train(replace(configuration(run, task, output), **rewards))
     shutil.rmtree(output / "state")
     log_file.rename(output / "log.txt")

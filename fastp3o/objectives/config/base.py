@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from fastp3o.config import EnvironmentConfig, ObjectiveConfig, Rule, StageConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import ENVIRONMENT_RULES, ComparisonConfig, PenaltyConfig, RewardConfig
+from fastp3o.sources import InMemory
 
 if TYPE_CHECKING:
     from fastp3o.objectives.base import Objective
@@ -144,10 +145,10 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonC
     reads_rewards: ClassVar[bool] = True
     paper_minibatches: ClassVar[int] = 1
 
-    prompts: str = required(
+    prompts: str | InMemory = required(
         "Training prompts: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
     )
-    eval_prompts: str | None = option(
+    eval_prompts: str | InMemory | None = option(
         None,
         "Evaluation prompts. Several sets, each with metrics of its own: NAME=SOURCE,NAME=SOURCE. Default: no "
         "evaluations.",
@@ -217,7 +218,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonC
         at_least=0,
     )
 
-    ptx_data: str | None = option(
+    ptx_data: str | InMemory | None = option(
         None,
         "Texts of a pretraining mix (PPO-ptx), in the layouts of demonstrations. All texts of --split are used, "
         "whatever --limit says. Default: no mix.",

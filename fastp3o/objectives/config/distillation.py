@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from fastp3o.config import Condition, Needs, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.sources import InMemory
 
 OTHERS = Condition("objective", "another objective: distillation reads neither rewards nor ratios", lambda _: False)
 
@@ -33,7 +34,7 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
         "special token becomes that token, so it can be a message as the chat template writes it. From a file: "
         '"$(cat FILE)". Default: none.',
     )
-    reward: str = option(
+    reward: str | InMemory = option(
         "", "Rewards that are only logged, named as --reward of other objectives. Default: minus the KL to the teacher."
     )
     prompts_per_minibatch: int = 0

@@ -7,6 +7,7 @@ from fastp3o.config import Condition, Flags, Needs, ObjectiveConfig, PolicyConfi
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
+from fastp3o.sources import InMemory
 
 # --- what they share --------------------------------------------------------------------------------------------------
 
@@ -34,12 +35,12 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedCo
         "Folder of the reference's log-probs, which runs on the same data can share. Default: output_dir.",
         changeable=True,
     )
-    eval_prompts: str | None = option(
+    eval_prompts: str | InMemory | None = option(
         None,
         "Prompts that evaluations sample responses to, for their KL to the reference and their --reward. Default: "
         "none.",
     )
-    reward: str = option(
+    reward: str | InMemory = option(
         "", "Reward of sampled responses in evaluations, named as in online training.", needs="eval_prompts"
     )
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)

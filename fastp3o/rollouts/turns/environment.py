@@ -30,8 +30,9 @@ from fastp3o.calls.function import (
     raised_by_itself,
     told,
 )
-from fastp3o.config import EnvironmentConfig, Named
+from fastp3o.config import EnvironmentConfig
 from fastp3o.errors import UserError, shown
+from fastp3o.sources import InMemory
 
 SCORE = "score"  # the name of a reward that is a plain number
 LARGEST = torch.finfo(torch.float32).max
@@ -183,7 +184,7 @@ def reward_weights(name: str, rewards: object) -> dict[str, float]:
 
 def load_environments(config: EnvironmentConfig) -> Environments:
     name = config.environment or ""
-    make = name.content if isinstance(name, Named) else import_function(name, "environment")
+    make = name.value if isinstance(name, InMemory) else import_function(name, "environment")
     survives = config.environment_errors == "end"
     return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
 

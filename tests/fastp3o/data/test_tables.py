@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 
-from fastp3o.config import Named
 from fastp3o.data.errors import DataError
 from fastp3o.data.loading import column_values, load_demonstrations, load_prompts
 from fastp3o.data.sources import read_records
+from fastp3o.sources import InMemory
 from tests.fastp3o.data.test_encoding import byte_tokenizer
 from tests.fastp3o.data.test_loading import jsonl
 from tests.fastp3o.families import Family, every_chat_family
@@ -91,8 +91,8 @@ def with_json(records: list[dict], folder: Path) -> Dataset:
     return Dataset.from_list(rows(records), features=Features(kinds))
 
 
-def in_memory(made: Any) -> Named:
-    return Named("<records>", made)
+def in_memory(made: Any) -> InMemory:
+    return InMemory("<records>", made)
 
 
 JSON_SOURCES: dict[str, Callable[[list[dict], Path], str]] = {

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fastp3o.config import Named
 from fastp3o.data.loading import load_demonstrations
 from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, text_of_ids, tokenise
 from fastp3o.errors import UserError
@@ -20,6 +19,7 @@ from fastp3o.rewards.model import Translation
 from fastp3o.rollouts.groups import Group, Prompt, Response
 from fastp3o.rollouts.prefix import Prefix
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
+from fastp3o.sources import InMemory
 from tests.fastp3o.data.test_encoding import byte_tokenizer
 from tests.fastp3o.families import FAMILIES, Family, every_chat_family, every_family
 
@@ -81,7 +81,7 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 
 
 def demonstration(tokenizer: PreTrainedTokenizerBase, record: dict) -> tuple[list[int], list[int]]:
-    data, _ = load_demonstrations(Named("<test>", [record]), tokenizer, **LIMITS)
+    data, _ = load_demonstrations(InMemory("<test>", [record]), tokenizer, **LIMITS)
     return data[0]["prompt_ids"], data[0]["response_ids"][:-1]
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import Named
 from fastp3o.data.errors import DataError
 from fastp3o.data.loading import (
     DataReport,
@@ -18,6 +17,7 @@ from fastp3o.data.loading import (
     load_rankings,
     load_unpaired_preferences,
 )
+from fastp3o.sources import InMemory
 from tests.fastp3o.data.test_encoding import byte_tokenizer
 from tests.fastp3o.families import FAMILIES, Family, every_chat_family
 
@@ -29,7 +29,7 @@ ASKED = {"role": "user", "content": "2+2?"}
 
 
 def read(load, records: list[Any], tokenizer: PreTrainedTokenizerBase = PLAIN, **options: Any):
-    return load(Named("<records>", records), tokenizer, **LIMITS | options)
+    return load(InMemory("<records>", records), tokenizer, **LIMITS | options)
 
 
 def reply(content: str = "It is 4.", **fields: Any) -> dict:
@@ -89,7 +89,7 @@ def test_thinking_of_earlier_turns_is_no_error(family: Family):
     _, report = (
         read(load_prompts, [{"prompt": messages[:3]}], tokenizer, max_response_tokens=None)
         if False
-        else (load_prompts(Named("<prompts>", [{"prompt": messages[:3]}]), tokenizer, max_prompt_tokens=900))
+        else (load_prompts(InMemory("<prompts>", [{"prompt": messages[:3]}]), tokenizer, max_prompt_tokens=900))
     )
     assert list(report.unread) == ([] if reads else [f"{name} of messages"])
 
@@ -173,5 +173,5 @@ def test_messages_that_repeat_their_prompt_are_dialogues_and_prompts_alone_repea
     assert not read(load_preferences, [whole] * 2, chat)[1].repeated_prompts
     echo = {"prompt": [ASKED], "completion": [reply("2+2?")]}
     assert not read(load_demonstrations, [echo] * 2, chat)[1].repeated_prompts
-    _, report = load_prompts(Named("<prompts>", [repeating(QUESTION)["chosen"][1]] * 2), PLAIN, max_prompt_tokens=99)
+    _, report = load_prompts(InMemory("<prompts>", [repeating(QUESTION)["chosen"][1]] * 2), PLAIN, max_prompt_tokens=99)
     assert not report.repeated_prompts

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fastp3o import P3OConfig, UserError, train
-from fastp3o.config import Named
+from fastp3o.sources import InMemory
 from fastp3o.training.setup import evaluation_sets
 from tests.fastp3o.runs import config, metrics, records
 
@@ -31,7 +31,7 @@ def test_each_set_has_means_of_its_own_and_all_of_them_together_have_todays(tiny
 
 
 def test_sets_are_named_sources_and_a_source_with_an_equals_sign_is_none(workplace):
-    named = Named("<eval_data>", {"a": "b.jsonl"})
+    named = InMemory("<eval_data>", {"a": "b.jsonl"})
     assert evaluation_sets("easy=a.jsonl,b.jsonl,hard=c/*.jsonl") == {"easy": "a.jsonl,b.jsonl", "hard": "c/*.jsonl"}
     assert evaluation_sets(named) == {"a": "b.jsonl"}
     Path("a=b.jsonl").write_text("")

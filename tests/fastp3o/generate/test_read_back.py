@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from fastp3o.config import Named
 from fastp3o.data.encoding import Encoder
 from fastp3o.data.layouts import in_prompt_form
 from fastp3o.data.loading import load_demonstrations, load_preferences, load_prompts
@@ -19,6 +18,7 @@ from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.generate.read_back import reads_back
 from fastp3o.rollouts.groups import Response
+from fastp3o.sources import InMemory
 from tests.fastp3o.data.test_tokens import texts
 from tests.fastp3o.families import FAMILIES, Family, every_chat_family, every_family, save_family
 from tests.fastp3o.generate.test_generate import records
@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "Say a tree."}]
 
 
 def last_of(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    data, _ = load_prompts(Named("<prompts>", [{"prompt": prompt}]), tokenizer, max_prompt_tokens=400)
+    data, _ = load_prompts(InMemory("<prompts>", [{"prompt": prompt}]), tokenizer, max_prompt_tokens=400)
     return data[0]["prompt_ids"][-1]
 
 
@@ -37,7 +37,7 @@ def learnt(prompt: Any, text: str, tokenizer: PreTrainedTokenizerBase) -> list[i
     """The tokens that a stage learns of the record; None if it takes none."""
     record = {"prompt": prompt, "completion": in_prompt_form(prompt, text)}
     try:
-        data, _ = load_demonstrations(Named("<kept>", [record]), tokenizer, **LIMITS)
+        data, _ = load_demonstrations(InMemory("<kept>", [record]), tokenizer, **LIMITS)
     except ValueError:
         return None
     return data[0]["response_ids"]

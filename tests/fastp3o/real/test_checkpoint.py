@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o import P3OConfig, train
-from fastp3o.config import Named
 from fastp3o.data.loading import load_preferences
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
@@ -19,6 +18,7 @@ from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Prompt, SamplingSettings
+from fastp3o.sources import InMemory
 from fastp3o_kernels import P3OSettings, linear_p3o_loss
 
 MODEL = os.environ.get("FASTP3O_REAL_MODEL", "")
@@ -60,7 +60,7 @@ def plain() -> PreTrainedModel:
 
 def examples(tokenizer: PreTrainedTokenizerBase, pairs: list[dict]) -> tuple[list[list[int]], list[list[list[int]]]]:
     """The ids of prompts, [P], and of their two responses, [P][2]."""
-    data, _ = load_preferences(Named("pairs", pairs), tokenizer, max_prompt_tokens=2000, max_response_tokens=64)
+    data, _ = load_preferences(InMemory("pairs", pairs), tokenizer, max_prompt_tokens=2000, max_response_tokens=64)
     loaded = data[:]
     responses = zip(loaded["chosen_ids"], loaded["rejected_ids"], strict=True)
     return loaded["prompt_ids"], [list(pair) for pair in responses]
