@@ -47,7 +47,7 @@ class JudgeConfig(LanguageJudgeConfig):
         if self.judge and self.judge_url:
             raise UserError("--judge and --judge_url cannot be combined")
         if self.judge_model and not self.judge_url and JUDGE not in self.single_scorers:
-            raise UserError("--judge_url and --judge_model go together")
+            raise UserError("--judge_model has no effect without --judge_url or --reward judge")
 
 
 class WinRateConfig(JudgeConfig, SamplingConfig):

@@ -157,7 +157,7 @@ class LanguageJudgeConfig(RemoteConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.judge_url and not self.judge_model:
-            raise UserError("--judge_url and --judge_model go together")
+            raise UserError("--judge_url has no effect without --judge_model")
         if JUDGE in self.single_scorers and not self.judge_model:
             raise UserError("--reward judge asks a language model: give --judge_model, and --judge_url if it is served")
 

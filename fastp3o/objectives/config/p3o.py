@@ -38,8 +38,8 @@ class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
     )
     pair_weights: Literal["means", "comparisons"] = option(
         "means",
-        "What weighs a pair where the reward compares responses; no effect on rewards that score. means: the "
-        "difference of the two responses' row means over all their comparisons. comparisons: the pair's own.",
+        "Weight of a pair where the reward compares responses; no effect on rewards that score. means: the difference "
+        "of the two responses' row means over all their comparisons. comparisons: the pair's comparison itself.",
     )
 
 

@@ -143,7 +143,7 @@ USES = [
     (
         "p3o",
         "--model models/gguf/weights.gguf",
-        "GGUF files hold rounded weights for inference. To train from one, `pip",
+        "GGUF files hold rounded weights for inference. To train from one, install",
     ),
     ("p3o", "--model models/gguf", "AutoTokenizer.from_pretrained('models/gguf', gguf_file='weights.gguf').save_pre"),
     ("p3o", "--reference models/permuted", "that of models/permuted is not that of models/whole: 2 tokens have"),

@@ -19,6 +19,7 @@ TEMPLATE = (
 def chat(monkeypatch: pytest.MonkeyPatch, lines: str, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["fastp3o", "chat", *arguments])
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    monkeypatch.setenv("COLUMNS", "300")  # a table's names are not cut
     main()
 
 
