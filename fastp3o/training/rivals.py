@@ -52,8 +52,7 @@ def with_rival(
     """
     if not (config.rival or any(map(compares, single_rewards(rewards).values()))) or not rewards:
         return rewards, None
-    responses = getattr(config, "eval_responses_per_prompt", 1)
-    siblings = getattr(config, "responses_per_prompt", 2) - 1
+    responses, siblings = config.eval_responses_per_prompt, config.responses_per_prompt - 1
     groups = rival_groups(context, config, examples, max(responses, siblings))
     rewards = against_rivals(rewards, [group.responses for group in groups], siblings)
     with context.accelerator.autocast():
@@ -70,9 +69,10 @@ def rival_groups(
     """
     if config.rival:
         remote = config.trust_remote_code
-        require_same_vocabulary(config.rival, config.model, context.tokenizer, trust_remote_code=remote, role="rival")
+        policy = config.model_source
+        require_same_vocabulary(config.rival, policy, context.tokenizer, trust_remote_code=remote, role="rival")
     numbers = process_share(list(range(len(examples))), context.accelerator)
-    frozen = load_frozen_policy(context, config, config.rival or config.model)
+    frozen = load_frozen_policy(context, config, config.rival or config.model_source)
     sampled = sampled_here(config, frozen, context)
     FrozenModel(frozen, context.device, context.mesh, offload=False)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)

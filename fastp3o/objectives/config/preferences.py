@@ -46,6 +46,16 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedCo
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
     @property
+    def responses_per_prompt(self) -> int:
+        """A chosen and a rejected response."""
+        return 2
+
+    @property
+    def eval_responses_per_prompt(self) -> int:
+        """Responses that evaluations sample to each of --eval_prompts."""
+        return 1
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss takes log-probs of a reference."""
         return bool(self.anchor)
