@@ -81,7 +81,7 @@ def converted(gguf: Path) -> str:
     model = f"AutoModelForCausalLM.from_pretrained({file}, quantization_config=GgufConfig(dequantize=True))"
     saved = ".save_pretrained('FOLDER')"
     return (
-        "To train from one, install the package gguf and, with AutoModelForCausalLM and AutoTokenizer of transformers and "
+        "To train from one, install gguf and, with AutoModelForCausalLM and AutoTokenizer of transformers and "
         "GgufConfig of transformers.utils.quantization_config, write it in transformers' layout:\n"
         f"  {model}{saved}\n  AutoTokenizer.from_pretrained({file}){saved}"
     )
