@@ -154,8 +154,8 @@ class LanguageJudgeConfig(RemoteConfig):
         changeable=True,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_complete(self) -> None:
+        super().check_complete()
         if self.judge_url and not self.judge_model:
             raise UserError("--judge_url has no effect without --judge_model")
         if JUDGE in self.single_scorers and not self.judge_model:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ONLINE = {
     "reward": "reward",
     "gold": "gold reward",
+    "win_rate": "win rate against the rival",
     "kl": "KL to the reference (nats per response)",
     "response_length": "response length (tokens)",
     "missing_eos": "share without end-of-sequence",
@@ -25,6 +26,7 @@ SUPERVISED = {
     "accuracy": "accuracy",
     "margin": "margin of the better response",
     "reward": "reward of sampled responses",
+    "win_rate": "win rate against the rival",
     "kl": "KL to the reference (nats per response)",
     "grad_norm": "gradient norm",
 }

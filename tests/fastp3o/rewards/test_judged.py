@@ -268,6 +268,6 @@ def test_the_recipe_of_the_page_runs_from_principles_to_a_policy(workplace, tiny
 
 def test_a_judge_needs_a_model_and_is_no_more_than_it_says(tiny_model, tmp_path):
     with pytest.raises(UserError, match="--reward judge asks a language model: give --judge_model"):
-        config(tiny_model, str(tmp_path), reward="judge")
+        config(tiny_model, str(tmp_path), reward="judge").check_complete()
     with pytest.raises(UserError, match="--judge_url has no effect without --reward judge"):
         config(tiny_model, str(tmp_path), judge_url="http://a", judge_model="m").check_complete()
