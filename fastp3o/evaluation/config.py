@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from fastp3o.config import LARGEST_INT, EnvironmentConfig, Rule, option, required
 from fastp3o.errors import UserError
-from fastp3o.rewards.config import ENVIRONMENT_RULES, JUDGE, LanguageJudgeConfig, RemoteConfig, reward_names
+from fastp3o.rewards.config import ENVIRONMENT_RULES, LanguageJudgeConfig, RemoteConfig, is_judge, reward_names
 from fastp3o.sources import Source
 
 JUDGED = "keep=judged"
@@ -48,7 +48,7 @@ class JudgeConfig(LanguageJudgeConfig):
             raise UserError("--judge and --judge_url cannot be combined")
         if self.judge_url and not self.judge_model:
             raise UserError("--judge_url has no effect without --judge_model")
-        if self.judge_model and not self.judge_url and JUDGE not in self.single_scorers:
+        if self.judge_model and not self.judge_url and not any(map(is_judge, self.single_scorers)):
             raise UserError("--judge_model has no effect without --judge_url or --reward judge")
 
 

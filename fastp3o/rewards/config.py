@@ -108,7 +108,7 @@ class RemoteConfig(Flags):
 ASKS_JUDGE: Needs = (
     "keep=judged",
     *(
-        Condition(flag, "--reward judge", lambda config: JUDGE in config.single_scorers)
+        Condition(flag, "--reward judge", lambda config: any(map(is_judge, config.single_scorers)))
         for flag in ("keep", "gold_reward")
     ),
 )
@@ -158,7 +158,7 @@ class LanguageJudgeConfig(RemoteConfig):
         super().check_complete()
         if self.judge_url and not self.judge_model:
             raise UserError("--judge_url has no effect without --judge_model")
-        if JUDGE in self.single_scorers and not self.judge_model:
+        if any(map(is_judge, self.single_scorers)) and not self.judge_model:
             raise UserError("--reward judge asks a language model: give --judge_model, and --judge_url if it is served")
 
 
@@ -308,6 +308,11 @@ def short_names(names: Sequence[Source]) -> list[str]:
 
 def is_endpoint(name: Source) -> bool:
     return str(name).lower().startswith(("http://", "https://"))
+
+
+def is_judge(name: Source) -> bool:
+    """Whether it stands for --judge_model; a model may be in a folder of that name."""
+    return name == JUDGE and not os.path.exists(JUDGE)
 
 
 def is_function(name: Source) -> bool:

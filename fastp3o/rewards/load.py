@@ -14,13 +14,13 @@ from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, RelativeReward
 from fastp3o.rewards.config import (
-    JUDGE,
     VERDICTS,
     Compared,
     LanguageJudgeConfig,
     RemoteConfig,
     RewardConfig,
     cascaded,
+    is_judge,
     short_names,
 )
 from fastp3o.rewards.environment import EnvironmentReward
@@ -95,7 +95,7 @@ def load_named_reward(
             load_named_reward, context, remote, policy, continues=continues, responses_per_prompt=responses_per_prompt
         )
         return cascade([*map(str, parts)], [load(part, examples, passes=part is not parts[-1]) for part in parts])
-    reward = load_judge(context, remote, policy) if name == JUDGE else load_one(context, remote, policy, name)
+    reward = load_judge(context, remote, policy) if is_judge(name) else load_one(context, remote, policy, name)
     if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
         reward.passes = passes
     elif passes and not isinstance(reward, JudgedPairs):

@@ -17,7 +17,7 @@ from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import ENVIRONMENT, JUDGE, cascaded, is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, is_judge, reward_names
 from fastp3o.sources import InMemory, ModelSource, revised
 
 MODELS = ("model", "reference", "rival", "reward", "gold_reward")
@@ -47,7 +47,7 @@ def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | No
         names = names_in(options, option)
         for name in (name for name in names if name != ENVIRONMENT or not environment):
             key = option if len(names) == 1 else f"{option} {name}"
-            if name == JUDGE and options.get("judge_model"):
+            if is_judge(name) and options.get("judge_model"):
                 fingerprints[key] = ENDPOINT if options.get("judge_url") else model_fingerprint(options["judge_model"])
             elif is_function(str(name)):
                 fingerprints[key + FUNCTION] = function_fingerprint(str(name))
