@@ -50,7 +50,7 @@ def test_what_saves_memory_leaves_longer_rows(workplace, tiny_model, monkeypatch
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_has_an_estimate(family):
     context = SimpleNamespace(precision=choose_precision("fp32", "fp32"))
-    settings = SimpleNamespace(gradient_checkpointing=False, optimizer="adamw", lora_rank=0)
+    settings = SFTConfig(model="m", output_dir="o", train_data="d")
     model = PackedModel(random_model(family))
     few, many = (row_length.further_bytes(context, settings, model, tokens) for tokens in (512, 1024))
     assert 0 < few < many
