@@ -1,8 +1,9 @@
 """Raters whose preferences go in circles by a degree that is set, over short responses of the artificial language.
 
-A response of eight words has a utility u and a vector c of two numbers, each with unit deviation over the language's
-responses. Raters prefer y to y′ with log-odds SCALE · (√(1 − degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)): both parts
-have the same variance, so the degree is the share of circles. At 0 they are Bradley and Terry's; at 1 no score helps.
+A response of eight words has a utility u, by the classes of its words, and a place c on a circle, by the class of its
+last word; u, c₀ and c₁ have unit deviation over the language's responses. Raters prefer y to y′ with log-odds
+SCALE · (√(1 − degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)): both parts have about the same variance, so the degree is
+the share of circles. At 0 raters are Bradley and Terry's; at 1 no score helps: a class beats the five before it.
 """
 
 from itertools import islice
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.frontier.tasks import synthetic
-from benchmarks.frontier.tasks.language import CLASSES, TOPICS, WORDS, Language, parsed, text_of, words_in
+from benchmarks.frontier.tasks.language import CLASSES, WORDS, Language, parsed, text_of, words_in
 from fastp3o.training import sft
 from fastp3o.training.sft import SFTConfig
 
@@ -32,35 +33,40 @@ class Raters:
     def __init__(self, seed: int, degree: float):
         self.language, self.degree = Language(seed), degree
         rng = np.random.default_rng([seed, 3])
-        circling = rng.normal(size=(2, CLASSES))
-        shared = np.repeat(circling[None], TOPICS, axis=0)
-        # The worth of a class of words in a topic: for u, c₀ and c₁, [topics, 3, classes].
-        worth = np.concatenate([self.language.class_weights[:, None], shared], axis=1)
-        self.worth = worth - worth.mean(axis=2, keepdims=True)
+        self.place_of_class = rng.permutation(CLASSES)
         prompts = self.language.prompts(2_000, rng)
-        of_language = self.raw(prompts, self.responses(prompts, rng))
-        self.mean, self.deviation = of_language.mean(axis=0), of_language.std(axis=0)
+        utilities = self.utility(prompts, self.responses(prompts, rng))
+        self.mean, self.deviation = utilities.mean(), utilities.std()
 
     def responses(self, prompts: list[str], rng: np.random.Generator) -> list[str]:
         """The language's own response to each prompt."""
         return list(map(text_of, self.language.continued(prompts, WORDS_OF_RESPONSE, rng)))
 
-    def raw(self, prompts: list[str], responses: list[str]) -> np.ndarray:
-        """Σ_classes worth · √count for u, c₀ and c₁, [n, 3]."""
-        words = [[word * CLASSES // WORDS for word in words_in(response) if word >= 0] for response in responses]
-        counts = np.array([np.bincount(classes, minlength=CLASSES) for classes in words])
-        topics = [parsed(prompt)[0] for prompt in prompts]
-        return np.einsum("nvc,nc->nv", self.worth[topics], np.sqrt(counts))
+    def utility(self, prompts: list[str], responses: list[str]) -> np.ndarray:
+        """Σ_classes weight(topic, class) √count(class), [n]."""
+        counts = np.array([np.bincount(classes_in(response), minlength=CLASSES) for response in responses])
+        weights = self.language.class_weights[[parsed(prompt)[0] for prompt in prompts]]
+        return (weights * np.sqrt(counts)).sum(axis=1)
 
     def features(self, prompts: list[str], responses: list[str]) -> np.ndarray:
-        """u, c₀ and c₁ of each response, [n, 3]."""
-        return (self.raw(prompts, responses) - self.mean) / self.deviation
+        """u, c₀ and c₁ of each response, [n, 3]. A response without words is in the middle of the circle."""
+        classes = [classes_in(response)[-1:] for response in responses]
+        angles = [2 * np.pi * self.place_of_class[of_last] / CLASSES for of_last in classes]
+        places = [np.sqrt(2) * np.array([np.cos(angle).sum(), np.sin(angle).sum()]) for angle in angles]
+        u = (self.utility(prompts, responses) - self.mean) / self.deviation
+        return np.column_stack([u, np.array(places)])
 
     def preferred(self, firsts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """P(the first is preferred) by the features of both, [..., 3], [..., 3] -> [...]."""
         lead = firsts[..., 0] - seconds[..., 0]
         circle = firsts[..., 1] * seconds[..., 2] - firsts[..., 2] * seconds[..., 1]
         return 1 / (1 + np.exp(-SCALE * (np.sqrt(1 - self.degree) * lead + np.sqrt(self.degree) * circle)))
+
+
+def classes_in(response: str) -> np.ndarray:
+    """The classes of its words, without topics and styles, which have none."""
+    words = np.array(words_in(response), dtype=int)
+    return words[words >= 0] * CLASSES // WORDS
 
 
 def make_policy(folder: Path, seed: int) -> None:
