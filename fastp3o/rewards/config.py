@@ -310,7 +310,7 @@ def is_endpoint(name: Source) -> bool:
     return str(name).lower().startswith(("http://", "https://"))
 
 
-def is_judge(name: Source) -> bool:
+def is_judge(name: object) -> bool:
     """Whether it stands for --judge_model; a model may be in a folder of that name."""
     return name == JUDGE and not os.path.exists(JUDGE)
 
