@@ -53,7 +53,7 @@ def test_principles_are_lines_or_requests(principles):
 
 def played(texts: list[str], seed: int = 0) -> list[tuple]:
     settings = config("m", "o", revisions=2, seed=seed, **REVISED)
-    environment = revising(settings, chats=True, room=99).environment.content()
+    environment = revising(settings, chats=True, room=99).environment.value()
     environment.reset("Say tree:")
     return [environment.step(text) for text in texts]
 
