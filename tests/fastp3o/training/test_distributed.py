@@ -61,18 +61,20 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
         "critic": [*ppo, *FP32],
         "sft": [*sft, *FP32],
         "judge": [*judge, *FP32, "--eval_data", "preferences.jsonl"],
+        "vectors": [*judge, *FP32, *both[:4], "--preference_dim", "4"],
     }
     rewarded = [*p3o, *EVALUATED, *FP32, "--offload", "True"]
     for folder, processes in (("one", 1), ("two", 2), ("cut", 2)):
         own = {"rewarded": [*rewarded, "--reward", f"{folder}/judge/model"]}
+        own["compared"] = [*rewarded, "--reward", f"{folder}/vectors/model"]
         if folder == "two":  # whose groups go through the layers in parts
             own["critic"] = [*runs["critic"], "--tokens_per_row", "10"]
         cut = ["--tensor_parallel", "2"] if folder == "cut" else []
         train({name: [*run, *cut] for name, run in (runs | own).items()}, folder, processes)
-    for folder, name in product(("two", "cut"), (*runs, "rewarded")):
+    for folder, name in product(("two", "cut"), (*runs, "rewarded", "compared")):
         assert furthest(f"one/{name}", f"{folder}/{name}") <= (1e-3 if name == "fp16" else 3e-6), (folder, name)
         assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4, folder=folder)
-    for folder, name in product(("two", "cut"), ("ranked", "sft", "judge", "rewarded")):
+    for folder, name in product(("two", "cut"), ("ranked", "sft", "judge", "vectors", "rewarded", "compared")):
         assert_same_metrics(name, "eval.jsonl", folder=folder)
     for folder in ("two", "cut"):
         assert furthest("one/ranked", f"{folder}/ranked", file="adapter/adapter_model.safetensors") <= 3e-6
