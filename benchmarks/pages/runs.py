@@ -67,6 +67,26 @@ def exploited(records: Records) -> str:
     return markdown(lines)
 
 
+def human_preferences(records: Records) -> str:
+    lines = [["update", "its reward model", "the judge", "response, tokens", "without an end", "KL, nats"]]
+    for one in records["human_preferences.json"]["p3o"]:
+        figures = [f"{one['reward']:.2f}", f"{one['gold']:.2f}", f"{one['response_length']:.1f}"]
+        lines.append([str(one["step"]), *figures, f"{one['missing_eos']:.0%}", f"{one['kl']:.1f}"])
+    return markdown(lines)
+
+
+def human_win_rate(records: Records) -> str:
+    rate = records["human_preferences.json"]["win_rate_by_judge"]
+    return f"{rate['win_rate']:.0%} [{rate['low']:.0%}, {rate['high']:.0%}]"
+
+
+def human_accuracies(records: Records) -> str:
+    models = records["human_preferences.json"]["reward_models"].values()
+    return " and ".join(
+        f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]" for one in models
+    )
+
+
 def game(records: Records) -> str:
     """Means over seeds with their intervals."""
     lines = [["algorithm", "start", "40 updates", "80", "160", "160, likeliest guesses"]]

@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "compiled": notes.compiled,
         "registers": notes.registers,
     },
-    "README.md": {"memory": front.memory, "gpu": front.limit},
+    "README.md": {"memory": front.memory, "gpu": front.limit, "human win rate": runs.human_win_rate},
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
     "fastp3o/training/compiled_layers.md": {"fused": counts.fused},
@@ -43,6 +43,9 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,
+        "human": runs.human_preferences,
+        "human win rate": runs.human_win_rate,
+        "human accuracies": runs.human_accuracies,
         "game": runs.game,
         "critic": runs.game_lead(runs.PPO, "P3O"),
         "rewards by turn": runs.game_lead(runs.PPO, runs.AT_THE_END),

@@ -12,6 +12,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pandas as pd
 import pytest
 import torch
@@ -356,12 +357,18 @@ def test_the_stub_names_where_everything_of_the_package_is():
         assert getattr(fastp3o, name).__name__ == name
 
 
-def test_the_readmes_ten_lines_train(workplace, tiny_model):
+def test_the_readmes_first_block_trains(workplace, tiny_model, monkeypatch):
+    """As it stands, but for the names of a model and a data set on the hub, and a shorter run."""
     code = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    for name, other in {"Qwen/Qwen3-0.6B": tiny_model, "runs/mine": "run", "questions.jsonl": "answers.jsonl"}.items():
-        code = code.replace(name, other)
-    short = "updates=1, max_response_tokens=8, report_to='none'"
-    code = code.replace('chat_template_kwargs={"enable_thinking": False}', short)
+    rows = [{"question": f"How much is {one} + 1?", "answer": f"One more.\n#### {one + 1}"} for one in range(64)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, part, split: datasets.Dataset.from_list(rows))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained("chats")
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("chats")
+    code = code.replace("Qwen/Qwen3-0.6B", "chats").replace("runs/gsm8k", "run")
+    short = "updates=1, max_response_tokens=8, report_to='none',"
+    code = code.replace('chat_template_kwargs={"enable_thinking": False},', short)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["result"].history) == 1
