@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.environment import described
 from benchmarks.goals import goals_table
-from benchmarks.modelled import modelled
+from benchmarks.modeled import modeled
 from benchmarks.pages import sections
 from benchmarks.predicted_iteration import predicted_iterations
 from benchmarks.records import CPU_RECORDS, GPU_RECORD, NOT_MEASURED, RESULTS, Results, load, results_of, select
@@ -206,7 +206,7 @@ def summary(records: Iterable[dict]) -> str:
 def committed() -> str:
     """The summary of all committed results, with what no suite measures."""
     paths = [RESULTS / name for name in (*CPU_RECORDS, GPU_RECORD)]
-    predicted = [plain(modelled()), plain(predicted_iterations())]
+    predicted = [plain(modeled()), plain(predicted_iterations())]
     return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json"))), *predicted])
 
 

@@ -23,7 +23,7 @@ from benchmarks.shapes import DTYPE, TRIAL, dtype_name
 from benchmarks.test_packing import LAYOUTS
 from benchmarks.test_rollouts import CASES, random_prompts
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.rollouts.engine import Engine
 
 COMPARED = LENGTHS[:2], RESPONSES[:1]
@@ -55,9 +55,9 @@ def test_share_of_the_products(benchmark, layers, lengths, K, gradients):
     passes, each = len(update.losses), (1, int(gradients), int(gradients))
     products = [
         bare_operations.linear_products(weight.new_empty(rows // passes, weight.shape[1]).normal_(), weight, *each)
-        for weight, rows in [*((weight, update.tokens) for weight in linear), (policy.head().weight, update.labelled)]
+        for weight, rows in [*((weight, update.tokens) for weight in linear), (policy.head().weight, update.labeled)]
     ]
-    shape = update.labelled, CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
+    shape = update.labeled, CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
     name = f"{'update' if gradients else 'log-probs'}, prompts of {lengths.prompt}, {K} responses of {lengths.response}"
 
     def bare() -> None:
@@ -68,7 +68,7 @@ def test_share_of_the_products(benchmark, layers, lengths, K, gradients):
     def logprobs(_: object) -> None:
         with torch.no_grad():
             for row in update.rows:
-                labelled_logprobs(policy, row)
+                labeled_logprobs(policy, row)
 
     measure(
         benchmark,

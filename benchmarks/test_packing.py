@@ -3,7 +3,7 @@
     python -m pytest benchmarks/test_packing.py
 
 K responses to each prompt are K / 2 pairs of adjacent ones. Old and reference log-probs and rewards are given. N
-labelled tokens and P pairs, of a pass or of the update.
+labeled tokens and P pairs, of a pass or of the update.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
 from benchmarks.shapes import DEVICE, DTYPE, dtype_name
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
@@ -36,7 +36,7 @@ class Update:
     """The passes over all pairs."""
 
     tokens: int  # computed, padding included
-    labelled: int
+    labeled: int
     rows: list[PackedRow]  # none if it is padded
     losses: list[Callable[[], Tensor]]  # of each pass, weighted to add up to the mean over all pairs
 
@@ -69,7 +69,7 @@ def packed_update(
 
     def row_loss(row: PackedRow) -> Callable[[], Tensor]:
         with torch.no_grad():
-            logprobs = labelled_logprobs(policy, row)
+            logprobs = labeled_logprobs(policy, row)
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
         pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
         old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
@@ -79,8 +79,8 @@ def packed_update(
         microbatch = Microbatch(row, rewards, old_tokens, ref_tokens)
         return lambda: OBJECTIVE.loss(policy, microbatch, all_pairs)[0]
 
-    labelled = sum(len(row.labels) for row in rows)
-    return Update(sum(row.tokens for row in rows), labelled, rows, [row_loss(row) for row in rows])
+    labeled = sum(len(row.labels) for row in rows)
+    return Update(sum(row.tokens for row in rows), labeled, rows, [row_loss(row) for row in rows])
 
 
 def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]]) -> Update:
@@ -98,9 +98,9 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
             given = made_up_rollout(logprobs(batch), members, len(pairs))
         return lambda: len(members) / len(pairs) * p3o_loss(logprobs(batch), *given).loss
 
-    labelled = sum(len(response) for group in responses for response in group)
+    labeled = sum(len(response) for group in responses for response in group)
     return Update(
-        sum(batch.input_ids.numel() for batch in batches), labelled, [], list(map(batch_loss, batches, passes))
+        sum(batch.input_ids.numel() for batch in batches), labeled, [], list(map(batch_loss, batches, passes))
     )
 
 

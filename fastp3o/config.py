@@ -43,7 +43,7 @@ PRECISIONS = get_args(PrecisionName)
 AttentionName = Literal["auto", "fa3", "fa4", "hub"]
 
 TOKENS_PER_ROW = 8192
-LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to tokenise
+LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to tokenize
 LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")

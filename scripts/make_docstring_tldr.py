@@ -1,4 +1,4 @@
-"""Builds a small summarisation data set like TL;DR from the docstrings of the Python installation that runs it.
+"""Builds a small summarization data set like TL;DR from the docstrings of the Python installation that runs it.
 
 The post is the body of a docstring, the summary its first sentence. Sources are parsed with `ast` and never imported.
 The script needs no network: the standard library suffices, and installed packages (torch first) add to it.

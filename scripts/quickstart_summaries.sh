@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# RLHF on real text, and how a small reward model is exploited: a summarisation set from the docstrings of this
+# RLHF on real text, and how a small reward model is exploited: a summarization set from the docstrings of this
 # machine's Python, a small Llama from scratch, SFT, a reward model, P3O, a plot. Run again, it goes on where it stopped.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"

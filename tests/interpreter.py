@@ -49,18 +49,18 @@ def look_up_once(numpy_dtype: Callable) -> Callable:
     return for_dtype
 
 
-def made_once(initialise: Callable) -> Callable:
+def made_once(initialize: Callable) -> Callable:
     """Equal types of blocks have the same attributes, which nothing changes."""
     known: dict[tuple, dict] = {}
 
-    def initialise_once(self: language.block_type, element_ty: language.dtype, shape: list) -> None:
+    def initialize_once(self: language.block_type, element_ty: language.dtype, shape: list) -> None:
         kind = element_ty.name, getattr(element_ty, "address_space", None), *shape
         if kind not in known:
-            initialise(self, element_ty, shape)
+            initialize(self, element_ty, shape)
             known[kind] = dict(vars(self))
         vars(self).update(known[kind])
 
-    return initialise_once
+    return initialize_once
 
 
 def mask_by_truths() -> None:

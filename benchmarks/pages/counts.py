@@ -1,9 +1,9 @@
-"""benchmarks/README.md: what is modelled beside what was measured, what was counted, servers and turns."""
+"""benchmarks/README.md: what is modeled beside what was measured, what was counted, servers and turns."""
 
 from benchmarks.environment import described
 from benchmarks.goals import GPU
 from benchmarks.markdown import markdown
-from benchmarks.modelled import MEASURED, modelled, other_ms, product_ms
+from benchmarks.modeled import MEASURED, modeled, other_ms, product_ms
 from benchmarks.pages.sources import HIDDEN, N, Records, Section, results
 from benchmarks.records import figure, select, spread
 from benchmarks.shapes import LARGE_HEADS
@@ -11,9 +11,9 @@ from benchmarks.shapes import LARGE_HEADS
 STEP = "decode step"
 
 
-def modelled_table(records: Records) -> str:
+def modeled_table(records: Records) -> str:
     """The model, and what was measured of its first row."""
-    header, first, before, *rest = modelled()
+    header, first, before, *rest = modeled()
     found = select(results(records, GPU), **HIDDEN, N=N, implementation="fastp3o", dtype="bfloat16")
     measured = [figure(found, "ratio_to_bare", D=D, V=V) for D, V in LARGE_HEADS]
     assert first[0] == MEASURED
@@ -41,7 +41,7 @@ def layers(records: Records) -> str:
         lines.append(
             [
                 ", ".join(same.values()),
-                *(f"{form(old)} → {form(new)}" for form in (launches_of, moved, modelled_ms)),
+                *(f"{form(old)} → {form(new)}" for form in (launches_of, moved, modeled_ms)),
                 f"{product_ms(new):.2f}",
                 f"{old['kept'] / 1e9:.2f} → {new['kept'] / 1e9:.2f}" if new["kept"] else "",
             ]
@@ -69,7 +69,7 @@ def moved(layer: dict) -> str:
     return f"{layer['bytes'] / 1e9:.3f}"
 
 
-def modelled_ms(layer: dict) -> str:
+def modeled_ms(layer: dict) -> str:
     return f"{other_ms(layer):.2f}"
 
 

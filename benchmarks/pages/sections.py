@@ -20,7 +20,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "cpu": cpu.table,
         "chosen": cpu.chosen,
         "goals": machines.goals,
-        "modelled": counts.modelled_table,
+        "modeled": counts.modeled_table,
         "update launches": counts.launches("update"),
         "log-probs launches": counts.launches("logprobs"),
         "layers": counts.layers,

@@ -94,7 +94,7 @@ def main() -> None:
     phases = phases_of(config, Model(policy, config.trainable_layers), lengths)
     each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
     columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))
-    title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled"
+    title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labeled} of them labeled"
     table = Table("", *columns, title=title)
     for name in (*vars(phases[0]), "peak"):
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in phases))

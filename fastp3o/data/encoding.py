@@ -1,4 +1,4 @@
-"""Makes token ids of texts or messages. Prompt and response are tokenised separately: no token is part of both.
+"""Makes token ids of texts or messages. Prompt and response are tokenized separately: no token is part of both.
 
 The tokenizer's chat template writes messages. None of them can hold or make a special token's text. An outline, the
 text of the same messages with a mark in place of each content, tells what the template wrote.
@@ -20,7 +20,7 @@ from fastp3o.calls.time_limit import TookTooLongError, time_limit
 from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.data.layouts import Fields, Message, Part
-from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, special_tokens, tokenise
+from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, special_tokens, tokenize
 from fastp3o.errors import UserError
 from fastp3o.runtime.clock import READS_CLOCK, Clock, process_clock
 
@@ -103,7 +103,7 @@ class ChatTemplate:
         _, written, after = text.rpartition(marks[1])
         # One token may be the end of sequence and unknown characters.
         special = special_tokens(self.tokenizer).keys() - {self.tokenizer.unk_token_id} | {self.tokenizer.eos_token_id}
-        (ids,) = tokenise(self.tokenizer, [after if written else ""], control=True)
+        (ids,) = tokenize(self.tokenizer, [after if written else ""], control=True)
         return next((number for number in ids if number in special), None)
 
     def variables(self, record: Fields) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Tokenises for one model, within limits that count special tokens and the end-of-sequence token.
+    """Tokenizes for one model, within limits that count special tokens and the end-of-sequence token.
 
     A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer or the chat
     template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
@@ -430,18 +430,18 @@ class Encoder:
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""
-        prompt_ids = self.tokenise([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
+        prompt_ids = self.tokenize([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
         # What responses continue: nothing, text, or a special token, behind which a text may begin again.
         last = [ids[-1] if ids else BEGINNING for ids in prompt_ids]
         last = [entry if entry in self.continuation.begins else INSIDE for entry in last]
         keys = [
             [(entry.templated, end, text) for text in entry.responses] for entry, end in zip(batch, last, strict=True)
         ]
-        response_ids = iter(self.tokenise([key for those in keys for key in those]))
+        response_ids = iter(self.tokenize([key for those in keys for key in those]))
         ids = [[first, *islice(response_ids, len(those))] for first, those in zip(prompt_ids, keys, strict=True)]
         return list(map(self.encode_one, batch, ids))
 
-    def tokenise(self, keys: list[tuple[bool, int, str]]) -> list[list[int]]:
+    def tokenize(self, keys: list[tuple[bool, int, str]]) -> list[list[int]]:
         """The ids of texts: whether the chat template wrote it, the token before it, and the text itself."""
         by_kind: dict[tuple[bool, int], dict[str, list[int]]] = {}
         for templated, last, text in keys:

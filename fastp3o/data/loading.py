@@ -38,7 +38,7 @@ from fastp3o.files import naming
 from fastp3o.runtime.clock import Clock
 from fastp3o.sources import Source
 
-BATCH = 1000  # records tokenised at once
+BATCH = 1000  # records tokenized at once
 IDS = List(Value("int32"))
 PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
 

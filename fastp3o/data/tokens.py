@@ -20,7 +20,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:
     """The ids of texts, without what the tokenizer adds. control: whether a special token's text is that token."""
     # A tokenizer file may switch padding and truncation on.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
@@ -63,7 +63,7 @@ class Continuation:
         text, ids = self.anchors[0]
         for number in sorted(self.added):
             name = cast(str, self.tokenizer.convert_ids_to_tokens(number))
-            alone, behind = tokenise(self.tokenizer, [name, name + text], control=True)
+            alone, behind = tokenize(self.tokenizer, [name, name + text], control=True)
             if alone == [number] and behind[:1] == alone:
                 return behind[1:] == ids
         return False
@@ -78,16 +78,16 @@ class Continuation:
         return []
 
     def ids(self, texts: list[str], last: int, *, control: bool) -> list[list[int]]:
-        """Token ids of texts that follow a token, as `tokenise` gives them for texts alone."""
+        """Token ids of texts that follow a token, as `tokenize` gives them for texts alone."""
         ids_by_text: dict[str, list[int]] = {}
         for anchor, first in self.anchors if last not in self.begins else ():
             left = [text for text in texts if text not in ids_by_text]
-            anchored = tokenise(self.tokenizer, [anchor + text for text in left], control=control)
+            anchored = tokenize(self.tokenizer, [anchor + text for text in left], control=control)
             whole = zip(left, anchored, strict=True)
             ids_by_text |= {text: ids[len(first) :] for text, ids in whole if ids[: len(first)] == first}
         # No anchor stays apart from these.
         left = [text for text in texts if text not in ids_by_text]
-        ids_by_text |= zip(left, tokenise(self.tokenizer, left, control=control), strict=True)
+        ids_by_text |= zip(left, tokenize(self.tokenizer, left, control=control), strict=True)
         return [list(ids_by_text[text]) for text in texts]
 
     def text(self, ids: list[int], last: int) -> str:
@@ -111,7 +111,7 @@ def anchors(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]
     """Texts of one character whose tokens stay apart from the same ones behind them: with the ids of one and of two."""
     unknown = tokenizer.unk_token_id
     for text in characters(tokenizer):
-        ids, twice = tokenise(tokenizer, [text, text + text], control=False)
+        ids, twice = tokenize(tokenizer, [text, text + text], control=False)
         if ids and unknown not in ids and twice[: len(ids)] == ids and len(twice) > len(ids):
             yield text, ids, twice
 

@@ -24,7 +24,7 @@ class Compared(NamedTuple):
 
 def circular_triples(records: Sequence[Compared]) -> dict[str, float]:
     """`circular_triples`, the share of a prompt's triples of responses that a preference model orders in a circle, over
-    all prompts; `labelled_circular_triples`, that of the labels. Records with the same prompt are put together. Absent
+    all prompts; `labeled_circular_triples`, that of the labels. Records with the same prompt are put together. Absent
     where no three responses were compared.
     """
     by_prompt: dict[Ids, list[Compared]] = defaultdict(list)
@@ -32,7 +32,7 @@ def circular_triples(records: Sequence[Compared]) -> dict[str, float]:
         by_prompt[record.prompt].append(record)
     shares = {
         "circular_triples": circular_share(map(predicted_wins, by_prompt.values())),
-        "labelled_circular_triples": circular_share(map(labelled_wins, by_prompt.values())),
+        "labeled_circular_triples": circular_share(map(labeled_wins, by_prompt.values())),
     }
     return {name: share for name, share in shares.items() if share is not None}
 
@@ -43,7 +43,7 @@ def predicted_wins(records: Sequence[Compared]) -> np.ndarray:
     return log_odds_of_groups(torch.tensor([[*vectors.values()]]))[0].numpy() > 0
 
 
-def labelled_wins(records: Sequence[Compared]) -> np.ndarray:
+def labeled_wins(records: Sequence[Compared]) -> np.ndarray:
     """Which of a prompt's n different responses most labels prefer to which, [n, n] bool."""
     places: dict[Ids, int] = {}
     for record in records:

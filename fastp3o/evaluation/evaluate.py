@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastp3o.evaluation.interval import share_interval
 from fastp3o.evaluation.rival import preferences
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, with_tensor_group
 from fastp3o.packing.pack import Packing
@@ -99,7 +99,7 @@ class Evaluation:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
         groups, local = with_tensor_group(self.policy, groups)
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
-        logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
+        logprobs = map_rows_in_lockstep(rows, partial(labeled_logprobs, self.policy))
         return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[local]
 
 

@@ -17,7 +17,7 @@ METRICS = ("ratio_mean", "clip_fraction", "advantage_mean_abs", "zero_gradient_f
 
 class PaddedBatch(NamedTuple):
     """Padded responses, as trainers hold them. input_ids, attention_mask: [B, T]. response_mask: [B, T], 1 at the
-    responses' own tokens. responses_per_prompt: K; siblings are neighbours.
+    responses' own tokens. responses_per_prompt: K; siblings are neighbors.
     """
 
     input_ids: Tensor

@@ -1,6 +1,6 @@
 """P3O for trainers whose policy loss gets log-probabilities of padded responses, with the KL already in the rewards.
 
-B = P K rows, K responses to each of P prompts, siblings as neighbours; C positions.
+B = P K rows, K responses to each of P prompts, siblings as neighbors; C positions.
 """
 
 import torch

@@ -27,12 +27,12 @@ REMEDY = (
     "data.train_batch_size and actor_rollout_ref.actor.ppo_mini_batch_size to multiples of the data-parallel size"
 )
 VERLS_OWN: Any = engine_workers.ppo_loss
-# The rows of the microbatch whose loss is due, siblings as neighbours.
+# The rows of the microbatch whose loss is due, siblings as neighbors.
 ROWS: list[list[int]] = []
 
 
 def sibling_rows(uids: Sequence[str], K: int) -> list[int]:
-    """All rows, those of a prompt as neighbours. Raises ValueError if a prompt does not have K of them."""
+    """All rows, those of a prompt as neighbors. Raises ValueError if a prompt does not have K of them."""
     rows: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         rows.setdefault(uid, []).append(row)
@@ -77,7 +77,7 @@ def p3o(
 
 @register_trainer("p3o")
 class P3OTrainer(PPOTrainerSync):
-    """verl's synchronous trainer, where all responses to a prompt stay neighbours in one process. Raises ValueError for
+    """verl's synchronous trainer, where all responses to a prompt stay neighbors in one process. Raises ValueError for
     advantages that are not rewards less the mean of their prompt's.
     """
 

@@ -67,7 +67,7 @@ class Wiring(NamedTuple):
 
 
 def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
-    """Replaces what a trial recognises in a model's body, but no forward that has been replaced before, here or by
+    """Replaces what a trial recognizes in a model's body, but no forward that has been replaced before, here or by
     others' hooks. layers: None if they are not known.
     """
     modules = [module for module in body.modules() if "forward" not in vars(module)]
@@ -174,7 +174,7 @@ def wired(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 
 def added_and_normed(stream: Tensor, branch: Tensor | None, module: Any, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The sum, and it normalised in the weight's dtype. Under autocast a kernel writes the dtype of the products, which
+    """The sum, and it normalized in the weight's dtype. Under autocast a kernel writes the dtype of the products, which
     would each round it for themselves.
     """
     weight = getattr(module, norm.weight)
@@ -187,7 +187,7 @@ def added_and_normed(stream: Tensor, branch: Tensor | None, module: Any, norm: N
 
 
 def normed_and_added(branch: Tensor, stream: Tensor, module: Any, norm: Norm) -> Tensor:
-    """The sum, with a branch that is normalised in the stream's dtype."""
+    """The sum, with a branch that is normalized in the stream's dtype."""
     weight = getattr(module, norm.weight)
     if runs_kernels(stream, weight):
         return norm_and_add(branch, stream, weight, norm.kind)

@@ -16,7 +16,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.load_report import missing, without_report
 from fastp3o.models.merging import ADAPTER, described, frozen, merged, named_weights, plain_copy, plain_modules
 from fastp3o.models.packable import logprob_tolerance, on_trial
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.packing.packed_row import PackedRow
 
@@ -138,7 +138,7 @@ def enlarged(adapters: list[Any]) -> Iterator[None]:
 def results(model: PackedModel, row: PackedRow) -> Tensor:
     """Log-probs. Of a reward model, whose new head is zero, the head's inputs, next to their mean size."""
     if not hasattr(model.model, "score"):
-        return labelled_logprobs(model, row)
+        return labeled_logprobs(model, row)
     hidden: Tensor = model(row, row.ends_at, lambda hidden, _: hidden.float())
     return hidden / hidden.detach().square().mean().sqrt()
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.models.overflow import Overflow, not_finite_error, overflow, weight_overflow
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, vectors
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labeled_logprobs, vectors
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.sources import ModelSource
@@ -138,7 +138,7 @@ def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, Packed
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
     generators = [inner.device] if inner.device.type == "cuda" else []
     with torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(generators):
-        yield vectors if hasattr(inner, "score") else labelled_logprobs, row.to(inner.device)
+        yield vectors if hasattr(inner, "score") else labeled_logprobs, row.to(inner.device)
 
 
 def run_single(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:

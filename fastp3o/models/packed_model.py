@@ -1,6 +1,6 @@
 """Policy, reference or reward model over packed rows: hidden states -> log-probabilities, loss or scores.
 
-D hidden size; a row has T tokens, S responses and N labelled tokens.
+D hidden size; a row has T tokens, S responses and N labeled tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -286,13 +286,13 @@ def rope_kinds(config: PretrainedConfig) -> list[dict]:
 # --- what the head says of a row --------------------------------------------------------------------------------------
 
 
-def labelled_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
-    """Log-probabilities of a row's labelled tokens, [N] fp32; differentiable."""
-    return model(row, row.labelled_at, lambda hidden, head: label_logprobs(hidden, head, row))
+def labeled_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
+    """Log-probabilities of a row's labeled tokens, [N] fp32; differentiable."""
+    return model(row, row.labeled_at, lambda hidden, head: label_logprobs(hidden, head, row))
 
 
 def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
-    """`labelled_logprobs` from the hidden states [N, D] that predict the labels."""
+    """`labeled_logprobs` from the hidden states [N, D] that predict the labels."""
     return linear_logprobs(hidden, head, row.labels, **chunk_options(row))
 
 

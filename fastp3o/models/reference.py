@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
 from fastp3o.models.trainable import adapters_off
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.runtime.shares import local_part
 
-TokenValues = Callable[[PackedModel, PackedRow], Tensor]  # a model's values of a row's labelled tokens, [N, ...]
+TokenValues = Callable[[PackedModel, PackedRow], Tensor]  # a model's values of a row's labeled tokens, [N, ...]
 
 
 class Reference(ABC):
@@ -25,8 +25,8 @@ class Reference(ABC):
     model: PackedModel  # that of a LoadedForEachUse only while it computes
 
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        """Log-probabilities of each row's labelled tokens, [N] fp32."""
-        return self.map_rows(rows, labelled_logprobs)
+        """Log-probabilities of each row's labeled tokens, [N] fp32."""
+        return self.map_rows(rows, labeled_logprobs)
 
     @abstractmethod
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
@@ -135,8 +135,8 @@ class InContext(Reference):
         prompts = [
             [*x.prompt[:n], *self.context, *self.moved(x.prompt[n:])] for x, n in zip(groups, before, strict=True)
         ]
-        responses, labelled = [group.responses for group in groups], [group.labelled for group in groups]
-        packed = pack(prompts, responses, self.packing, groups=numbers, labelled=labelled)
+        responses, labeled = [group.responses for group in groups], [group.labeled for group in groups]
+        packed = pack(prompts, responses, self.packing, groups=numbers, labeled=labeled)
         longer = [row.to(rows[0].labels.device) for row in packed]
         by_number: dict[int, Tensor] = {}
         for row, values in zip(longer, self.reference.map_rows(longer, compute), strict=True):

@@ -1,6 +1,6 @@
 """The interface of objectives: packed rows with rewards and log-probs in, loss and metrics out.
 
-Shapes: P prompts with K responses each, N labelled tokens of a packed row, n tokens of some of its prompts.
+Shapes: P prompts with K responses each, N labeled tokens of a packed row, n tokens of some of its prompts.
 """
 
 from abc import ABC, abstractmethod
@@ -92,10 +92,10 @@ class Microbatch:
 
 
 def masked_tokens(row: PackedRow, loss_mask: Tensor | None) -> int:
-    """Number of labelled tokens in responses that take part in a loss. loss_mask: [P, K] bool, on the CPU."""
+    """Number of labeled tokens in responses that take part in a loss. loss_mask: [P, K] bool, on the CPU."""
     if loss_mask is None:
         return len(row.labels)
-    return sum(compress(row.labelled_lengths, loss_mask.flatten().tolist()))
+    return sum(compress(row.labeled_lengths, loss_mask.flatten().tolist()))
 
 
 # The loss, 0-d, summed over the row and divided by its minibatch's divisor, and its metrics, detached. A metric whose
@@ -234,7 +234,7 @@ class GroupwiseObjective(Objective):
                 logprobs_out=microbatch.noted_token_logprobs if first else None,
             )
 
-        return policy(row, row.labelled_at, head_loss)
+        return policy(row, row.labeled_at, head_loss)
 
 
 # --- importance weights and the KL ------------------------------------------------------------------------------------

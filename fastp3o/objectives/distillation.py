@@ -47,7 +47,7 @@ class Distillation(Objective):
             # Its gradient is (log π − log π_teacher) ∇ log π.
             return k2(logprobs, microbatch.ref_token_logprobs)
 
-        losses = policy(row, row.labelled_at, token_losses)
+        losses = policy(row, row.labeled_at, token_losses)
         mask = torch.ones_like(microbatch.rewards, dtype=torch.bool) if mask is None else mask
         counts = mask.flatten().repeat_interleave(row.cu_seqlens.diff(), output_size=len(losses))
         loss = losses.where(counts, 0.0).sum()
@@ -63,5 +63,5 @@ class Distillation(Objective):
             heads[:] = heads or [deepcopy(head.detach())]
             return hidden
 
-        (hidden,) = self.reference_values([row], lambda teacher, row: teacher(row, row.labelled_at, keep))
+        (hidden,) = self.reference_values([row], lambda teacher, row: teacher(row, row.labeled_at, keep))
         return hidden, heads[0]

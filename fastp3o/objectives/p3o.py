@@ -62,7 +62,7 @@ class P3O(Objective):
                 logprobs_out=microbatch.noted_token_logprobs if first else None,
             )
 
-        loss, means, counts = policy(row, row.labelled_at, head_loss)
+        loss, means, counts = policy(row, row.labeled_at, head_loss)
         count = torch.stack([*counts.values()])
         sums = torch.stack([means[name] for name in counts]) * count
         metrics = dict(zip(counts, torch.stack([sums, count], dim=1), strict=True))

@@ -87,7 +87,7 @@ class ActorCritic(Objective):
             # The last token has the rest of the reward, such as penalties and what its bound takes away.
             rest = -sequence_logprobs(at_tokens, row.cu_seqlens)
             rewards = (rewards + at_tokens).index_add(0, row.cu_seqlens[1:].long() - 1, rest)
-        longest = max(row.labelled_lengths)
+        longest = max(row.labeled_lengths)
         return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
@@ -111,7 +111,7 @@ class PPO(ActorCritic):
                 return *label_entropies(hidden, head, row), critic(row)
             return label_logprobs(hidden, head, row), None, critic(row)
 
-        logprobs, entropy, values = policy(row, row.labelled_at, logprobs_entropy_values)
+        logprobs, entropy, values = policy(row, row.labeled_at, logprobs_entropy_values)
         if first:
             microbatch.note(logprobs)
         return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy)
@@ -137,10 +137,10 @@ class Critic(nn.Module):
             self.body.model.get_output_embeddings().requires_grad_(False)
 
     def forward(self, row: PackedRow) -> Tensor:
-        """The value before each labelled token, [N] fp32."""
+        """The value before each labeled token, [N] fp32."""
         from fastp3o.models.packed_model import scalars
 
-        return self.body(row, row.labelled_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
+        return self.body(row, row.labeled_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
 
 
 def token_rewards(

@@ -1,6 +1,6 @@
 """TRPO (Schulman et al. 2015, appendix C): along the surrogate's natural gradient, as far as a bound on the KL allows.
 
-n trained parameters of the policy, N labelled tokens of a row. Means are over a round's tokens that count in the loss.
+n trained parameters of the policy, N labeled tokens of a row. Means are over a round's tokens that count in the loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,11 +49,11 @@ class TRPO(ActorCritic):
         self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
     ) -> LossAndMetrics:
         """The critic's, which computes no log-probs: noting them takes a pass."""
-        from fastp3o.models.packed_model import labelled_logprobs
+        from fastp3o.models.packed_model import labeled_logprobs
 
         if first and microbatch.noted_token_logprobs is not None:
             with torch.no_grad():
-                microbatch.note(labelled_logprobs(policy, microbatch.row))
+                microbatch.note(labeled_logprobs(policy, microbatch.row))
         values, (total, count) = policy.get_submodule("critic")(microbatch.row), sum_and_count(microbatch)
         terms = clipped_value_loss(values, microbatch, self.config.value_clip_range)
         sums = {name: total(term) for name, term in terms.items()}
@@ -61,7 +61,7 @@ class TRPO(ActorCritic):
 
     def conclude(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> None:
         """Moves the policy, or leaves it if no step is better. Raises UserError if a gradient is NaN or infinite."""
-        near, config = Neighbourhood(policy, [*chain.from_iterable(minibatches)]), self.config
+        near, config = Neighborhood(policy, [*chain.from_iterable(minibatches)]), self.config
         before, _, gradient = near.at(nowhere := torch.zeros_like(near.start), gradient_of=SURROGATE)
         natural = conjugate_gradients(near.fisher_product, gradient, config.cg_steps, config.cg_damping)
         curvature = natural @ near.fisher_product(natural)
@@ -78,7 +78,7 @@ class TRPO(ActorCritic):
         self.step_metrics = line_search | {"grad_norm": gradient.norm().item()}
 
 
-class Neighbourhood:
+class Neighborhood:
     """Policies near the one before an update, which `at` makes of it. Vectors are [n]."""
 
     def __init__(self, policy: nn.Module, microbatches: list[Microbatch]):
@@ -89,7 +89,7 @@ class Neighbourhood:
         self.distance = 1e-3 * self.start.norm()  # to where the KL was last found to be about NEAR
         self.tokens = sum(float(sum_and_count(microbatch)[1]) for microbatch in microbatches) or 1.0
         with torch.no_grad():
-            old = [policy(microbatch.row, microbatch.row.labelled_at, lambda *old: old) for microbatch in microbatches]
+            old = [policy(microbatch.row, microbatch.row.labeled_at, lambda *old: old) for microbatch in microbatches]
         self.old_hidden, self.old_head = [hidden for hidden, _ in old], deepcopy(old[0][1])
 
     def at(self, offset: Tensor, gradient_of: int | None = None) -> tuple[float, float, Tensor]:
@@ -104,7 +104,7 @@ class Neighbourhood:
         for microbatch, old in zip(self.microbatches, self.old_hidden, strict=True):
             with torch.set_grad_enabled(gradient_of is not None):
                 logprobs, kls = self.policy(
-                    microbatch.row, microbatch.row.labelled_at, partial(self.logprobs_kls, microbatch, old)
+                    microbatch.row, microbatch.row.labeled_at, partial(self.logprobs_kls, microbatch, old)
                 )
             surrogates = bounded_exp(logprobs - microbatch.old_token_logprobs) * microbatch.prepared["advantages"]
             parts = [sum_and_count(microbatch)[0](values) / self.tokens for values in (surrogates, kls)]

@@ -16,13 +16,13 @@ def pack(
     *,
     label_prompts: bool = False,
     groups: Sequence[int] | None = None,
-    labelled: Sequence[Sequence[Spans] | None] | None = None,
+    labeled: Sequence[Sequence[Spans] | None] | None = None,
 ) -> list[PackedRow]:
     """Packs groups into as few rows of `packing.tokens_per_row` tokens as first-fit decreasing finds.
 
     Groups stay whole: one that is longer gets a longer row of its own, which has `parts`. The responses' tokens are
-    labelled, end-of-sequence included; with `label_prompts` (one response each) the prompt's too, except the first,
-    which nothing predicts. groups: their numbers, by default 0, 1, ... labelled: the parts of responses that are,
+    labeled, end-of-sequence included; with `label_prompts` (one response each) the prompt's too, except the first,
+    which nothing predicts. groups: their numbers, by default 0, 1, ... labeled: the parts of responses that are,
     [P][K]; by default all.
 
     Raises ValueError for an empty prompt or response, naming its group.
@@ -32,11 +32,11 @@ def pack(
             tokens = f"{len(prompt)} prompt tokens and responses of {list(map(len, group))}"
             raise UserError(f"group {number} has {tokens}; each needs one")
         if label_prompts and len(group) != 1:
-            raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
+            raise UserError(f"group {number} has {len(group)} responses; a labeled prompt has one")
     numbers = range(len(prompts)) if groups is None else groups
     rows = []
     for members in first_fit_decreasing(group_sizes(prompts, responses, packing), packing.tokens_per_row):
-        row_groups = [GivenGroup(prompts[m], responses[m], None if labelled is None else labelled[m]) for m in members]
+        row_groups = [GivenGroup(prompts[m], responses[m], None if labeled is None else labeled[m]) for m in members]
         row = packed_row(
             [numbers[member] for member in members],
             row_groups,

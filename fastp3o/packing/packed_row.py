@@ -7,7 +7,7 @@ With shared prompts a group lies in it as
 and without as [x, y1], [x, y2]. An index gathers the keys of a row, so that each segment of queries has its keys in one
 piece. Positions of every response begin at len(x), and the last token of x predicts its first token.
 
-T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered keys.
+T tokens of a row, S responses in it, N labeled tokens, G segments, U gathered keys.
 """
 
 from array import array
@@ -120,7 +120,7 @@ class GivenGroup:
 
     prompt: Ids
     responses: Sequence[Ids]
-    labelled: Sequence[Spans] | None  # parts of the responses; None: all
+    labeled: Sequence[Spans] | None  # parts of the responses; None: all
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class PackedRow(OnDevice):
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64
     segments: Segments
-    labelled_at: Tensor  # [N] int64, tokens of the row whose hidden states predict the labels
-    labels: Tensor  # [N] int64, the labelled tokens
+    labeled_at: Tensor  # [N] int64, tokens of the row whose hidden states predict the labels
+    labels: Tensor  # [N] int64, the labeled tokens
     cu_seqlens: Tensor  # [S + 1] int32, where each response's labels begin in [N]
-    labelled_lengths: tuple[int, ...]  # their lengths on the host
+    labeled_lengths: tuple[int, ...]  # their lengths on the host
     ends_at: Tensor  # [S] int64, each response's last token in the row
     groups: tuple[int, ...]  # the number of each group, in the order of the row
     responses_per_prompt: int | None  # None if groups differ in it
@@ -160,7 +160,7 @@ class PackedRow(OnDevice):
     @property
     def cu_seqlens_on_host(self) -> Tensor:
         """`cu_seqlens`, always on the CPU: losses cut their chunks without waiting for a device."""
-        return offsets(self.labelled_lengths)
+        return offsets(self.labeled_lengths)
 
 
 def offsets(lengths: Sequence[int]) -> Tensor:
@@ -195,10 +195,10 @@ def packed_row(
 
     # Labels begin behind the prompt, or at its second token, which is the first that something predicts.
     first = begins + np.minimum(brought, 1 if label_prompts else brought)
-    labelled_lengths, labels_at = labelled_tokens(given, first, begins + lengths - first)
+    labeled_lengths, labels_at = labeled_tokens(given, first, begins + lengths - first)
     predicting = labels_at - 1
-    follows = np.repeat(again, labelled_lengths) & (labels_at == np.repeat(first, labelled_lengths))
-    predicting[follows] = np.repeat(prompt_begins + prompt - 1, labelled_lengths)[follows]
+    follows = np.repeat(again, labeled_lengths) & (labels_at == np.repeat(first, labeled_lengths))
+    predicting[follows] = np.repeat(prompt_begins + prompt - 1, labeled_lengths)[follows]
 
     key_lengths = (prompt - brought) + lengths
     shared = shared_keys(place, prompt_begins, prompt, lengths, key_lengths) if again.any() else None
@@ -212,10 +212,10 @@ def packed_row(
             key_lengths=tuple(key_lengths.tolist()),
             shared=shared,
         ),
-        labelled_at=torch.from_numpy(predicting),
+        labeled_at=torch.from_numpy(predicting),
         labels=ids[torch.from_numpy(labels_at)],
-        cu_seqlens=offsets(labelled_lengths.tolist()),
-        labelled_lengths=tuple(labelled_lengths.tolist()),
+        cu_seqlens=offsets(labeled_lengths.tolist()),
+        labeled_lengths=tuple(labeled_lengths.tolist()),
         ends_at=torch.from_numpy(begins + lengths - 1),
         groups=tuple(numbers),
         responses_per_prompt=sizes[0] if len(set(sizes)) == 1 else None,
@@ -240,19 +240,19 @@ def joined(pieces: Iterable[Ids]) -> Tensor:
     return torch.frombuffer(array("q", ids), dtype=torch.int64)
 
 
-def labelled_tokens(given: Sequence[GivenGroup], first: Array, most: Array) -> tuple[Array, Array]:
-    """How many tokens of each response are labelled, [S], and all of them in the row, [N]. first, most: [S], the first
+def labeled_tokens(given: Sequence[GivenGroup], first: Array, most: Array) -> tuple[Array, Array]:
+    """How many tokens of each response are labeled, [S], and all of them in the row, [N]. first, most: [S], the first
     token of each that may be, and how many may be.
     """
-    if all(group.labelled is None for group in given):
+    if all(group.labeled is None for group in given):
         return most, ranges(first, most)
-    by_response = (parts for group in given for parts in group.labelled or repeat(None, len(group.responses)))
+    by_response = (parts for group in given for parts in group.labeled or repeat(None, len(group.responses)))
     spans: list[tuple[int, int, int]] = []
     for number, (parts, tokens) in enumerate(zip(by_response, most.tolist(), strict=True)):
         spans += [(number, begin, end) for begin, end in ([(0, tokens)] if parts is None else parts)]
     response, begin, end = np.array(spans, dtype=np.int64).reshape(-1, 3).T
     if (end > most[response]).any():
-        raise UserError("labelled parts of a response reach beyond its last token")
+        raise UserError("labeled parts of a response reach beyond its last token")
     lengths = np.zeros(len(first), dtype=np.int64)
     np.add.at(lengths, response, end - begin)
     return lengths, ranges(first[response] + begin, end - begin)

@@ -23,7 +23,7 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
 
 
 def sums_by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
-    """`by_group` of sums over the tokens of each response. values: of the rows' labelled tokens, [N] each."""
+    """`by_group` of sums over the tokens of each response. values: of the rows' labeled tokens, [N] each."""
     return by_group(
         rows, [sequence_logprobs(logprobs, row.cu_seqlens) for row, logprobs in zip(rows, values, strict=True)]
     )

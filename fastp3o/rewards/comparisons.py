@@ -129,7 +129,7 @@ def against(groups: Sequence[Group], rivals: Sequence[Sequence[Response]]) -> li
 
 
 class Knockout:
-    """How many rounds each response survives, [P, K] fp32, as its reward: winners of neighbours meet until one is left,
+    """How many rounds each response survives, [P, K] fp32, as its reward: winners of neighbors meet until one is left,
     in K − 1 comparisons a prompt. Responses are in no order but that of sampling. After a tie, and without a verdict,
     the first of the two goes on; so does an odd one out.
     """

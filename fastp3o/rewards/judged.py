@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.calls.answers import Answers
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sharding import FrozenModel, with_tensor_group
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.tables import sums_by_group
@@ -100,7 +100,7 @@ class LocalComparisons(JudgedPairs):
         groups, local = with_tensor_group(self.model.model, groups)
         self.model.model.check_reach(max(len(group.prompt.ids) for group in groups) + 1)
         rows = [row.to(self.device) for row in pack(*token_ids(groups), self.packing)]
-        logprobs = sums_by_group(rows, self.model.map_rows(rows, labelled_logprobs))[local].float().cpu()
+        logprobs = sums_by_group(rows, self.model.map_rows(rows, labeled_logprobs))[local].float().cpu()
         preferred = (logprobs[:, 0] - logprobs[:, 1]).sigmoid()
         return ((preferred[::2] + 1 - preferred[1::2]) / 2).tolist()
 

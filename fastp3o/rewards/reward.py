@@ -224,7 +224,7 @@ def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
 # --- penalties --------------------------------------------------------------------------------------------------------
 
 
-def penalised_rewards(
+def penalized_rewards(
     reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int, *, by_token: bool = False
 ) -> dict[str, Tensor]:
     """Returns tables [P, K] by name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.config import SamplerConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, logprob_tolerance, require_finite_logprobs, within_vocabulary
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labeled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.bundled_cache import prompt_copies
 from fastp3o.rollouts.cache import MOST_SLOTS, LayerShape, Room, available_memory, fitting_room, return_unused_memory
@@ -135,7 +135,7 @@ def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
     except Exception as error:  # from anywhere in a model that does not hand the cache on
         raise UserError(f"{refused}a trial failed with: {error}") from error
     (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
-    expected = labelled_logprobs(policy, row.to(policy.model.device))
+    expected = labeled_logprobs(policy, row.to(policy.model.device))
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     difference = (got.to(expected) - expected).abs().mean().item()
     if not isfinite(difference):

@@ -105,14 +105,14 @@ def token_ids(groups: Sequence[Group]) -> tuple[list[Ids], list[list[Ids]]]:
 
 
 def pack_groups(groups: Sequence[Group], packing: Packing, numbers: Sequence[int] | None = None) -> list[PackedRow]:
-    """Packs groups into rows in which only the policy's tokens are labelled. numbers: those of the groups; by default
+    """Packs groups into rows in which only the policy's tokens are labeled. numbers: those of the groups; by default
     counted from 0.
     """
     numbers = range(len(groups)) if numbers is None else numbers
     chosen = [groups[number] for number in numbers]
     has_turns = any(response.turns for group in chosen for response in group.responses)
     spans = [[response.spans for response in group.responses] for group in chosen] if has_turns else None
-    return pack(*token_ids(chosen), packing, groups=numbers, labelled=spans)
+    return pack(*token_ids(chosen), packing, groups=numbers, labeled=spans)
 
 
 def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:

@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import ids_added_first
-from fastp3o.data.tokens import Continuation, tokenise
+from fastp3o.data.tokens import Continuation, tokenize
 from fastp3o.files import read_text
 from fastp3o.rollouts.groups import Group, Prompt, Sampler
 
@@ -12,7 +12,7 @@ class Prefix:
     """The token ids of a file's text; empty without a file. Names of special tokens in the text are plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None):
-        self.ids = tokenise(tokenizer, [read_text(path, "prefix") if path else ""], control=False)[0]
+        self.ids = tokenize(tokenizer, [read_text(path, "prefix") if path else ""], control=False)[0]
         self.continuation = Continuation(tokenizer)
         self.firsts = [ids_added_first(tokenizer), [tokenizer.bos_token_id]]
 

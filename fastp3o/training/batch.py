@@ -11,7 +11,7 @@ from torch import Tensor
 from fastp3o.rewards.reward import PAIR_REWARDS, TOKEN_REWARDS
 from fastp3o.rollouts.groups import Group
 
-Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
+Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximized
 
 
 @dataclass(frozen=True)

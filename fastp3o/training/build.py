@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from fastp3o.config import SamplerConfig, StageConfig
-from fastp3o.data.tokens import Continuation, tokenise
+from fastp3o.data.tokens import Continuation, tokenize
 from fastp3o.models.ends import checkpoint_ends, write_ends
 from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.packed_model import PackedModel
@@ -81,7 +81,7 @@ def in_context(context: Context, config: OnlineConfig, reference: Reference) -> 
     """The reference as it sees --teacher_context. Raises ValueError if its positions end too soon for that."""
     if not isinstance(config, DistillationConfig) or not config.teacher_context:
         return reference
-    (ids,) = tokenise(context.tokenizer, [config.teacher_context], control=True)
+    (ids,) = tokenize(context.tokenizer, [config.teacher_context], control=True)
     reference.model.check_reach(config.longest_sequence, context=len(ids))
     moved = Continuation(context.tokenizer).moved
     return InContext(reference, ids, context.tokenizer.bos_token_id, config.packing, moved)

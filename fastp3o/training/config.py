@@ -1,4 +1,4 @@
-"""The options of fine-tuning and of reward modelling, which `--help` explains without importing torch."""
+"""The options of fine-tuning and of reward modeling, which `--help` explains without importing torch."""
 
 from typing import Literal
 

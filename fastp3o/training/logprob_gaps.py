@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.packing.packed_row import PackedRow, to_device
@@ -51,7 +51,7 @@ def evaluated_again(policy: PackedModel, groups: Sequence[Group], row: PackedRow
     if policy.relative_positions:
         again = replace(again, position_ids=again.position_ids + 1)
     again = again.to(row.labels.device)
-    return sums_by_group([again], [labelled_logprobs(policy, again)]).flatten().flip(0)
+    return sums_by_group([again], [labeled_logprobs(policy, again)]).flatten().flip(0)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Rollouts -> packed minibatches with old and reference log-probs -> an optimizer step.
 
-P prompts, K responses each, N labelled tokens in a packed row.
+P prompts, K responses each, N labeled tokens in a packed row.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from fastp3o.errors import UserError
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, most_passes, padded
 from fastp3o.models.trainable import dropout_on
@@ -110,7 +110,7 @@ def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
 
 def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
     """The policy's log-probs of the rows' tokens, [N] fp32 for each row."""
-    return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
+    return map_rows_in_lockstep(rows, partial(labeled_logprobs, policy))
 
 
 def unknown_logprobs(row: PackedRow) -> Tensor:

@@ -24,7 +24,7 @@ from fastp3o.rewards.reward import (
     Reward,
     asked_of_records,
     logged_means,
-    penalised_rewards,
+    penalized_rewards,
     require_finite_rewards,
     single_rewards,
 )
@@ -72,7 +72,7 @@ class OnlineLoop:
         """
         config, accelerator = self.config, self.run.accelerator
         by_token = config.process_rewards
-        rewards = penalised_rewards(self.reward, groups, config, config.max_response_tokens, by_token=by_token)
+        rewards = penalized_rewards(self.reward, groups, config, config.max_response_tokens, by_token=by_token)
         require_finite_rewards(accelerator, self.reward, groups, rewards["reward"])
         return RolloutBatch.gathered(accelerator, groups, rewards)
 

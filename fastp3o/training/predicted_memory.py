@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
     tokens: int
     keys: int
-    labelled: int
+    labeled: int
 
     @classmethod
     def full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
@@ -52,8 +52,8 @@ class Model:
     activations. LoRA trains in all. queries, keys: heads times head size. embeddings: parameters outside the layers.
     layer: parameters of one layer. in_fp32: trained ones whose moments adamw_8bit keeps in fp32.
 
-    What `fuse` has recognised in the last layer: finer: its residual stream is fp32; norms: of its hidden states, 2 or
-    4; norms_heads: it normalises queries and keys, too; fused_norms, fused_gate: these are one kernel each on a GPU.
+    What `fuse` has recognized in the last layer: finer: its residual stream is fp32; norms: of its hidden states, 2 or
+    4; norms_heads: it normalizes queries and keys, too; fused_norms, fused_gate: these are one kernel each on a GPU.
     """
 
     def __init__(self, model: PackedModel, trained_layers: int = 0):
@@ -144,11 +144,11 @@ def update_memory(
 ) -> Memory:
     """The memory of a policy's update on one device. kernels: on a GPU, with Triton. budget: of the head, in bytes."""
     item, stream = product_bytes(precision), stream_bytes(model, precision)
-    plan = head_plan(model, lengths.labelled, precision, budget, kernels=kernels)
-    single = precision.weights == torch.bfloat16 == plan.dtypes.dlogits and plan.dlogits_rows >= lengths.labelled
+    plan = head_plan(model, lengths.labeled, precision, budget, kernels=kernels)
+    single = precision.weights == torch.bfloat16 == plan.dtypes.dlogits and plan.dlogits_rows >= lengths.labeled
     rounded = model.head_gradient(2) if precision.half and not single else 0
     buffers = logits_bytes(plan) + (0 if plan.in_place else plan.row_elements * plan.dlogits_rows * item)
-    states = 3 * lengths.labelled * model.hidden * item
+    states = 3 * lengths.labeled * model.hidden * item
     states += lengths.tokens * model.hidden * norm_bytes(model, precision, kernels=kernels)
     head = states + widened(model, lengths, plan, precision) + model.head_gradient(2 if single else 4)
     layer_activations = kept_by_a_layer(model, lengths, precision, kernels=kernels)
@@ -208,14 +208,14 @@ def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, ker
     return kept + lengths.keys * 2 * item * model.keys
 
 
-def head_plan(model: Model, labelled: int, precision: Precision, budget: int, *, kernels: bool) -> HeadPlan:
-    """How so many labelled tokens go through the head. Groups are taken for short."""
+def head_plan(model: Model, labeled: int, precision: Precision, budget: int, *, kernels: bool) -> HeadPlan:
+    """How so many labeled tokens go through the head. Groups are taken for short."""
     rounded = precision.autocast or precision.weights
     half = rounded != torch.float32
     multiplied = rounded if kernels or not half else torch.float32
     narrow = kernels or (rounded == torch.bfloat16 and multiplies(rounded))
     dtypes = HeadDtypes(rounded, multiplied, rounded if narrow else multiplied, torch.float32)
-    bounds = [*range(0, labelled, TILE), labelled]
+    bounds = [*range(0, labeled, TILE), labeled]
     return plan_chunks(bounds, model.vocabulary, dtypes, budget, triton=kernels)
 
 
@@ -226,7 +226,7 @@ def logits_bytes(plan: HeadPlan) -> int:
 def widened(model: Model, lengths: Lengths, plan: HeadPlan, precision: Precision) -> int:
     """Bytes of the head's weight and hidden states in fp32, where a CPU multiplies no narrower ones."""
     wider = plan.dtypes.multiplied != plan.dtypes.rounded
-    return 4 * model.hidden * (model.vocabulary + lengths.labelled) if wider else 0
+    return 4 * model.hidden * (model.vocabulary + lengths.labeled) if wider else 0
 
 
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
@@ -253,8 +253,8 @@ def frozen_memory(
     """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
     item = product_bytes(precision)
     residual, autocast = precision.weights.itemsize, precision.autocast is not None
-    plan = head_plan(model, lengths.labelled, precision, budget, kernels=kernels)
-    hidden = model.hidden * ((lengths.tokens + lengths.labelled) * residual + lengths.labelled * item * autocast)
+    plan = head_plan(model, lengths.labeled, precision, budget, kernels=kernels)
+    hidden = model.hidden * ((lengths.tokens + lengths.labeled) * residual + lengths.labeled * item * autocast)
     rounded = 2 * model.vocabulary * model.hidden * autocast
     return Memory(
         weights=model.parameters * residual,
@@ -273,7 +273,7 @@ def rollout_memory(
     """
     sampled = precision if precision.autocast is None else choose_precision("bf16", "bf16")
     item = sampled.weights.itemsize
-    row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labelled=0)
+    row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labeled=0)
     copied = shards > 1 or adapters or precision.autocast is not None
     # Parts of a model in half precision are its masters.
     gathered = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
@@ -297,7 +297,7 @@ def stream_bytes(model: Model, precision: Precision) -> int:
 
 def norm_bytes(model: Model, precision: Precision, *, kernels: bool) -> int:
     """Bytes that a norm of the stream keeps of each element of a token: the stream, and its result as products take it.
-    PyTorch's own steps keep the normalised numbers, too, and with a stream in half precision those in fp32.
+    PyTorch's own steps keep the normalized numbers, too, and with a stream in half precision those in fp32.
     """
     stream, item = stream_bytes(model, precision), product_bytes(precision)
     if kernels and model.fused_norms and model.finer:

@@ -17,7 +17,7 @@ from fastp3o.data.loading import load_preferences, load_prompts, load_unpaired_p
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics
@@ -135,7 +135,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
                 divisor=divisor,
             )
 
-        return model(row, row.labelled_at, head_loss)
+        return model(row, row.labeled_at, head_loss)
 
     def count(self, row: PreferenceRow) -> int:
         """Pairs, or single responses."""
@@ -193,7 +193,7 @@ class UnpairedPreferences(Preferences):
         reference, desirable = torch.tensor(examples["reference"])[:, 1:], torch.tensor(examples["desirable"])
         on_host = (tuple(pack(examples["prompt_ids"], responses, self.config.packing)), reference, desirable)
         mismatched, reference, desirable = to_device(on_host, device)
-        token_logprobs = map_rows_in_lockstep(mismatched, partial(labelled_logprobs, model))
+        token_logprobs = map_rows_in_lockstep(mismatched, partial(labeled_logprobs, model))
         log_ratios = sums_by_group(mismatched, token_logprobs) - reference
         sums = torch.stack([log_ratios.sum(), desirable.sum().float(), log_ratios.new_full((), len(desirable))])
         sums = self.context.accelerator.reduce(sums, "sum")

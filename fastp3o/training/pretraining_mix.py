@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.objectives.config.base import OnlineConfig
@@ -43,5 +43,5 @@ class PretrainingMix:
         return {"ptx_loss": add_gradients(self.optimizer, passes, self.loss)["ptx_loss"]}
 
     def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
-        nats = -labelled_logprobs(model, row.to(self.optimizer.accelerator.device)).sum()
+        nats = -labeled_logprobs(model, row.to(self.optimizer.accelerator.device)).sum()
         return self.config.ptx_coef * nats / divisor, with_count({"ptx_loss": nats}, len(row.labels))

@@ -1,4 +1,4 @@
-"""Stage 2, reward modelling: a head trained on comparisons, -log σ of the log-odds that the better one is better: the
+"""Stage 2, reward modeling: a head trained on comparisons, -log σ of the log-odds that the better one is better: the
 difference of two scores (Bradley-Terry), or a form of two vectors (a preference model).
 """
 
@@ -33,7 +33,7 @@ def train(config: RewardModelConfig, caller: Caller | None = None) -> None:
     """Trains a reward model, or a preference model, on rankings; a preference is a ranking of two. `accuracy` is the
     share of pairs whose better response is ahead, a mean over prompts.
     """
-    train_supervised((PreferenceModelling if config.preference_dim else RewardModelling)(config), caller)
+    train_supervised((PreferenceModeling if config.preference_dim else RewardModeling)(config), caller)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankedRow(PackedRow):
     group_of_pair: Tensor  # [n] int64, numbers of groups
 
 
-class RewardModelling(SupervisedTask[RankedRow]):
+class RewardModeling(SupervisedTask[RankedRow]):
     """Bradley and Terry's model of comparisons. It counts prompts: a ranking of K has the mean of its K (K − 1) / 2
     pairs, as in InstructGPT (arXiv 2203.02155, equation 1).
     """
@@ -125,7 +125,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
         return {}
 
 
-class PreferenceModelling(RewardModelling):
+class PreferenceModeling(RewardModeling):
     """A vector for each response, of which two give the log-odds (`fastp3o.models.preference`)."""
 
     def __init__(self, config: RewardModelConfig):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fastp3o.data.loading import Loaded, load_demonstrations
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
@@ -18,12 +18,12 @@ from fastp3o.training.supervised import SupervisedTask, train_supervised
 
 
 def train(config: SFTConfig, caller: Caller | None = None) -> None:
-    """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""
+    """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labeled token."""
     train_supervised(SFT(config), caller)
 
 
 class SFT(SupervisedTask[PackedRow]):
-    """Maximum likelihood; counts labelled tokens."""
+    """Maximum likelihood; counts labeled tokens."""
 
     config: SFTConfig
     name = "SFT"
@@ -38,7 +38,7 @@ class SFT(SupervisedTask[PackedRow]):
         return pack(examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt)
 
     def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
-        return -labelled_logprobs(model, row).sum() / divisor, {}
+        return -labeled_logprobs(model, row).sum() / divisor, {}
 
     def count(self, row: PackedRow) -> int:
         return len(row.labels)

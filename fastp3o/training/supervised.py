@@ -101,7 +101,7 @@ class SupervisedTask(ABC, Generic[Row]):
 
 
 def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
-    """Minimises the mean of the task's loss over each batch, and leaves model, metrics and evaluations in
+    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and evaluations in
     `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if loss or gradients are not finite.
     """
     config = task.config

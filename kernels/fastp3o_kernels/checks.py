@@ -109,7 +109,7 @@ def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, resp
 
 def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int) -> list[int]:
     """Offsets at which prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU. They are
-    checked on any device: memory of tokens that no chunk covers would stay uninitialised.
+    checked on any device: memory of tokens that no chunk covers would stay uninitialized.
     """
     bounds = cu_seqlens[::responses_per_prompt].tolist()
     check_offsets(bounds, tokens, responses_per_prompt)

@@ -56,7 +56,7 @@ def expose_head(model: Model) -> Model:
     model: a causal LM of transformers, or a peft model of one, before it is wrapped or prepared.
 
     Raises ValueError for a model that is wrapped already. Calls raise it for a head that is not a plain linear layer
-    (an adapter on it, a quantised one), and the first one for a model that makes its logits in another way, which a
+    (an adapter on it, a quantized one), and the first one for a model that makes its logits in another way, which a
     trial on a few tokens shows; losses raise it for a weight that is spread over processes and not gathered.
     """
     outer: Any = model
@@ -128,7 +128,7 @@ def model_head(model: Any) -> Head:
         raise ValueError(
             f"the head of {type(model).__name__} is a {kind}; fastp3o's losses need a plain linear layer. LoRA of the "
             "head itself is not supported: leave it out of --lora_targets, or of peft's target_modules; and out of "
-            "quantisation (llm_int8_skip_modules of bitsandbytes)"
+            "quantization (llm_int8_skip_modules of bitsandbytes)"
         )
     config = model.config.get_text_config()
     divisor, factor = first_setting(config, DIVISORS) or 1.0, first_setting(config, FACTORS) or 1.0

@@ -248,7 +248,7 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1, label_smoo
     """Direct preference optimization (arXiv 2305.18290, equation 7): −log σ(β Δ), [P, 2] -> [P].
 
     The gradient is β (σ(β Δ) − 1) (∇ log π_chosen − ∇ log π_rejected). A larger β allows less deviation from the
-    reference. If that is the policy that sampled the pairs, this is behaviour preference optimization (BPO, arXiv
+    reference. If that is the policy that sampled the pairs, this is behavior preference optimization (BPO, arXiv
     2406.12168). label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell 2023).
     """
     return logistic(beta * log_ratio_difference(logprobs, ref_logprobs), label_smoothing)

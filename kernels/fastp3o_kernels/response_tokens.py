@@ -44,7 +44,7 @@ def response_tokens(input_ids: Tensor, response_mask: Tensor, *, responses_per_p
 
     Raises:
         ValueError: for shapes that disagree; a mask with other values than 0 and 1, or with a response's token in the
-            first position, which nothing predicts; K neighbours whose prompts differ. Values on a GPU are looked at
+            first position, which nothing predicts; K neighbors whose prompts differ. Values on a GPU are looked at
             only with FASTP3O_DEBUG=1.
     """
     if input_ids.dim() != 2:

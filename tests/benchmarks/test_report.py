@@ -130,7 +130,7 @@ SOURCES = {
     "goals": [GPU_RECORD, *CPU_RECORDS],
 }
 SOURCES |= {
-    name: [GPU_RECORD] for name in ("products", "head", "gpu", "modelled", "measured", "memory", "h100", "in trl")
+    name: [GPU_RECORD] for name in ("products", "head", "gpu", "modeled", "measured", "memory", "h100", "in trl")
 }
 
 
@@ -152,7 +152,7 @@ def test_a_changed_record_changes_each_row_of_the_page_that_is_of_it(page, name)
         assert once != before or name == "goals", source
         after = merged_rows(before, once, after)
     rows = [row for row in before.splitlines()[2:] if row.startswith("|")]
-    if name == "modelled":
+    if name == "modeled":
         rows = [row for row in rows if "measured" in row]
     left = [row for row in rows if row in after.splitlines() and NOT_MEASURED not in row]
     assert not left

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 
 
-def tokenised(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], numbers: Sequence[int] = ()) -> list[Prompt]:
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], numbers: Sequence[int] = ()) -> list[Prompt]:
     """numbers: of the prompts; by default they are counted from 0."""
     ids = tokenizer(list(texts)).input_ids
     return [Prompt(*prompt) for prompt in zip(texts, ids, numbers or range(len(texts)), strict=True)]

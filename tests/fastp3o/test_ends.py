@@ -169,7 +169,7 @@ def test_one_text_has_one_score_in_training_and_online_by_whichever_end_it_was_s
     scorer, _ = save_family(family, tmp_path / "scorer", scores=True, seed=1)
     model, ends = load_reward_model(scorer), sampler_ends(folder, tokenizer)
     other = family.tokenizer()
-    other.get_vocab = lambda: {}  # the texts are tokenised anew
+    other.get_vocab = lambda: {}  # the texts are tokenized anew
     rewards = [
         ModelReward(model, one, tokenizer, device=torch.device("cpu"), packing=PACKING) for one in (tokenizer, other)
     ]

@@ -33,7 +33,7 @@ BOUNDS = [0, *accumulate(LENGTHS)]
 )
 @pytest.mark.parametrize("level", FUSED)
 def test_wrong_offsets_are_named_on_a_gpu_too(level, offsets, message, monkeypatch):
-    """Tokens that no chunk covers would have uninitialised memory."""
+    """Tokens that no chunk covers would have uninitialized memory."""
     monkeypatch.setattr(checks, "may_look_at_values", lambda tensor: False)
     with pytest.raises(ValueError, match=message):
         Batch(level).run(offsets=offsets)

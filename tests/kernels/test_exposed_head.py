@@ -160,12 +160,12 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is a peft.*plain linear layer"):
         adapted(**p3o_of(slice(0, 1)))
 
-    class Quantised(nn.Linear):
+    class Quantized(nn.Linear):
         pass
 
     model = expose_head(tiny_causal_lm("llama"))
-    model.lm_head = Quantised(16, 40)
-    with pytest.raises(ValueError, match=r"Quantised.*quantisation"):
+    model.lm_head = Quantized(16, 40)
+    with pytest.raises(ValueError, match=r"Quantized.*quantization"):
         model(**p3o_of(slice(0, 1)))
     with pytest.raises(ValueError, match="got a Linear"):
         expose_head(nn.Linear(2, 2))

@@ -15,7 +15,7 @@ from benchmarks.training_shapes import LARGE_TOKENS, ONE_B, random_groups
 from benchmarks.training_shapes import Lengths as MeanLengths
 from fastp3o.commands.memory import CONTEXT
 from fastp3o.config import TrainableConfig
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
@@ -118,7 +118,7 @@ def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth
     model, row = random_model(*shape, precision), random_row(P, prompt, response, True)
     sizes = Model(model)
     with torch.no_grad(), PeakMemory() as measured:
-        labelled_logprobs(model, row)
+        labeled_logprobs(model, row)
     predicted = frozen_memory(
         sizes, Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)), precision, kernels=False
     )

@@ -2,7 +2,7 @@
 
 Measures of a run, rewards in standard deviations:
 
-    end          reward − BETA KL after the last update, which training maximises
+    end          reward − BETA KL after the last update, which training maximizes
     gain, gold   of the learned reward and of the true utility at a KL of EQUAL_KL, NaN if it is not reached
     final_kl     in nats per response
 """

@@ -38,7 +38,7 @@ def verdicts(study: Study) -> list[Verdict]:
     offset = against_highest(study, [(arm("joint"), ppo(1.0, rate)) for rate in PPO_RATES])
     pairs = against_highest(study, [tuple(two_responses())])
     # The best P3O of the selection languages against the rival with the highest mean on those of the results, which is
-    # a choice in the rival's favour.
+    # a choice in the rival's favor.
     by_lag = [
         Verdict(f"{name}, {K} responses{more}", *against_highest(study, stale.rivals(study, lag, K)))
         for lag, name, more in ((0, "fresh rollouts", " per prompt"), (OLDEST, f"rollouts {OLDEST} updates old", ""))

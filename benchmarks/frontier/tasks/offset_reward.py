@@ -41,7 +41,7 @@ class OffsetReward:
     """A reward in its standard deviations, times a factor of the prompt, plus `sd` times an offset, both on the grid;
     all times `factor`.
 
-    mean, std: those of the scores by which the reward is standardised. spread: standard deviation of the log of the
+    mean, std: those of the scores by which the reward is standardized. spread: standard deviation of the log of the
     prompt's factor, a log-normal number of mean 1. centred: less the mean of the prompt's responses. plain:
     prompts, those of evaluations, with neither factor nor centring.
     """

@@ -161,7 +161,7 @@ class P3OTrainer(GRPOTrainer):
 
 
 def shuffled_groups(rollouts: dict, K: int) -> dict:
-    """Tensors and lists of all responses, with prompts in random order; the K responses to each stay neighbours."""
+    """Tensors and lists of all responses, with prompts in random order; the K responses to each stay neighbors."""
     responses = len(next(values for values in rollouts.values() if values is not None))
     order = (torch.randperm(responses // K)[:, None] * K + torch.arange(K)).flatten()
 

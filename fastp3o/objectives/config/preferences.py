@@ -248,7 +248,7 @@ class OnlineAPODownConfig(APODown, FreshPairConfig, objective="online_apo_down")
 class DiscoPOP(PairLoss):
     """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
 
-    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favours
+    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favors
     the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
     raise tau to 0.11 if it falls.
     """

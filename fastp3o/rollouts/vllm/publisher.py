@@ -24,7 +24,7 @@ from fastp3o.calls.endpoint import EndpointError
 from fastp3o.config import PolicyConfig, SamplerConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labeled_logprobs, untempered
 from fastp3o.models.save import write_model
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
@@ -219,7 +219,7 @@ class Publisher:
         responses = [[list(completion.ids) for completion in group] for group in completions]
         (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
         with evaluation_mode(self.policy), untempered(self.policy), self.accelerator.autocast():
-            expected = labelled_logprobs(self.policy, row.to(self.accelerator.device))
+            expected = labeled_logprobs(self.policy, row.to(self.accelerator.device))
         logprobs = torch.tensor(
             [value for g in row.groups for completion in completions[g] for value in completion.logprobs]
         )

@@ -60,7 +60,7 @@ class HeadGradients:
         self.scale = torch.full((), HIGHEST_SCALE, device=hidden.device) if fp16 else None
 
     def backward(self, spans: list[slice], coefficients: Tensor, entropy_coefficients: Tensor | None = None) -> None:
-        """Adds neighbouring spans through which the head has gone forward, with dL/d(log-prob) of all their tokens, and
+        """Adds neighboring spans through which the head has gone forward, with dL/d(log-prob) of all their tokens, and
         dL/d(entropy) if that counts.
         """
         if not spans:
@@ -126,7 +126,7 @@ class HeadGradients:
             return
         dlogits, tokens = self.dlogits_buffer[: self.filled, : len(self.chunked.weight)], torch.cat(self.waiting)
         self.waiting, self.filled = [], 0
-        # Neighbours are read and written in place.
+        # Neighbors are read and written in place.
         adjacent = bool((tokens.diff() == 1).all())
         index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else on_device(tokens, dlogits.device)
         self.multiply(dlogits, index, last=last)

@@ -15,7 +15,7 @@ import torch
 from fastp3o_kernels.head.head import HeadDtypes
 from fastp3o_kernels.rows.rows import padded
 
-# Bytes of scratch for logits and their gradient, least and most. benchmarks/NOTES.md has the modelled time by budget.
+# Bytes of scratch for logits and their gradient, least and most. benchmarks/NOTES.md has the modeled time by budget.
 MEMORY_BUDGET, MOST_BUDGET = 960_000_000, 4_000_000_000
 
 # Products take rows in tiles of so many.
@@ -73,7 +73,7 @@ class HeadPlan(NamedTuple):
         return [min(self.dlogits_rows, N - first) for first in range(0, N, max(self.dlogits_rows, 1))]
 
 
-def modelled_time(plan: HeadPlan) -> float:
+def modeled_time(plan: HeadPlan) -> float:
     """Time of a plan's products in bf16, forward and backward, in that of a row of one: 2 V D operations. Products hide
     that they read the weight; sums of its gradient hide behind nothing (benchmarks/NOTES.md).
     """
@@ -113,7 +113,7 @@ def plan_chunks(
     sum_bytes: int = 0,
     one_pass: bool = False,
 ) -> HeadPlan:
-    """Chunks for groups between `bounds` (0 first, N last), within this many bytes, of the least modelled time.
+    """Chunks for groups between `bounds` (0 first, N last), within this many bytes, of the least modeled time.
 
     They depend on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply
     matrices of the same shapes: libraries round differently for different shapes.
@@ -156,7 +156,7 @@ def least_plan(
     triton: bool,
     one_pass: bool,
 ) -> HeadPlan:
-    """The plan of the least modelled time within a budget."""
+    """The plan of the least modeled time within a budget."""
     row_elements = padded(V)
     logits_bytes = row_elements * (dtypes.logits.itemsize + (teacher.logits.itemsize if teacher else 0))
     in_place = not triton and dtypes.multiplied == dtypes.logits
@@ -175,7 +175,7 @@ def least_plan(
         chunks = list(divide(bounds, min(even, fitting)))
         return HeadPlan(dtypes, row_elements, longest_span(chunks), fitting, chunks, in_place)
     if one_pass:
-        return min(one_pass_plans(bounds, longest, dtypes, row_elements, memory_budget), key=modelled_time)
+        return min(one_pass_plans(bounds, longest, dtypes, row_elements, memory_budget), key=modeled_time)
     sizes = [N * logits_bytes]
     if memory_budget < N * (logits_bytes + dlogits_bytes):
         shares = [memory_budget * share // SHARES for share in range(LEAST_SHARE, SHARES)]
@@ -193,7 +193,7 @@ def least_plan(
         # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
         tiles = ceil(N / max(ceil(N / most), 1) / TILE)
         plans.append(HeadPlan(dtypes, row_elements, logits_rows, min(most, tiles * TILE, N), chunks, in_place))
-    return min(plans, key=modelled_time)
+    return min(plans, key=modeled_time)
 
 
 def one_pass_plans(

@@ -111,7 +111,7 @@ class ObjectiveSums:
     metrics: Metrics = field(default_factory=dict)
 
     def add(self, values: TokenOutputs, groups: slice, tokens: slice) -> Tensor:
-        """The objective of neighbouring groups, differentiable where their tokens' [n] log-probs and entropies are."""
+        """The objective of neighboring groups, differentiable where their tokens' [n] log-probs and entropies are."""
         K = self.responses_per_group
         cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
         tensors = {name: tensor[tokens] for name, tensor in self.token_tensors.items()}

@@ -10,7 +10,7 @@ SPARE: dict[torch.dtype, Tensor] = {}
 
 
 def take(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size], not initialised: the spare one, or a fresh one while another call has it."""
+    """[size], not initialized: the spare one, or a fresh one while another call has it."""
     spare = SPARE.pop(dtype, None) if device.type == "cpu" else None
     if spare is None or len(spare) < size:
         with torch.inference_mode(False):  # or no call outside of that mode could write to it

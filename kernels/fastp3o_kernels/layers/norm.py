@@ -1,7 +1,7 @@
 """RMSNorm (arXiv 1910.07467), alone and with a sum of the residual stream, in one kernel each way.
 
-A block of a transformer normalises the stream, computes a branch from it and adds that branch to the stream. The stream
-may be finer than all else: it is read, added to and written in its dtype, and normalised rows in theirs.
+A block of a transformer normalizes the stream, computes a branch from it and adds that branch to the stream. The stream
+may be finer than all else: it is read, added to and written in its dtype, and normalized rows in theirs.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ if HAS_TRITON:
 class NormKind(NamedTuple):
     """x / sqrt(mean x² + eps) * (offset + weight), in fp32.
 
-    offset: 0 in most families, 1 in Gemma's. rounds: whether the normalised rows are rounded to the dtype of x before
+    offset: 0 in most families, 1 in Gemma's. rounds: whether the normalized rows are rounded to the dtype of x before
     they meet the weight, as Llama's are and Gemma's are not.
     """
 
@@ -135,10 +135,10 @@ def add_and_norm(
         branch: of that shape, None for nothing to add: then the stream comes back as it is, and its gradients are
             added up in the kernel.
         weight, kind, impl: as in `rms_norm`; a sum is not rounded before the weight.
-        dtype: of the normalised rows; None for the weight's.
+        dtype: of the normalized rows; None for the weight's.
 
     Returns:
-        The sum, in the stream's dtype, and the normalised rows.
+        The sum, in the stream's dtype, and the normalized rows.
 
     Raises:
         ValueError: for shapes, dtypes or devices that disagree.
@@ -174,7 +174,7 @@ def norm_and_add(branch: Tensor, stream: Tensor, weight: Tensor, kind: NormKind,
 
 
 def runs_kernel(impl: str | None, weight: Tensor, x: Tensor, other: Tensor | None = None) -> bool:
-    """Whether Triton normalises these rows. Longer ones, which no registers hold, are PyTorch's."""
+    """Whether Triton normalizes these rows. Longer ones, which no registers hold, are PyTorch's."""
     return use_triton(impl, x, weight, other) and x.numel() > 0 and len(weight) <= LONGEST
 
 

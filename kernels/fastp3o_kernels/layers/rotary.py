@@ -37,7 +37,7 @@ def rotate(
         key: [T, Hkv, D] of that dtype.
         cos, sin: [T, R] of any floating dtype, of an angle for each element, with R even and at most D; elements from R
             on stay as they are.
-        interleaved: whether neighbours turn together; else the two that are R/2 apart.
+        interleaved: whether neighbors turn together; else the two that are R/2 apart.
         impl: None, "triton" or "eager", as in `token_logprobs`.
 
     Returns:

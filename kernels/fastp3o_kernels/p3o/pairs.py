@@ -137,7 +137,7 @@ class Pairs:
         return counts & (counts.sum(dim=1, keepdim=True) > 1)
 
     def part(self, prompts: slice) -> "Pairs":
-        """The inputs of neighbouring prompts; offsets stay those in [N], and the divisor that of all."""
+        """The inputs of neighboring prompts; offsets stay those in [N], and the divisor that of all."""
         K = self.rewards.shape[1]
         names = ("old_logprobs", "ref_logprobs", "rewards", "valid_responses", "sampler_logprobs")
         rows = {name: tensor[prompts] for name in names if (tensor := getattr(self, name)) is not None}

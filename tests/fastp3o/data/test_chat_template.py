@@ -12,7 +12,7 @@ from fastp3o.data.encoding import ChatTemplate
 from fastp3o.data.errors import DataError, RecordError
 from fastp3o.data.layouts import Part, messages_response, prompt_field
 from fastp3o.data.loading import load_demonstrations, load_prompts
-from fastp3o.data.tokens import tokenise
+from fastp3o.data.tokens import tokenize
 from fastp3o.errors import UserError
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
 from tests.fastp3o.data.test_loading import jsonl
@@ -86,7 +86,7 @@ def test_whatever_is_said_the_template_alone_places_special_tokens(template: str
         assert any(token in "".join(contents) for token in (BOS, EOS))
         return
     assert text == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    got, expected = tokenise(tokenizer, [text, harmless], control=True)
+    got, expected = tokenize(tokenizer, [text, harmless], control=True)
     assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [expected.count(token) for token in (BOS_ID, EOS_ID)]
 
 

@@ -187,11 +187,11 @@ def test_what_no_record_can_mend_stops_the_run_whatever_is_skipped(tmp_path: Pat
 
 
 def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path):
-    labelled, completed = {"prompt": "Hi", "label": "a"}, {"prompt": "Hi", "completion": "a"}
-    jsonl(tmp_path, [labelled], "a.jsonl")
+    labeled, completed = {"prompt": "Hi", "label": "a"}, {"prompt": "Hi", "completion": "a"}
+    jsonl(tmp_path, [labeled], "a.jsonl")
     jsonl(tmp_path, [completed], "b.jsonl")
     assert loading.load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)[1].examples == 2
-    jsonl(tmp_path, [labelled, completed], "mixed.jsonl")
+    jsonl(tmp_path, [labeled, completed], "mixed.jsonl")
     with pytest.raises(DataError, match=r"mixed\.jsonl record 2 field 'label'"):
         loading.load_demonstrations(str(tmp_path / "*.jsonl"), PLAIN, **LENGTHS)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fastp3o.data.loading import load_demonstrations
-from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, text_of_ids, tokenise
+from fastp3o.data.tokens import BEGINNING, INSIDE, Continuation, text_of_ids, tokenize
 from fastp3o.errors import UserError
 from fastp3o.models.reference import InContext
 from fastp3o.packing.pack import Packing
@@ -103,7 +103,7 @@ def test_a_prompt_and_its_response_are_the_text_of_the_record(tokenizer, prompt,
 @given(data=st.data())
 def test_the_text_of_sampled_tokens_is_what_they_add_to_their_prompt(tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=8))
-    (prompt,) = tokenise(tokenizer, ["Say a:"], control=False)
+    (prompt,) = tokenize(tokenizer, ["Say a:"], control=False)
     expected = text_of_ids(tokenizer, prompt + ids)
     assert text_of_ids(tokenizer, prompt) + Continuation(tokenizer).text(ids, prompt[-1]) == expected
 
@@ -112,13 +112,13 @@ def test_the_text_of_sampled_tokens_is_what_they_add_to_their_prompt(tokenizer, 
 def test_a_prefix_is_found_and_is_put_where_a_text_begins(tokenizer):
     continuation = Continuation(tokenizer)
     (begun,), (continued,) = (continuation.ids(["oak"], last, control=False) for last in (BEGINNING, INSIDE))
-    assert begun == tokenise(tokenizer, ["oak"], control=False)[0] != continued
-    assert tokenise(tokenizer, ["1oak"], control=False)[0][-len(continued) :] == continued
+    assert begun == tokenize(tokenizer, ["oak"], control=False)[0] != continued
+    assert tokenize(tokenizer, ["1oak"], control=False)[0][-len(continued) :] == continued
     assert continuation.moved(begun) == continued
     assert continuation.moved([tokenizer.eos_token_id, *continued]) == [tokenizer.eos_token_id, *continued]
     # A text behind a special token begins where the tokenizer sees it so.
     name, end = tokenizer.eos_token, tokenizer.eos_token_id
-    (whole,) = tokenise(tokenizer, [name + "oak"], control=True)
+    (whole,) = tokenize(tokenizer, [name + "oak"], control=True)
     assert [end, *continuation.ids(["oak"], end, control=False)[0]] == whole
 
 
@@ -126,8 +126,8 @@ def test_a_prefix_is_found_and_is_put_where_a_text_begins(tokenizer):
 def test_letters_that_a_vocabulary_lacks_are_not_lost_behind_a_text(text):
     tokenizer = without_bytes()
     (continued,) = Continuation(tokenizer).ids([text], INSIDE, control=False)
-    (whole,) = tokenise(tokenizer, ["b" + text], control=False)
-    begun = tokenise(tokenizer, ["b"], control=False)[0]
+    (whole,) = tokenize(tokenizer, ["b" + text], control=False)
+    begun = tokenize(tokenizer, ["b"], control=False)[0]
     assert [*begun, *continued] == whole
     assert Continuation(tokenizer).text(continued, INSIDE) == text_of_ids(tokenizer, whole)[1:]
 
@@ -138,7 +138,7 @@ def test_tokenizers_without_a_prefix_are_as_they_are(family: Family):
     continuation = Continuation(tokenizer)
     assert bool(continuation.anchors) == bool(continuation.letter) == family.dummy_prefix
     if not family.dummy_prefix:
-        assert continuation.ids([" a", "b"], INSIDE, control=True) == tokenise(tokenizer, [" a", "b"], control=True)
+        assert continuation.ids([" a", "b"], INSIDE, control=True) == tokenize(tokenizer, [" a", "b"], control=True)
 
 
 @every_chat_family
@@ -152,7 +152,7 @@ def test_messages_are_tokens_of_the_whole_conversation(family: Family, question:
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
     prompt_ids, response_ids = demonstration(tokenizer, {"messages": messages})
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    (ids,) = tokenise(tokenizer, [whole], control=True)
+    (ids,) = tokenize(tokenizer, [whole], control=True)
     both = prompt_ids + response_ids
     assert ids[: len(both)] == both
     assert contents[1] in Continuation(tokenizer).text(response_ids, prompt_ids[-1])
@@ -172,7 +172,7 @@ def test_turns_with_observations_are_tokens_of_the_whole_conversation(family: Fa
     sampled = response_ids[: min(ends, default=None)]
     observed = observe(messages[2]["content"], sampled[-1])
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt_ids + sampled + observed == tokenise(tokenizer, [whole], control=True)[0]
+    assert prompt_ids + sampled + observed == tokenize(tokenizer, [whole], control=True)[0]
 
 
 @pytest.mark.parametrize("name", ["normalizer", "always", "first"])
@@ -180,7 +180,7 @@ def test_what_is_put_before_prompts_is_one_text_with_them(name: str, tmp_path):
     """A --prefix, and a teacher's context."""
     tokenizer = PREFIXED[name]
     (tmp_path / "examples.txt").write_text("Q: 1\nA:")
-    given, whole = (tokenise(tokenizer, [text], control=False)[0] for text in ("oak", "Q: 1\nA:oak"))
+    given, whole = (tokenize(tokenizer, [text], control=False)[0] for text in ("oak", "Q: 1\nA:oak"))
     prefix = Prefix(tokenizer, str(tmp_path / "examples.txt"))
     assert prefix.before(Prompt("oak", given)).ids == whole
     bos = tokenizer.bos_token_id

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastp3o.data.tokens import tokenise
+from fastp3o.data.tokens import tokenize
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
 from fastp3o.evaluation.win_rates import by_reward, prompts_for, respond, responses_of_all
@@ -108,7 +108,7 @@ def test_a_prefix_is_sampled_behind_and_seen_by_nothing_else(games, tiny_model, 
 def test_what_a_tokenizer_or_template_puts_first_stays_first(games, tokenizer):
     begins = copy.deepcopy(tokenizer)
     begins.add_special_tokens({"bos_token": "<s>"})
-    ids = tokenise(tokenizer, [EXAMPLES], control=False)[0]
+    ids = tokenize(tokenizer, [EXAMPLES], control=False)[0]
     for given, expected in (([7, 8], [*ids, 7, 8]), ([begins.bos_token_id, 7], [begins.bos_token_id, *ids, 7])):
         assert Prefix(begins, "examples.txt").before(Prompt("p", given)) == Prompt("p", expected)
     Path("examples.txt").write_text("<end>")

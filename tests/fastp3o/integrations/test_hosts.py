@@ -155,7 +155,7 @@ def test_openrlhfs_training_steps_are_p3os(monkeypatch, tmp_path):
     trainer = ppo_actor.ActorPPOTrainer(
         strategy, actor, None, optimizer, MagicMock(), micro_train_batch_size=2 * K, dataloader_pin_memory=False
     )
-    order = torch.randperm(P * K)  # OpenRLHF has siblings as neighbours, and shuffles them one by one
+    order = torch.randperm(P * K)  # OpenRLHF has siblings as neighbors, and shuffles them one by one
     rows = {"sequences": sequences, "attention_mask": whole, "action_mask": mask, "action_log_probs": old}
     rows |= {"advantages": rewards.view(-1, 1) * mask, "rewards": rewards.flatten()}
     prompts = [str(row // K) for row in order.tolist()]

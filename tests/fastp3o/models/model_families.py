@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fastp3o.config import TrainableConfig
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.save import adapter_config, adapter_weights, write_adapter
 from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.base import Microbatch
@@ -209,7 +209,7 @@ def packed(model: PackedModel, groups: Groups, expected: Outcome, *, share_promp
     row = groups.row(share_prompts=share_prompts)
     order = groups.order(row)
     logprobs: list[Tensor] = [torch.empty(0)] * len(order)
-    for s, part in zip(order, labelled_logprobs(model, row).split(row.labelled_lengths), strict=True):
+    for s, part in zip(order, labeled_logprobs(model, row).split(row.labeled_lengths), strict=True):
         logprobs[s] = part
     *known, rewards = rollout_near(expected.logprobs)
     old, ref = ([values[s] for s in order] for values in known)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastp3o.config import StageConfig, TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.merging import whole_weights
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import empty, is_main_process, pad_to_longest_rank, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
@@ -89,7 +89,7 @@ def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
         values = 0.0 if critic is None else critic(row)
         return (linear_logprobs(hidden, head, row.labels) + values).square().mean()
 
-    return model(row, row.labelled_at, both)
+    return model(row, row.labeled_at, both)
 
 
 def given_by_main(model: PackedModel) -> PackedModel:
@@ -111,8 +111,8 @@ def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, t
     shard(model, CPU, process_mesh(CPU, tensor_parallel=tensor_parallel))
     assert all(torch.equal(whole(model.get_parameter(name)), one) for name, one in alone.named_parameters())
     with torch.no_grad():
-        before = labelled_logprobs(model, row)
-    assert torch.equal(labelled_logprobs(model, row), before)
+        before = labeled_logprobs(model, row)
+    assert torch.equal(labeled_logprobs(model, row), before)
     compute_loss(model, row).backward()
     got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     assert got.keys() == expected.keys()
@@ -147,12 +147,12 @@ def loaded_adapter(folder: Path) -> bool:
         add_lora(policy, TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj"))
         enlarge_trained(policy)
         save_adapter(policy, name)
-        expected = labelled_logprobs(policy, ROWS[0])
+        expected = labeled_logprobs(policy, ROWS[0])
     dist.barrier()
     model = load_policy(str(name), trains=True)
     shard(model, CPU, process_mesh(CPU))
     with torch.no_grad():
-        got = labelled_logprobs(model, ROWS[0])
+        got = labeled_logprobs(model, ROWS[0])
     return not is_main_process() or torch.allclose(got, expected, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastp3o.config import StageConfig, TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.merging import whole_model
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs, scores
 from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.models.trainable import choose_trainable
@@ -47,8 +47,8 @@ def logits(model: nn.Module) -> torch.Tensor:
 def require_same_logprobs(model: PackedModel, folder: str) -> None:
     row = PAIRS.row()
     with torch.no_grad():
-        expected = labelled_logprobs(model, row)
-        torch.testing.assert_close(labelled_logprobs(load_policy(folder), row), expected, atol=1e-4, rtol=1e-4)
+        expected = labeled_logprobs(model, row)
+        torch.testing.assert_close(labeled_logprobs(load_policy(folder), row), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,8 +132,8 @@ def test_the_base_is_named_wherever_it_is_loaded_from_and_has_no_adapter(tiny_mo
     config = json.loads(contents[0]["adapter_config.json"])
     assert config["base_model_name_or_path"] == tiny_model
     assert config["target_modules"] == sorted(config["target_modules"])
-    optimizer.model.model.name_or_path = "organisation/model"
-    assert base_name(optimizer.model.model) == "organisation/model"
+    optimizer.model.model.name_or_path = "organization/model"
+    assert base_name(optimizer.model.model) == "organization/model"
     # No checkpoint holds a base that had adapters merged.
     assert base_name(trained(load_policy(folder)).model.model) is None
     with pytest.raises(ValueError, match="no adapter itself"):

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from fastp3o.models import packed_model
-from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, eager_forward, labeled_logprobs
 from tests.fastp3o.models import model_families as families
 from tests.fastp3o.rollouts.test_engine import RESPONSE_TOKENS, sample
 
@@ -69,8 +69,8 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
         for groups in rows:
             row = groups.row()
             with torch.no_grad():
-                without = labelled_logprobs(model, row)
-            logprobs = labelled_logprobs(model, row)
+                without = labeled_logprobs(model, row)
+            logprobs = labeled_logprobs(model, row)
             assert torch.equal(logprobs, without)
             assert logprobs.requires_grad
             assert not without.requires_grad
@@ -127,8 +127,8 @@ def test_names_stay_and_a_copy_runs_its_own_layers(monkeypatch):
     again = copy.deepcopy(model)
     assert [*model.state_dict()] == [*again.state_dict()] == names
     with torch.no_grad():
-        before = labelled_logprobs(model, families.PAIRS.row())
+        before = labeled_logprobs(model, families.PAIRS.row())
         for parameter in again.parameters():
             parameter.zero_()
-        assert torch.equal(labelled_logprobs(model, families.PAIRS.row()), before)
-        assert not torch.equal(labelled_logprobs(again, families.PAIRS.row()), before)
+        assert torch.equal(labeled_logprobs(model, families.PAIRS.row()), before)
+        assert not torch.equal(labeled_logprobs(again, families.PAIRS.row()), before)

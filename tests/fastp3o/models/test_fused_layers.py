@@ -1,4 +1,4 @@
-"""What a trial recognises in a model's layers, and what comes of it: on a CPU the same bits in fp32, a stream in fp32
+"""What a trial recognizes in a model's layers, and what comes of it: on a CPU the same bits in fp32, a stream in fp32
 for half precision, and with kernels, in Triton's interpreter, the same numbers within rounding.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from fastp3o.models import fused_layers, packed_model
 from fastp3o.models.fused_layers import gate_of, norm_of, wiring_of, with_fused_rotation
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o_kernels.layers import gate, norm, rotary
 from tests.fastp3o.models import model_families as families
 from tests.kernels.interpreted import counted_launches
@@ -38,7 +38,7 @@ def with_kernels(monkeypatch):
 def results(model, groups=families.FOURS):
     """Log-probs of a row and the gradients of their sum of squares."""
     model.zero_grad()
-    logprobs = labelled_logprobs(model, groups.row())
+    logprobs = labeled_logprobs(model, groups.row())
     logprobs.square().sum().backward()
     return [logprobs.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -51,7 +51,7 @@ def error(found, exact):
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_what_is_recognised(family):
+def test_what_is_recognized(family):
     before = torch.get_rng_state()
     model = PackedModel(families.random_model(family, tie_word_embeddings=False))
     torch.manual_seed(0)
@@ -127,8 +127,8 @@ def test_a_stream_beyond_fp16_is_finite_and_right(family, kernels, monkeypatch):
     model = families.random_model(family)
     for layer in model.base_model.layers:
         layer.post_feedforward_layernorm.weight.data.add_(4e4)
-    exact = labelled_logprobs(PackedModel(copy.deepcopy(model).double()), families.FOURS.row())
-    plain = labelled_logprobs(unfused(monkeypatch, copy.deepcopy(model).half()), families.FOURS.row())
+    exact = labeled_logprobs(PackedModel(copy.deepcopy(model).double()), families.FOURS.row())
+    plain = labeled_logprobs(unfused(monkeypatch, copy.deepcopy(model).half()), families.FOURS.row())
     assert not plain.isfinite().all()
     model = PackedModel(model.half())
     if kernels:
@@ -147,9 +147,9 @@ def test_a_finer_stream_makes_logprobs_more_exact(family, dtype, monkeypatch):
     model = families.random_model(family, **deep if family == "gemma3" else {"num_hidden_layers": 16})
     row = families.FOURS.row()
     with torch.no_grad():
-        exact = labelled_logprobs(PackedModel(copy.deepcopy(model).double()), row)
-        plain = labelled_logprobs(unfused(monkeypatch, copy.deepcopy(model).to(dtype)), row)
-        found = labelled_logprobs(PackedModel(model.to(dtype)), row)
+        exact = labeled_logprobs(PackedModel(copy.deepcopy(model).double()), row)
+        plain = labeled_logprobs(unfused(monkeypatch, copy.deepcopy(model).to(dtype)), row)
+        found = labeled_logprobs(PackedModel(model.to(dtype)), row)
     errors = [(logprobs - exact).square().mean().sqrt().item() for logprobs in (found, plain)]
     assert errors[0] < 0.75 * errors[1], errors
 
@@ -173,7 +173,7 @@ def test_a_copy_runs_its_own_parts():
         for parameter in other.parameters():
             parameter.zero_()
     assert results(model)[0].isfinite().all()
-    assert labelled_logprobs(other, families.FOURS.row()).unique().numel() == 1
+    assert labeled_logprobs(other, families.FOURS.row()).unique().numel() == 1
 
 
 class Norm(nn.Module):
@@ -216,7 +216,7 @@ class WithGate(Norm):
         return super().forward(x * gate)
 
 
-def test_a_norm_of_any_name_is_recognised_and_no_other_function():
+def test_a_norm_of_any_name_is_recognized_and_no_other_function():
     assert norm_of(Norm()).kind == (1e-6, 0.0, False)
     assert [norm_of(other()) for other in (Constant, OtherEps, Centred, Biased, WithGate, nn.Identity)] == 6 * [None]
     assert norm_of(nn.LayerNorm(8, bias=False)) is None
@@ -237,7 +237,7 @@ class Clipped(FeedForward):
         return self.c(self.act(self.a(x)).clamp(max=0.5) * self.b(x))
 
 
-def test_a_gate_of_any_names_is_recognised_and_no_other_function():
+def test_a_gate_of_any_names_is_recognized_and_no_other_function():
     assert gate_of(FeedForward()) == ("a", "b", "c", "gelu")
     square = FeedForward(8, 8)
     assert gate_of(square) == ("a", "b", "c", "gelu")
@@ -324,7 +324,7 @@ def test_parts_with_another_librarys_kernels_keep_them(where, monkeypatch):
     for layer in model.layers():
         fused_layers.without_replaced_parts(layer)  # as before a compiler
     launched["on a GPU"] = True
-    labelled_logprobs(model, families.FOURS.row())
+    labeled_logprobs(model, families.FOURS.row())
     del launched["on a GPU"]
     with_fused_rotation.cache_clear()
     assert launched == {"LlamaRMSNorm.forward": 5, "LlamaMLP.forward": 2, "apply_rotary_pos_emb": 2}

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastp3o.models import joint_products
 from fastp3o.models.joint_products import JointProducts, in_shared_memory, lie_in
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.rollouts.engine import layer_shapes
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
@@ -25,7 +25,7 @@ def joint_products_of(model: PackedModel) -> JointProducts:
 
 @torch.no_grad()
 def logprobs(model: PackedModel) -> torch.Tensor:
-    return labelled_logprobs(model, ROW)
+    return labeled_logprobs(model, ROW)
 
 
 def names(model: nn.Module, group: list[nn.Linear]) -> set[str]:
@@ -59,7 +59,7 @@ def test_layers_with_one_input_compute_as_one_and_follow_their_weights(family, m
 
 
 def gradients(model: PackedModel) -> dict[str, torch.Tensor]:
-    labelled_logprobs(model, ROW).sum().backward()
+    labeled_logprobs(model, ROW).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

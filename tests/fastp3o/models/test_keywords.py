@@ -9,10 +9,10 @@ from pathlib import Path
 import transformers
 
 from fastp3o.models.attention import segment_attention
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o_kernels.exposed_head import with_head_loss
-from tests.fastp3o.groups import tokenised
+from tests.fastp3o.groups import tokenized
 from tests.fastp3o.models.model_families import PAIRS, random_model
 
 TRANSFORMERS = Path(transformers.__file__).parent
@@ -54,7 +54,7 @@ def test_what_a_model_gets_of_ours_is_what_the_test_above_looks_for(tokenizer):
     policy = PackedModel(random_model("llama", vocab_size=len(tokenizer)))
     body, seen = policy.model.base_model, set()
     body.register_forward_pre_hook(lambda module, args, options: seen.update(options), with_kwargs=True)
-    labelled_logprobs(policy, PAIRS.row())
+    labeled_logprobs(policy, PAIRS.row())
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=3, batch_size=2)
-    sampler(tokenised(tokenizer, ["one", "other"], range(2)), 2, 0)
+    sampler(tokenized(tokenizer, ["one", "other"], range(2)), 2, 0)
     assert seen - inspect.signature(type(body).forward).parameters.keys() == TO_ATTENTION

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fastp3o.config import TrainableConfig
 from fastp3o.models import mergeable, merging, trainable
 from fastp3o.models.loading import load_policy, load_reward_model
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs, scores
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.save import adapter_config, adapter_weights, hub_weights, write_adapter, write_model
 from fastp3o.models.trainable import choose_trainable
@@ -68,7 +68,7 @@ def packed(model: PreTrainedModel) -> PackedModel:
 
 @torch.no_grad()
 def logprobs(model: PackedModel) -> torch.Tensor:
-    return labelled_logprobs(model, ROW)
+    return labeled_logprobs(model, ROW)
 
 
 @pytest.mark.parametrize(("family", "targets", "changes"), CASES)
@@ -143,7 +143,7 @@ def test_adapters_that_a_model_reads_around_are_refused_by_name_or_never_merged(
     with pytest.raises(ValueError, match=f"^--lora_targets all-linear: merged into the weights, {said}"):
         add_adapters("gemma3n", "all-linear")
     model = PackedModel(random_model("gemma3n"))
-    model.model.name_or_path = "organisation/model"
+    model.model.name_or_path = "organization/model"
     choose_trainable(model, TrainableConfig(lora_rank=3, lora_save="adapter"))
     assert not model.mergeable
     config = P3OConfig(model="", output_dir="", prompts="", reward="", sampler="vllm", vllm_url="http://a:1")

@@ -12,7 +12,7 @@ from fastp3o.models.frozen import load_held
 from fastp3o.models.loading import load_policy
 from fastp3o.models.overflow import OverflowsError
 from fastp3o.models.packable import TOLERANCE, trial_overflow
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import decodable_shapes
 from fastp3o.runtime.context import Context
@@ -36,7 +36,7 @@ def saved(folder: Path, family: str, reach: float = 0.0) -> str:
 @torch.no_grad()
 def logprobs(model: PackedModel, autocast: torch.dtype | None = None) -> Tensor:
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-        return labelled_logprobs(model.eval(), ROW)
+        return labeled_logprobs(model.eval(), ROW)
 
 
 def holds_its_stream(model: PackedModel) -> bool:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy, noise_off
 from fastp3o.models.packable import TOLERANCE, require_packable, require_trainable, run_trial, within_vocabulary
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
 
@@ -85,9 +85,9 @@ def with_noise(family: type[hf.PretrainedConfig], folder: Path, **noise: float) 
 def test_noise_that_a_configuration_names_is_off_and_any_other_is_refused(tmp_path):
     folder = with_noise(hf.MixtralConfig, tmp_path, router_jitter_noise=0.5, attention_dropout=0.5)
     policy = load_policy(folder, trains=True).train()
-    rows = [labelled_logprobs(policy, PAIRS.row()) for _ in range(2)]
+    rows = [labeled_logprobs(policy, PAIRS.row()) for _ in range(2)]
     assert torch.equal(*rows)
-    assert torch.equal(rows[0], labelled_logprobs(policy.eval(), PAIRS.row()))
+    assert torch.equal(rows[0], labeled_logprobs(policy.eval(), PAIRS.row()))
     inside = {"top_k": 2, "moe_jitter_eps": 0.5}
     off = {"embd_pdrop": 0.0, "ffn_config": {"top_k": 2, "moe_jitter_eps": 0.0}}
     assert noise_off({"embd_pdrop": 0.1, "eps": 0.1, "dropout": None, "ffn_config": inside, "plain": {"n": 1}}) == off

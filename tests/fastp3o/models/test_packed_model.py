@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from tests.fastp3o.models import model_families as families
 from tests.fastp3o.on_meta import META, on_meta_alone
 
@@ -38,7 +38,7 @@ def test_a_packed_row_equals_one_sequence_at_a_time(family, groups, lora):
 @torch.no_grad()
 def sequence_logprobs(model, groups, share_prompts) -> dict[int, list[float]]:
     row = groups.row(share_prompts=share_prompts)
-    parts = labelled_logprobs(model, row).split(row.labelled_lengths)
+    parts = labeled_logprobs(model, row).split(row.labeled_lengths)
     return {s: part.tolist() for s, part in zip(groups.order(row), parts, strict=True)}
 
 
@@ -74,7 +74,7 @@ def test_a_group_in_parts_is_the_whole_one(family, share_prompts):
         assert len(row.parts) == parts
         model.zero_grad()
         with PeakMemory() as memory:
-            logprobs = labelled_logprobs(model, row)
+            logprobs = labeled_logprobs(model, row)
         kept = sum(size for storage, size in memory.alive.values() if not storage.expired())
         (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -127,5 +127,5 @@ def test_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of
 def test_nothing_in_a_forward_pass_waits_for_the_device(family, monkeypatch):
     model, row = PackedModel(families.random_model(family)).to(META), families.PAIRS.row().to(META)
     with on_meta_alone(monkeypatch):
-        hidden = model(row, row.labelled_at, lambda hidden, head: hidden)
+        hidden = model(row, row.labeled_at, lambda hidden, head: hidden)
     assert hidden.shape == (len(row.labels), 32)

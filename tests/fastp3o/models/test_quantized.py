@@ -7,7 +7,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.merging import whole_model
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.reference import WithoutAdapters
 from fastp3o.models.trainable import choose_trainable
@@ -50,7 +50,7 @@ def test_layers_but_the_head_are_quantized_and_saved_whole(tiny_model, bits):
     assert len(quantized_layers(reward_model)) == 14
     assert reward_model.model.score.weight.dtype == torch.float32
     with torch.no_grad():
-        assert torch.equal(labelled_logprobs(policy.train(), ROW), labelled_logprobs(policy.eval(), ROW))
+        assert torch.equal(labeled_logprobs(policy.train(), ROW), labeled_logprobs(policy.eval(), ROW))
     choose_trainable(policy, TrainableConfig(lora_rank=2, lora_targets="q_proj", quantize=bits))
     saved_weights = whole_model(policy.model)[1]
     assert saved_weights.keys() == plain.model.state_dict().keys()
@@ -60,17 +60,17 @@ def test_layers_but_the_head_are_quantized_and_saved_whole(tiny_model, bits):
 def test_the_merged_model_and_the_adapter_are_the_policy(tiny_model, tmp_path, bits):
     base = load_policy(tiny_model, quantize=bits)
     with torch.no_grad():
-        before = labelled_logprobs(base, ROW)
+        before = labeled_logprobs(base, ROW)
     policy = trained(base).model
     with torch.no_grad():
-        expected = labelled_logprobs(policy, ROW)
+        expected = labeled_logprobs(policy, ROW)
     torch.testing.assert_close(WithoutAdapters(policy)([ROW]), [before], atol=1e-6, rtol=0)
     whole, tensors = whole_model(policy.model)
     whole.save_pretrained(tmp_path / "merged", state_dict=tensors)
     merged = load_policy(str(tmp_path / "merged"))
     assert not hasattr(merged.model.config, "quantization_config")
     with torch.no_grad():
-        got = labelled_logprobs(merged, ROW)
+        got = labeled_logprobs(merged, ROW)
     scale = (expected - before).abs().max()
     assert scale > 0.2
     assert (got - expected).abs().mean() <= 1e-6 * scale

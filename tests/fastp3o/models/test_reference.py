@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.packed_row import PackedRow
@@ -19,7 +19,7 @@ def test_a_second_model_and_a_policy_without_adapters_agree_and_it_trains_on(fam
     policy, model = adapted(family).train(), PackedModel(random_model(family)).train()
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
-        before = [labelled_logprobs(policy, row) for row in rows]
+        before = [labeled_logprobs(policy, row) for row in rows]
     second = SecondModel(model, CPU, offload=False)(rows)
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -30,7 +30,7 @@ def test_a_second_model_and_a_policy_without_adapters_agree_and_it_trains_on(fam
     assert (before[0] - without[0]).abs().max() > 0.1
     with pytest.raises(AttributeError, match="missing"):
         WithoutAdapters(policy).map_rows(rows, lambda model, row: model.missing)
-    after = [labelled_logprobs(policy, row) for row in rows]
+    after = [labeled_logprobs(policy, row) for row in rows]
     assert all(torch.equal(*both) for both in zip(before, after, strict=True))
     assert policy.training
     after[0].sum().backward()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sampling_copy import SamplingCopy, dithered
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
 
@@ -21,7 +21,7 @@ def rounded(model: PackedModel, dtype: torch.dtype) -> PackedModel:
 
 @torch.no_grad()
 def logprobs(model: PackedModel) -> torch.Tensor:
-    return labelled_logprobs(model, ROW)
+    return labeled_logprobs(model, ROW)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])

@@ -8,7 +8,7 @@ import torch
 from transformers import MixtralConfig
 
 from fastp3o.models import sharding, tensor_parallel
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sharding import process_mesh
 from tests.fastp3o.models.model_families import CONFIGS, FAMILIES, GROUPED, PAIRS, adapted, random_model
 from tests.fastp3o.models.sharded_process import CPU
@@ -79,7 +79,7 @@ def test_weights_stay_in_their_file_until_they_are_spread(results):
     layer = stored.layers()[0]
     with torch.no_grad(), sharding.computed_in(torch.float32, stored):
         assert {weight.dtype for weight in layer.parameters()} == {torch.bfloat16}
-        assert torch.equal(labelled_logprobs(stored, PAIRS.row()), labelled_logprobs(wide, PAIRS.row()))
+        assert torch.equal(labeled_logprobs(stored, PAIRS.row()), labeled_logprobs(wide, PAIRS.row()))
     assert {weight.dtype for weight in stored.parameters()} == {torch.bfloat16}
     assert not layer._forward_hooks
 

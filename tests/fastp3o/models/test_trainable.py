@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.merging import whole_model
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.trainable import SwitchedDropout, add_lora, choose_trainable, dropout_on, freeze_below
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
 
@@ -92,22 +92,22 @@ def test_sharded_adapters_are_merged_as_they_are_in_passes():
 def test_adapters_have_dropout_within_passes_that_train_and_nowhere_else():
     """Activations that are computed again drop the same."""
     row = PAIRS.row()
-    expected = labelled_logprobs(adapted("llama"), row)
+    expected = labeled_logprobs(adapted("llama"), row)
     gradients = []
     for recomputes in (False, True):
         model = adapted("llama", dropout=0.25).train()
         assert sum(isinstance(module, SwitchedDropout) for module in model.modules()) == 14
         if recomputes:
             model.recompute_activations()
-        assert torch.equal(labelled_logprobs(model, row), expected)
+        assert torch.equal(labeled_logprobs(model, row), expected)
         torch.manual_seed(2)
         with dropout_on(model):
-            logprobs = labelled_logprobs(model, row)
+            logprobs = labeled_logprobs(model, row)
             logprobs.sum().backward()
         assert (logprobs - expected).abs().max() > 0.1
         with pytest.raises(RuntimeError, match="inside"), dropout_on(model):
             raise RuntimeError("inside")
-        assert torch.equal(labelled_logprobs(model, row), expected)
+        assert torch.equal(labeled_logprobs(model, row), expected)
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert len(gradients[0]) == len(gradients[1]) == 28
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])

@@ -129,16 +129,16 @@ def reinforce(groups: Groups) -> Tensor:
     return sum(-(y.reward - mean) * y.now.sum() * weight(y) + f for y, f in zip(every, further, strict=True)) / (P * K)
 
 
-def of_pairs(loss: Callable[[Response, Response], Tensor], *, labelled: bool = True, weighs: bool = True) -> Formula:
-    """The mean over all pairs. labelled: the first has the higher reward; ties are 0."""
+def of_pairs(loss: Callable[[Response, Response], Tensor], *, labeled: bool = True, weighs: bool = True) -> Formula:
+    """The mean over all pairs. labeled: the first has the higher reward; ties are 0."""
 
     def formula(groups: Groups) -> Tensor:
         pairs = [(group[i], group[j]) for group in groups for i in range(K) for j in range(i + 1, K)]
         total = 0.0
         for first, second in pairs:
-            if labelled and first.reward < second.reward:
+            if labeled and first.reward < second.reward:
                 first, second = second, first
-            if not labelled or first.reward != second.reward:
+            if not labeled or first.reward != second.reward:
                 total += loss(first, second) * (weight(first, second) if weighs else 1)
         return total / len(pairs)
 
@@ -197,13 +197,13 @@ CASES = {
         of_responses(lambda g: less_others(rewards(g, 0.05)), rloo_of_tokens),
     ),
     "reinforce": (WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
-    "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labelled=False)),
+    "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labeled=False)),
     "cispo": (WEIGHTED | {"clip_low": 0.2, "clip_high": 0.1}, cispo),
     "vespo": (
         WEIGHTED | {"mask_truncated": True, "k_pos": 1.5, "lambda_neg": 0.5},
         of_responses(lambda g: less_mean(rewards(g)), vespo),
     ),
-    "copg": (WEIGHTED | {"mask_truncated": True, "kl_coef": 0.3}, of_pairs(masked_copg, labelled=False)),
+    "copg": (WEIGHTED | {"mask_truncated": True, "kl_coef": 0.3}, of_pairs(masked_copg, labeled=False)),
     "oapl": (
         WEIGHTED | K1 | {"old_logprobs": "policy", "beta1": 0.5, "beta2": 0.2},
         of_responses(lambda g: less_optimal_value(rewards(g, 0.05)), oapl),
@@ -226,7 +226,7 @@ CASES = {
         of_pairs(lambda y, n: smoothed_dpo(0.3 * (y.now.sum() - n.now.sum())) - y.now.sum(), weighs=False),
     ),
     "nash_md": ({"responses_per_prompt": K}, nash),
-    "ppg": (WEIGHTED, of_pairs(ppg, labelled=False)),
+    "ppg": (WEIGHTED, of_pairs(ppg, labeled=False)),
 }
 
 

@@ -145,9 +145,9 @@ def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
 
 
 def test_a_run_with_a_penalty_is_resumed_with_the_critic(workplace, tiny_model):
-    penalised = {"step_bound": "penalty", "save_every": 2, "reward": "rewards_for_tests:varied"}
-    run(tiny_model, "whole", **penalised)
-    assert_resumes(config(tiny_model, "whole", PPOConfig, **penalised))
+    penalized = {"step_bound": "penalty", "save_every": 2, "reward": "rewards_for_tests:varied"}
+    run(tiny_model, "whole", **penalized)
+    assert_resumes(config(tiny_model, "whole", PPOConfig, **penalized))
     # The policy alone is saved.
     _, loading = AutoModelForCausalLM.from_pretrained("whole/model", output_loading_info=True)
     assert not loading["unexpected_keys"]

@@ -195,7 +195,7 @@ def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, ti
     def both(optimizer, microbatches):
         models, row = (optimizer.model, start), microbatches[0].row
         with torch.no_grad():
-            states = [model(row, row.labelled_at, lambda *own: own) for model in models]
+            states = [model(row, row.labeled_at, lambda *own: own) for model in models]
         exact.append(linear_distillation(*states[0], *states[1], divergence="forward_kl").sum().item() / (4 * 64))
         return measured(optimizer, microbatches)
 

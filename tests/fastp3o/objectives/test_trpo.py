@@ -10,10 +10,10 @@ from torch.nn.utils import parameters_to_vector as vector_of
 
 from fastp3o.errors import UserError
 from fastp3o.models import sharding
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives import trpo
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.trpo import Neighbourhood, TRPOConfig
+from fastp3o.objectives.trpo import Neighborhood, TRPOConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import setup
 from fastp3o.training.loop import train
@@ -36,7 +36,7 @@ def batches(policy: PackedModel, counted: Tensor | None) -> list[Microbatch]:
     """A row for each prompt, with random advantages."""
     generator, found, unused = torch.Generator().manual_seed(1), [], torch.empty(0)
     for row in pack(FOURS.prompts, FOURS.responses, Packing(20)):
-        old = labelled_logprobs(policy, row).detach()
+        old = labeled_logprobs(policy, row).detach()
         advantages = torch.randn(len(old), generator=generator, dtype=torch.float64).to(old.dtype)
         one = Microbatch(row, unused, old, unused, prepared={"advantages": advantages})
         found.append(replace(one, loss_mask=None if counted is None else counted[list(row.groups)]))
@@ -85,7 +85,7 @@ class Dense:
 def test_fisher_products_are_those_of_the_dense_matrix(monkeypatch, counted, dtype, near, error):
     monkeypatch.setattr(trpo, "NEAR", near)
     policy, dense = tiny_policy(dtype), Dense(counted)
-    around = Neighbourhood(policy, batches(policy, counted))
+    around = Neighborhood(policy, batches(policy, counted))
     for size in (0.01, 1.0, 100.0):
         vector = size * torch.randn(len(dense.start), dtype=torch.float64)
         expected = dense.fisher @ vector
@@ -112,8 +112,8 @@ def test_a_step_is_along_the_natural_gradient_as_far_as_the_bound(monkeypatch, c
 
 
 def test_the_line_search_goes_back_to_the_bound_and_refuses_what_is_no_better(monkeypatch):
-    plain = Neighbourhood.fisher_product
-    monkeypatch.setattr(Neighbourhood, "fisher_product", lambda self, vector: plain(self, vector) / 9)  # too flat
+    plain = Neighborhood.fisher_product
+    monkeypatch.setattr(Neighborhood, "fisher_product", lambda self, vector: plain(self, vector) / 9)  # too flat
     done = step(tiny_policy(), None, max_kl=1e-3)
     assert 4 <= done["line_search_steps"] <= 7
     assert 6e-4 < done["trpo_kl"] <= 1e-3

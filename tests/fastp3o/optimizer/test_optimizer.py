@@ -13,7 +13,7 @@ from fastp3o import SFTConfig, train
 from fastp3o.config import StageConfig
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.models.trainable import freeze_below
 from fastp3o.optimizer.masters import Masters
 from fastp3o.optimizer.optimizer import Optimizer
@@ -175,8 +175,8 @@ def test_a_policy_has_one_master_of_tied_embeddings_and_none_of_frozen_layers_wh
         model.model.get_input_embeddings().requires_grad_(True)
     optimizer = optimizer_for(policy, dtype)
     row = PAIRS.row()
-    labelled_logprobs(policy, row).sum().backward()
-    labelled_logprobs(plain, row).sum().backward()
+    labeled_logprobs(policy, row).sum().backward()
+    labeled_logprobs(plain, row).sum().backward()
     trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
     assert trained.keys() == optimizer.parameters.keys()
     assert len(trained) < len(list(policy.parameters()))

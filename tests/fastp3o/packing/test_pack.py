@@ -20,7 +20,7 @@ few = settings(max_examples=60, deadline=None)
 
 @few
 @given(many_groups, st.integers(1, 60), st.booleans())
-def test_every_response_token_is_labelled_once_from_the_token_before(groups, tokens_per_row, share_prompts):
+def test_every_response_token_is_labeled_once_from_the_token_before(groups, tokens_per_row, share_prompts):
     prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
     rows = pack(prompts, responses, Packing(tokens_per_row, share_prompts))
     assert sorted(g for row in rows for g in row.groups) == list(range(len(groups)))
@@ -31,15 +31,15 @@ def test_every_response_token_is_labelled_once_from_the_token_before(groups, tok
         )
         sequences = [(prompts[g], response) for g in row.groups for response in responses[g]]  # groups stay whole
         tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
-        labelled = zip(row.labelled_at.split(row.labelled_lengths), row.labels.split(row.labelled_lengths), strict=True)
-        every = zip(sequences, row.ends_at.tolist(), labelled, strict=True)
+        labeled = zip(row.labeled_at.split(row.labeled_lengths), row.labels.split(row.labeled_lengths), strict=True)
+        every = zip(sequences, row.ends_at.tolist(), labeled, strict=True)
         for (prompt, response), last, (predicting, labels) in every:
             assert labels.tolist() == response
             assert [tokens[t] for t in predicting.tolist()] == [prompt[-1], *response[:-1]]
             first = len(prompt) - 1
             assert [positions[t] for t in predicting.tolist()] == list(range(first, first + len(response)))
             assert (tokens[last], positions[last]) == (response[-1], len(prompt) + len(response) - 1)
-        assert row.cu_seqlens.tolist() == [0, *accumulate(row.labelled_lengths)]
+        assert row.cu_seqlens.tolist() == [0, *accumulate(row.labeled_lengths)]
         assert torch.equal(row.cu_seqlens, row.cu_seqlens_on_host)
         assert (row.cu_seqlens.dtype, row.labels.dtype) == (torch.int32, torch.int64)
 
@@ -83,29 +83,29 @@ def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts)
 
 @few
 @given(many_groups, st.booleans(), st.data())
-def test_parts_of_responses_are_labelled_and_an_empty_one_labels_nothing(groups, share_prompts, data):
+def test_parts_of_responses_are_labeled_and_an_empty_one_labels_nothing(groups, share_prompts, data):
     prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
 
     def spans(response):
         cuts = sorted(data.draw(st.lists(st.integers(0, len(response)), max_size=4)))
         return list(zip(cuts[::2], cuts[1::2], strict=False))
 
-    labelled = [None if data.draw(st.booleans()) else [spans(response) for response in group] for group in responses]
-    whole, parts = (pack(prompts, responses, Packing(20, share_prompts), labelled=one) for one in (None, labelled))
+    labeled = [None if data.draw(st.booleans()) else [spans(response) for response in group] for group in responses]
+    whole, parts = (pack(prompts, responses, Packing(20, share_prompts), labeled=one) for one in (None, labeled))
     for row, one in zip(whole, parts, strict=True):
         assert torch.equal(row.input_ids, one.input_ids)
         expected: list[list] = []
-        of_responses = [values.split(row.labelled_lengths) for values in (row.labelled_at, row.labels)]
+        of_responses = [values.split(row.labeled_lengths) for values in (row.labeled_at, row.labels)]
         tokens = zip(*of_responses, strict=True)
         for group in row.groups:
             for k, response in enumerate(responses[group]):
-                chosen = [(0, len(response))] if labelled[group] is None else labelled[group][k]
+                chosen = [(0, len(response))] if labeled[group] is None else labeled[group][k]
                 places = [place for begin, end in chosen for place in range(begin, end)]
                 expected.append([values[places].tolist() for values in next(tokens)])
-        assert one.labelled_lengths == tuple(len(labels) for _, labels in expected)
-        assert one.labelled_at.tolist() == [place for at, _ in expected for place in at]
+        assert one.labeled_lengths == tuple(len(labels) for _, labels in expected)
+        assert one.labeled_at.tolist() == [place for at, _ in expected for place in at]
         assert one.labels.tolist() == [label for _, labels in expected for label in labels]
-        assert one.labels.dtype == one.labelled_at.dtype == torch.int64
+        assert one.labels.dtype == one.labeled_at.dtype == torch.int64
 
 
 @pytest.mark.parametrize("kind", ["whole responses", "prompts too", "parts of responses"])
@@ -113,8 +113,8 @@ def test_parts_of_responses_are_labelled_and_an_empty_one_labels_nothing(groups,
 def test_python_looks_at_responses_and_arrays_at_their_tokens(kind, share_prompts):
     def work(length):
         K = 1 if kind == "prompts too" else 4
-        labelled = [[[(1, 3), (4, length)]] * K] * 6 if kind == "parts of responses" else None
-        options = {"label_prompts": kind == "prompts too", "labelled": labelled}
+        labeled = [[[(1, 3), (4, length)]] * K] * 6 if kind == "parts of responses" else None
+        options = {"label_prompts": kind == "prompts too", "labeled": labeled}
         rows = Packing(20 * length, share_prompts)
         return instructions(lambda: pack([[5] * length] * 6, [[[5] * length] * K] * 6, rows, **options))
 
@@ -135,12 +135,12 @@ def test_four_times_the_groups_are_little_more_than_four_times_the_work(work):
     assert many <= 6 * few
 
 
-def test_labelled_prompts_leave_out_the_first_token():
+def test_labeled_prompts_leave_out_the_first_token():
     (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], Packing(7), label_prompts=True)
     assert row.input_ids.tolist() == [[1, 2, 3, 5, 4, 6, 7]]
     assert row.labels.tolist() == [2, 3, 5, 6, 7]
-    assert row.labelled_at.tolist() == [0, 1, 2, 4, 5]
-    assert row.labelled_lengths == (3, 2)
+    assert row.labeled_at.tolist() == [0, 1, 2, 4, 5]
+    assert row.labeled_lengths == (3, 2)
     assert row.ends_at.tolist() == [3, 6]
 
 
@@ -172,12 +172,12 @@ def test_what_cannot_be_packed_is_refused():
     for prompts, responses, message in cases:
         with pytest.raises(ValueError, match=message):
             pack(prompts, responses, Packing(10))
-    with pytest.raises(ValueError, match="group 0 has 2 responses; a labelled prompt has one"):
+    with pytest.raises(ValueError, match="group 0 has 2 responses; a labeled prompt has one"):
         pack([[1]], [[[2], [3]]], Packing(10), label_prompts=True)
     with pytest.raises(ValueError, match="5 groups cannot be split evenly into 2 parts"):
         balanced([1, 2, 3, 4, 5], 2)
     with pytest.raises(ValueError, match="reach beyond its last token"):
-        pack([[1], [2]], [[[3], [4]]] * 2, Packing(10), labelled=[[[(0, 1)], [(0, 2)]], None])
+        pack([[1], [2]], [[[3], [4]]] * 2, Packing(10), labeled=[[[(0, 1)], [(0, 2)]], None])
     with pytest.raises(TypeError, match="float"):
         pack([[1]], [[[2.5]]], Packing(10))
     rows = pack([[1], [2]], [[[3]], [[4], [5]]], Packing(10))

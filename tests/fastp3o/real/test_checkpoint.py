@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from fastp3o import P3OConfig, train
 from fastp3o.data.loading import load_preferences
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -93,7 +93,7 @@ def test_packed_log_probs_are_those_of_one_response_at_a_time(
     assert len(prompts[-1]) > WINDOW
     policy = load_policy(MODEL).eval()
     for row in pack(prompts, responses, Packing(tokens_per_row=8192)):
-        got = labelled_logprobs(policy, row)
+        got = labeled_logprobs(policy, row)
         expected = [logprobs(plain, prompts[group], ids) for group in row.groups for ids in responses[group]]
         torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=2e-4)
 
@@ -104,7 +104,7 @@ def test_half_precision_holds_the_residual_stream(tokenizer: PreTrainedTokenizer
     """Which reaches 103,795, beyond fp16's maximum. most: root mean square of a token's error, in nats."""
     prompts, responses = examples(tokenizer, PAIRS)
     (row,) = pack(prompts, responses, Packing(tokens_per_row=8192))
-    exact, found = (labelled_logprobs(load_policy(MODEL, dtype=one).eval(), row) for one in (torch.float32, dtype))
+    exact, found = (labeled_logprobs(load_policy(MODEL, dtype=one).eval(), row) for one in (torch.float32, dtype))
     assert (found - exact).square().mean().sqrt() <= most
 
 
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_fp64(tokenizer: PreTrainedTokenizerBase):
     policy = load_policy(MODEL, trains=True).train()
     (row,) = pack([prompt], [responses], Packing(tokens_per_row=8192))
     with torch.no_grad():
-        parts = labelled_logprobs(policy, row).split(row.labelled_lengths)
+        parts = labeled_logprobs(policy, row).split(row.labeled_lengths)
         now = torch.stack([part.sum() for part in parts]).unsqueeze(0)
     old, ref = now + moved, now + reference
 
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_fp64(tokenizer: PreTrainedTokenizerBase):
         settings = P3OSettings(kl_coef=kl_coef)
         return linear_p3o_loss(hidden, head, row.labels, row.cu_seqlens_on_host, old, ref, rewards, settings).loss
 
-    policy(row, row.labelled_at, loss).backward()
+    policy(row, row.labeled_at, loss).backward()
     ours = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters() if p.grad is not None}
     del policy
 

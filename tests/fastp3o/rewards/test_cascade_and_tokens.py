@@ -16,7 +16,7 @@ from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.remote import read_rewards
-from fastp3o.rewards.reward import TOKEN_REWARDS, WeightedSum, logged_means, penalised_rewards, rewarded
+from fastp3o.rewards.reward import TOKEN_REWARDS, WeightedSum, logged_means, penalized_rewards, rewarded
 from fastp3o.rollouts.groups import Group, Prompt, Response, Turn
 from tests.fastp3o.counted import instructions
 from tests.fastp3o.runs import config, metrics
@@ -75,7 +75,7 @@ def test_rewards_of_tokens_lie_where_they_come_and_add_up_to_the_reward():
     groups = [Group(Prompt("", [1]), [first, second])]
     environment, tokens = EnvironmentReward({"a": 1.0, "b": 0.5}), FunctionReward("tests:own_ids", None, own_ids)
     both = WeightedSum({"environment": environment, "tokens": tokens}, [1.0, 2.0])
-    values = penalised_rewards(both, groups, PenaltyConfig(missing_eos_penalty=3.0), 4, by_token=True)
+    values = penalized_rewards(both, groups, PenaltyConfig(missing_eos_penalty=3.0), 4, by_token=True)
     # Numbers at observed tokens, the third and fourth of the first response, count at the own token before them.
     expected = [[0.5, 0.5 + 1.0 + 1.0, 0.5 + 2.5, 0.0], [0.5 + 0.5, 0.5 + 2.0, 0.0, 0.0]]
     assert values[TOKEN_REWARDS].tolist() == [expected]
@@ -83,7 +83,7 @@ def test_rewards_of_tokens_lie_where_they_come_and_add_up_to_the_reward():
     # What is only logged may be no number.
     unknown = FunctionReward("tests:unknown", None, lambda *_, completion_ids: [[nan] * len(i) for i in completion_ids])
     logged = WeightedSum({"environment": environment, "tokens": tokens, "unknown": unknown}, [1.0, 2.0, 0.0])
-    values = penalised_rewards(logged, groups, PenaltyConfig(), 4, by_token=True)
+    values = penalized_rewards(logged, groups, PenaltyConfig(), 4, by_token=True)
     assert values[TOKEN_REWARDS].tolist() == [expected]
 
 
@@ -115,7 +115,7 @@ def test_rewards_of_tokens_add_up_one_by_one(trajectories, weight):
     groups = [Group(Prompt("", [1]), responses)]
     function = FunctionReward("tests:f", None, lambda *_, completion_ids: answers)
     rewards = {"function": function, "environment": EnvironmentReward({"a": 1.0})}
-    values = penalised_rewards(WeightedSum(rewards, [weight, 0.5]), groups, PenaltyConfig(), 40, by_token=True)
+    values = penalized_rewards(WeightedSum(rewards, [weight, 0.5]), groups, PenaltyConfig(), 40, by_token=True)
     assert torch.equal(values[TOKEN_REWARDS], expected)
 
 
@@ -128,7 +128,7 @@ def test_python_looks_at_turns_and_arrays_at_their_tokens(turns):
         function = FunctionReward("tests:ones", None, lambda *_, completion_ids: [ones] * 4)
         rewards = WeightedSum({"function": function, "environment": EnvironmentReward({"a": 1.0})}, [1.0, 1.0])
         arguments = rewards, [Group(Prompt("", [1]), responses)], PenaltyConfig(), 5 * length
-        return instructions(lambda: penalised_rewards(*arguments, by_token=True))
+        return instructions(lambda: penalized_rewards(*arguments, by_token=True))
 
     work(10)  # whatever a first call sets up
     assert work(1000) <= 1.02 * work(10)
@@ -139,7 +139,7 @@ def test_four_times_the_turns_are_four_times_the_work():
         of_turns = tuple(Turn(9 * i, 9 * i + 5, {"a": 1.0}) for i in range(count))
         groups = [Group(Prompt("", [1]), [Response([7] * 9 * count, "", True, None, of_turns)] * 4)]
         reward, penalties = EnvironmentReward({"a": 1.0}), PenaltyConfig()
-        return instructions(lambda: penalised_rewards(reward, groups, penalties, 9 * count, by_token=True))
+        return instructions(lambda: penalized_rewards(reward, groups, penalties, 9 * count, by_token=True))
 
     assert work(64) <= 4.2 * work(16)
 

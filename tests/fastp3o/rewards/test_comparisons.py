@@ -16,7 +16,7 @@ from fastp3o.rewards.comparing_function import ComparingFunction, load_function
 from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, Knockout, judged_pairs, row_means
 from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rewards.function import FunctionReward, compares_siblings
-from fastp3o.rewards.reward import PAIR_REWARDS, WeightedSum, logged_means, penalised_rewards, rewarded
+from fastp3o.rewards.reward import PAIR_REWARDS, WeightedSum, logged_means, penalized_rewards, rewarded
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, differences
 from fastp3o.rollouts.groups import Response
 from tests.fastp3o.groups import groups_of_texts
@@ -196,7 +196,7 @@ def test_comparisons_scores_and_penalties_mix_with_weights():
     groups = [
         group._replace(responses=[r._replace(finished="r" in r.text) for r in group.responses]) for group in GROUPS
     ]
-    values = penalised_rewards(reward, groups, penalties, 9)
+    values = penalized_rewards(reward, groups, penalties, 9)
     lengths = torch.tensor([[len(r.text) for r in group.responses] for group in groups]) / 2
     ends = 4.0 * torch.tensor([["r" not in r.text for r in group.responses] for group in groups])
     matrix = comparing(game).matrix(groups)
@@ -205,7 +205,7 @@ def test_comparisons_scores_and_penalties_mix_with_weights():
     torch.testing.assert_close(values[PAIR_REWARDS], expected)
     torch.testing.assert_close(values["reward"], 2 * matrix.mean(2) + totals)
     assert torch.equal(values["reward/game"], matrix.mean(2))
-    assert PAIR_REWARDS not in penalised_rewards(FunctionReward("f:words", None, words), groups, penalties, 9)
+    assert PAIR_REWARDS not in penalized_rewards(FunctionReward("f:words", None, words), groups, penalties, 9)
 
 
 def test_a_function_that_compares_siblings_is_checked_with_as_many_as_a_prompt_has():

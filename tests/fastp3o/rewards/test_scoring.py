@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastp3o.rewards.config import PenaltyConfig, cascaded, reward_names, short_names
-from fastp3o.rewards.reward import WeightedSum, penalised_rewards, penalties, repeated_share, rewarded
+from fastp3o.rewards.reward import WeightedSum, penalized_rewards, penalties, repeated_share, rewarded
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler, differences
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
@@ -33,7 +33,7 @@ def test_a_sum_is_scored_with_its_parts_and_a_single_reward_alone(rollouts):
 @pytest.mark.parametrize("reward", [first, WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])])
 def test_penalties_are_subtracted_and_told(rollouts, reward):
     config = PenaltyConfig(missing_eos_penalty=0.5, length_penalty=0.25)
-    values = penalised_rewards(reward, rollouts, config, longest=8)
+    values = penalized_rewards(reward, rollouts, config, longest=8)
     # " aei" and its end, " xyz" without one, " o" and " u" with theirs
     assert values["reward"].tolist() == [[1 - 1.25, 2 - 0.5 - 1], [3 - 0.75, 4 - 0.75]]
     assert [name for name in values if name.startswith("penalty")] == ["penalty/missing_eos", "penalty/length"]

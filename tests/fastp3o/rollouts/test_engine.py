@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import TOKENS_PER_ROW, Engine, head_logits, layer_shapes
@@ -38,7 +38,7 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
     """Largest distance of the log-probabilities from those in a packed row."""
     (row,) = pack(PROMPTS, ids, Packing(10_000))
     with torch.no_grad():
-        expected = labelled_logprobs(policy, row.to(policy.model.device)).cpu()
+        expected = labeled_logprobs(policy, row.to(policy.model.device)).cpu()
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     return (got - expected).abs().max().item()
 

@@ -11,7 +11,7 @@ from fastp3o.rollouts import bundled_cache, engine_sampler
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from tests.fastp3o.groups import response_ids, tokenised
+from tests.fastp3o.groups import response_ids, tokenized
 from tests.fastp3o.models.model_families import random_model
 
 P, K, RESPONSE_TOKENS = 24, 2, 24
@@ -39,7 +39,7 @@ def peaked(tokenizer, **settings) -> PackedModel:
 def sample(policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options) -> dict[tuple[int, int], list[int]]:
     """Token ids by prompt and response."""
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, **({"batch_size": P} | options))
-    groups = sampler(tokenised(tokenizer, [prompts[n] for n in numbers], numbers), K, seed)
+    groups = sampler(tokenized(tokenizer, [prompts[n] for n in numbers], numbers), K, seed)
     for group in groups:
         texts = tokenizer.batch_decode([response.ids for response in group.responses], skip_special_tokens=True)
         assert [response.text for response in group.responses] == texts
@@ -94,7 +94,7 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
 def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy, tokenizer):
     """As many pairs begin alike as two samples of the distribution would."""
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=1, batch_size=2000)
-    groups = sampler(tokenised(tokenizer, ["same"] * 1500), 2, 0)
+    groups = sampler(tokenized(tokenizer, ["same"] * 1500), 2, 0)
     first = torch.tensor(response_ids(groups))[:, :, 0]
     logprobs = torch.tensor([[sum(response.logprobs) for response in group.responses] for group in groups])
     by_chance = logprobs.exp().mean().item()  # Σ p², as tokens come with probability p
@@ -113,7 +113,7 @@ def test_memory_limits_the_prompts_and_is_given_back_to_the_device(policy, token
         held.append(sampler.engine.cache.memory.untyped_storage().nbytes())
 
     monkeypatch.setattr(engine_sampler, "return_unused_memory", returned)
-    given = tokenised(tokenizer, prompts)
+    given = tokenized(tokenizer, prompts)
     for _ in range(2):
         sampler(given, K, 0)
     # One engine for all batches and calls.
@@ -124,7 +124,7 @@ def test_memory_limits_the_prompts_and_is_given_back_to_the_device(policy, token
 def test_an_engine_that_has_become_too_large_gives_way(policy, tokenizer, prompts, rooms, monkeypatch):
     """Its room was that of the first call; by the third an optimizer has taken most of it."""
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, batch_size=P)
-    given = tokenised(tokenizer, prompts)
+    given = tokenized(tokenizer, prompts)
     for free, count in ((10**9, P), (10**9, P), (10**5, 2)):
         monkeypatch.setattr(engine_sampler, "available_memory", lambda device, free=free: free)
         sampler(given[:count], K, 0)

@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from fastp3o.calls.function import FunctionError
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts import cache
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -91,7 +91,7 @@ def test_kept_turns_are_those_of_rounds_and_their_log_probabilities_a_packed_row
     precise = policy_of(family).double()
     for row in pack_groups(kept, Packing(tokens_per_row=10_000)):
         got = torch.tensor([value for g in row.groups for r in kept[g].responses for value in r.logprobs])
-        torch.testing.assert_close(got.double(), labelled_logprobs(precise, row).detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got.double(), labeled_logprobs(precise, row).detach(), atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(KeptEngine, "tokens_per_row", 32)
     static = sampler(policy, kept=Static)
     for prompts in (PROMPTS, PROMPTS[1:4], PROMPTS[::-1]):

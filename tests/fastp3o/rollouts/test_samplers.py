@@ -9,19 +9,19 @@ from transformers import GenerationConfig
 from fastp3o.config import SamplerConfig
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Prompt, Response, finished, lengths
 from fastp3o.training.loop import train
-from tests.fastp3o.groups import flat, response_ids, tokenised
+from tests.fastp3o.groups import flat, response_ids, tokenized
 from tests.fastp3o.runs import assert_resumes, config, metrics
 
 both_samplers = pytest.mark.parametrize("name", ["engine", "transformers"])
 
 
 def draw(name, policy, tokenizer, seed=0, prompts=("a", "longer prompt", "b", "cc")):
-    return make_sampler(name, policy, tokenizer, batch_size=3)(tokenised(tokenizer, prompts), 2, seed)
+    return make_sampler(name, policy, tokenizer, batch_size=3)(tokenized(tokenizer, prompts), 2, seed)
 
 
 def make_sampler(name, policy, tokenizer, max_response_tokens=12, batch_size=4, **settings):
@@ -37,7 +37,7 @@ def first_tokens(name, policy, tokenizer, n=3000, **settings):
     (row,) = pack([prompt] * len(tokenizer), [[[token]] for token in range(len(tokenizer))], Packing(10_000))
     logprobs = torch.empty(len(tokenizer))
     with torch.no_grad():
-        logprobs[list(row.groups)] = labelled_logprobs(policy, row)
+        logprobs[list(row.groups)] = labeled_logprobs(policy, row)
     return torch.tensor([response.ids[0] for response in group.responses]), logprobs
 
 
@@ -59,7 +59,7 @@ def test_two_responses_to_each_prompt_are_cut_after_their_end_and_repeat_themsel
     assert response_ids(draw(name, policy, tokenizer)) == response_ids(groups)
     assert response_ids(draw(name, policy, tokenizer, seed=1)) != response_ids(groups)
     # Processes that share a seed differ in the numbers of their prompts.
-    one, other = (make_sampler(name, policy, tokenizer)(tokenised(tokenizer, ["a"], [n]), 2, 0) for n in (0, 1))
+    one, other = (make_sampler(name, policy, tokenizer)(tokenized(tokenizer, ["a"], [n]), 2, 0) for n in (0, 1))
     assert response_ids(one) != response_ids(other)
 
 
@@ -101,7 +101,7 @@ def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(nam
 
     def draw(stops: list[str] | None) -> list[Response]:
         sampler = make_sampler(name, policy, tokenizer, 40, stop_strings=stops)
-        return flat(sampler(tokenised(tokenizer, ("a", "bc")), 8, 0))
+        return flat(sampler(tokenized(tokenizer, ("a", "bc")), 8, 0))
 
     whole = draw(None)
     stop = next(pair for response in whole for pair in re.findall(r"[!-~]{2}", response.text[2:]))  # two tokens

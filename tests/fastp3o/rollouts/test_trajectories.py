@@ -11,7 +11,7 @@ import torch
 
 from fastp3o import UserError, train
 from fastp3o.calls.function import FunctionError
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig, RLOOConfig
 from fastp3o.objectives.config.ppo import PPOConfig
@@ -25,7 +25,7 @@ from fastp3o.rollouts.turns.observation import chat_observations, plain_observat
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.tools import tool_environment
 from fastp3o.run.log import read_updates
-from tests.fastp3o.groups import flat, tokenised
+from tests.fastp3o.groups import flat, tokenized
 from tests.fastp3o.models.model_families import random_model
 from tests.fastp3o.rollouts.environments import AsyncEcho, Echo, OneTurn, games
 from tests.fastp3o.runs import assert_resumes, metrics
@@ -47,7 +47,7 @@ def sampler(policy, tokenizer, make, *, max_turns=4, longest=60, **options):
 
 
 def prompts(tokenizer):
-    return tokenised(tokenizer, [f"prompt {p}" * (1 + p % 3) for p in range(P)], range(P))
+    return tokenized(tokenizer, [f"prompt {p}" * (1 + p % 3) for p in range(P)], range(P))
 
 
 def sampled(policy, tokenizer, make, **options):
@@ -69,7 +69,7 @@ def test_observations_lie_between_turns_and_only_own_tokens_have_logprobs(policy
         for row, whole in zip(pack_groups(groups, packing), pack_groups(observed, packing), strict=True):
             assert torch.equal(row.ends_at, whole.ends_at)
             expected = [value for g in row.groups for response in groups[g].responses for value in response.logprobs]
-            got = labelled_logprobs(policy, row).detach()
+            got = labeled_logprobs(policy, row).detach()
             torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
     reward = EnvironmentReward(Echo.rewards)
     turns = torch.tensor([[float(sum(bool(t.rewards) for t in r.turns)) for r in group.responses] for group in groups])
@@ -82,7 +82,7 @@ def test_one_turn_has_the_bits_of_a_plain_run_and_neither_batch_nor_process_matt
     one = sampled(policy, tokenizer, OneTurn, longest=8)
     assert [(r.ids, r.logprobs, r.text) for r in flat(plain)] == [(r.ids, r.logprobs, r.text) for r in flat(one)]
     for first, second in zip(pack_groups(plain, Packing(64)), pack_groups(one, Packing(64)), strict=True):
-        assert torch.equal(first.labelled_at, second.labelled_at)
+        assert torch.equal(first.labeled_at, second.labeled_at)
         assert torch.equal(first.labels, second.labels)
     whole = sampled(policy, tokenizer, Echo)
     halves = [sampler(policy, tokenizer, Echo)(prompts(tokenizer)[i::2], K, 1) for i in range(2)]

@@ -233,7 +233,7 @@ def test_calls_are_those_of_the_pattern():
     assert [*calls_in(text)] == ["{1}", "<tool_call>2", ""]
 
 
-def test_an_observation_that_cannot_have_room_is_not_tokenised(observes, tokenizer):
+def test_an_observation_that_cannot_have_room_is_not_tokenized(observes, tokenizer):
     class Loud(OneTurn):
         def step(self, text):
             return "y" * 10**8, 0.0, False

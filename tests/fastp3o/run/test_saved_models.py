@@ -67,14 +67,14 @@ def made(settings: RewardModelConfig | P3OConfig, stage: str = "SFT", **kind: bo
 
 
 def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):
-    settings = {"model": "organisation/model", "output_dir": "/home/me/secret", "reward_timeout": 7.0}
+    settings = {"model": "organization/model", "output_dir": "/home/me/secret", "reward_timeout": 7.0}
     settings |= {"prompts": "b/data:config,/home/me/data.jsonl,a/data", "report_to": "none"}
-    settings |= {"reward": "organisation/judge,https://me:hunter2@internal.example/score?key=hunter2"}
+    settings |= {"reward": "organization/judge,https://me:hunter2@internal.example/score?key=hunter2"}
     settings |= {"sampler": "vllm", "vllm_url": "http://internal.example:8000"}
     found = ModelCard(made(P3OConfig(**settings), adapter=True))
-    assert (found.data.base_model, found.data.base_model_relation) == ("organisation/model", "adapter")
+    assert (found.data.base_model, found.data.base_model_relation) == ("organization/model", "adapter")
     assert found.data.datasets == ["a/data", "b/data"]
-    assert "- reward: organisation/judge, an endpoint" in found.text
+    assert "- reward: organization/judge, an endpoint" in found.text
     assert "`data.jsonl`, a local one" in found.text
     assert "vllm" in found.text  # the sampler, a choice
     assert not any(secret in str(found) for secret in ("hunter2", "internal.example", "home", "secret"))

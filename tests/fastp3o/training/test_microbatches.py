@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.config.p3o import P3OConfig
@@ -27,7 +27,7 @@ from fastp3o.training.microbatches import (
     pack_minibatches,
     policy_logprobs,
 )
-from tests.fastp3o.groups import groups_of_ids, tokenised
+from tests.fastp3o.groups import groups_of_ids, tokenized
 from tests.fastp3o.models.model_families import FOURS, PAIRS, logprobs_alone, random_model
 
 P, K = 6, 3
@@ -59,7 +59,7 @@ def test_microbatches_hold_what_belongs_to_their_groups(objective):
             row, groups = microbatch.row, list(microbatch.row.groups)
             assert torch.equal(microbatch.rewards, rewards[groups])
             # Bit for bit what training computes before its first step.
-            assert torch.equal(microbatch.old_token_logprobs, labelled_logprobs(policy, row).detach())
+            assert torch.equal(microbatch.old_token_logprobs, labeled_logprobs(policy, row).detach())
             assert not microbatch.old_logprobs.requires_grad
     for model, name in ((policy, "old_logprobs"), (reference, "ref_logprobs")):
         with torch.no_grad(), model.with_own_attention() as alone:
@@ -77,7 +77,7 @@ def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> t
     responses = [groups.responses[p] for p in chosen]
     (row,) = pack([groups.prompts[p] for p in chosen], responses, Packing(1000), groups=chosen)
     with torch.no_grad():
-        logprobs = labelled_logprobs(model, row)
+        logprobs = labeled_logprobs(model, row)
     logprobs[row.cu_seqlens[1:].long() - 1] += shift
     rewards = torch.zeros(len(chosen), row.responses_per_prompt)
     return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, rewards, logprobs, logprobs)
@@ -114,11 +114,11 @@ def test_the_other_row_has_few_responses_and_is_no_longer_than_the_one_that_trai
 def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model, tokenizer):
     policy = load_policy(tiny_model)
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
-    rollouts = sampler(tokenised(tokenizer, ["a", "a longer prompt", "bb", "c"]), 2, 0)
+    rollouts = sampler(tokenized(tokenizer, ["a", "a longer prompt", "bb", "c"]), 2, 0)
     microbatches = []
     for (row,) in (pack(*token_ids(rollouts[n : n + 2]), Packing(1000), groups=range(n, n + 2)) for n in (0, 2)):
         with torch.no_grad():
-            old = labelled_logprobs(policy, row)
+            old = labeled_logprobs(policy, row)
         microbatches.append(Microbatch(row, torch.zeros(2, 2), old, old))
 
     def gaps(groups):

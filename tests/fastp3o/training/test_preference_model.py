@@ -273,7 +273,7 @@ def test_preferences_that_go_in_circles_are_learned_by_vectors_and_not_by_scores
     reward_model.train(config(tiny_model, "vectors", **data))
     reward_model.train(config(tiny_model, "scores", preference_dim=0, **data))
     vectors, scores = metrics("vectors", "eval.jsonl")[-1], metrics("scores", "eval.jsonl")[-1]
-    assert vectors["labelled_circular_triples"] == 1
+    assert vectors["labeled_circular_triples"] == 1
     assert vectors["accuracy"] > 0.95
     assert vectors["circular_triples"] > 0.95
     # Of three pairs in a circle, an order of scores has two right at most.

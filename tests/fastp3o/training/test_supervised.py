@@ -1,4 +1,4 @@
-"""Fine-tuning and reward modelling: their losses against plain ones, what trains, and losses that are not finite."""
+"""Fine-tuning and reward modeling: their losses against plain ones, what trains, and losses that are not finite."""
 
 import json
 from itertools import combinations
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastp3o.data.loading import load_rankings
 from fastp3o.models.loading import load_reward_model
 from fastp3o.training import reward_model, sft
-from fastp3o.training.reward_model import RewardModelConfig, RewardModelling, bradley_terry
+from fastp3o.training.reward_model import RewardModelConfig, RewardModeling, bradley_terry
 from fastp3o.training.sft import SFTConfig
 from tests.fastp3o.runs import metrics, records
 
@@ -30,7 +30,7 @@ def reward_config(tiny_model, output_dir, **changes):
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_the_loss_is_a_mean_over_labelled_tokens_however_packed(workplace, tiny_model, tokenizer, train_on_prompt):
+def test_the_loss_is_a_mean_over_labeled_tokens_however_packed(workplace, tiny_model, tokenizer, train_on_prompt):
     for name, size in (("whole", 8192), ("parts", 40)):
         changes = {"tokens_per_row": size, "epochs": 3, "train_on_prompt": train_on_prompt}
         sft.train(sft_config(tiny_model, name, **changes))
@@ -86,7 +86,7 @@ def test_the_loss_is_the_mean_over_a_rankings_pairs(data, tiny_model, tokenizer,
     alone.save_pretrained("judge")
     examples, _ = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
     assert len(examples) == 16
-    task = RewardModelling(reward_config("judge", "run", centring=centring, tokens_per_row=tokens_per_row))
+    task = RewardModeling(reward_config("judge", "run", centring=centring, tokens_per_row=tokens_per_row))
     model = load_reward_model("judge")
     rows = task.pack(examples[:])
     responses = sum(map(len, examples["ranked_ids"]))

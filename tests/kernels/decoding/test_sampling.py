@@ -48,8 +48,8 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, 
     logits[2, (torch.rand(V) < 0.5) & (torch.arange(V) != seed % V)] = -torch.inf
     top_p = torch.tensor(truncation["top_p"])
     at_the_share = (one_hot * top_p + one_hot.roll(1) * (1 - top_p)) / (2 if V == 1 else 1)
-    neighbours = (torch.full((1, V), 1 / V).view(torch.int32) + torch.arange(V, dtype=torch.int32)).view(torch.float32)
-    probs = torch.cat([(logits / temperature).softmax(1), one_hot, at_the_share, neighbours])
+    neighbors = (torch.full((1, V), 1 / V).view(torch.int32) + torch.arange(V, dtype=torch.int32)).view(torch.float32)
+    probs = torch.cat([(logits / temperature).softmax(1), one_hot, at_the_share, neighbors])
     least = [least_allowed(row, **truncation) for row in probs.tolist()]
     allowed = probs >= torch.tensor(least, dtype=torch.float64)[:, None]
     for impl in ("eager", "triton"):
@@ -87,7 +87,7 @@ def test_exponentials_are_exponential_and_independent():
     # Kolmogorov-Smirnov, 0.1% level.
     uniform = (1 - (-numbers).exp()).flatten().sort().values
     assert (uniform - torch.arange(n) / n).abs().max() < 1.95 / n**0.5
-    # No correlation between neighbours, nor between the same lanes of different keys and steps.
+    # No correlation between neighbors, nor between the same lanes of different keys and steps.
     others = exponentials(keys, steps + 1, 512)
     for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1]), (numbers, others)):
         assert abs(((a - 1) * (b - 1)).mean()) < 4 / n**0.5

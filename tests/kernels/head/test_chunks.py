@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.modelled import MEASURED, MODELLED, modelled_ratio, plan
+from benchmarks.modeled import MEASURED, MODELLED, modeled_ratio, plan
 from benchmarks.shapes import LARGE_HEADS
 from fastp3o_kernels.head import chunks
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, TILE, Chunk, plan_chunks
@@ -50,12 +50,12 @@ def test_chunks_are_whole_groups_within_the_budget_and_fillings_even_tiles(lengt
 
 @pytest.mark.parametrize("rows", MODELLED)
 @pytest.mark.parametrize("head", LARGE_HEADS)
-def test_on_a_gpu_the_modelled_time_is_little_more_than_that_of_bare_products(rows, head):
+def test_on_a_gpu_the_modeled_time_is_little_more_than_that_of_bare_products(rows, head):
     bound = 1.24 if head.vocabulary < 2e5 else 1.38  # whose gradients do not fit at once
     if MODELLED[rows][1] * head.vocabulary * 4 > MOST_BUDGET:  # a part of the group is computed twice
         bound += 0.12
-    assert modelled_ratio(plan(MODELLED[rows], head, MOST_BUDGET), head) <= bound
-    assert modelled_ratio(plan(MODELLED[rows], head, MEMORY_BUDGET), head) <= 1.95
+    assert modeled_ratio(plan(MODELLED[rows], head, MOST_BUDGET), head) <= bound
+    assert modeled_ratio(plan(MODELLED[rows], head, MEMORY_BUDGET), head) <= 1.95
 
 
 @pytest.mark.parametrize("head", LARGE_HEADS)
@@ -69,7 +69,7 @@ def test_the_model_is_within_5_percent_of_what_an_h100_took(head):
     measured = [result for result in record if all(result.get(key) == value for key, value in shape.items())]
     ratios = [result["ratio_to_bare"] for result in measured if result["passes"].startswith("forward and backward")]
     assert len(ratios) == 3
-    ratio = modelled_ratio(plan(MODELLED[MEASURED], head, MOST_BUDGET, trained=False, one_pass=False), head)
+    ratio = modeled_ratio(plan(MODELLED[MEASURED], head, MOST_BUDGET, trained=False, one_pass=False), head)
     assert ratio == pytest.approx(max(ratios), rel=0.05)
     assert ratio == pytest.approx(min(ratios), rel=0.05)
 
@@ -88,7 +88,7 @@ def test_a_sum_over_fillings_counts_as_memory_that_one_filling_may_take(rows, he
     assert len(together.fillings) in (1, len(apart.fillings))
     assert memory(apart, 0) <= budget
     assert memory(together, sum_bytes) <= budget + sum_bytes
-    assert chunks.modelled_time(together) <= chunks.modelled_time(apart)
+    assert chunks.modeled_time(together) <= chunks.modeled_time(apart)
 
 
 def test_the_largest_heads_take_one_filling():
@@ -111,16 +111,16 @@ def test_the_same_rows_are_planned_once(monkeypatch):
     assert plan_chunks(**given | {"bounds": list(range(0, 8193, 8))}, triton=True) is not first
 
 
-def test_the_modelled_time_is_that_of_tiles_reads_of_the_weight_and_sums_of_its_gradient():
+def test_the_modeled_time_is_that_of_tiles_reads_of_the_weight_and_sums_of_its_gradient():
     whole = plan_chunks([0, 300, 600], 16, DTYPES[2], MEMORY_BUDGET, triton=True)
-    assert chunks.modelled_time(whole) == 640 + 640 + 600
+    assert chunks.modeled_time(whole) == 640 + 640 + 600
     parts = [[slice(at, at + 100), slice(at + 100, at + 300)] for at in (0, 300)]
     split = [Chunk(slice(p, p + 1), slice(300 * p, 300 * p + 300), parts[p]) for p in (0, 1)]
     plan = whole._replace(logits_rows=200, dlogits_rows=400, chunks=split)
     again = 2 * (255 + 256 + 255)  # the first part of each group twice
     multiplied = (512 + 256) + (400 + 255)  # 400 and 200 rows of gradients, for hidden states and weight
     summed = 255 * (2 + 4 + 3)  # of its elements' 2 bytes: written, read and written again, cast
-    assert chunks.modelled_time(plan) == again + multiplied + summed
+    assert chunks.modeled_time(plan) == again + multiplied + summed
 
 
 def test_a_budget_that_holds_all_gradients_is_not_spent_on_longer_products():

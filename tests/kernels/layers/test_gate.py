@@ -42,7 +42,7 @@ def test_far_from_zero(activation):
         lambda both: (both[:, :, :24].transpose(0, 1), both[:, :, 24:].transpose(0, 1)),
         lambda both: (both[:, :, :24].contiguous(), both[:, :, 24:]),
     ],
-    ids=["halves", "halves turned", "neighbours", "expanded", "transposed", "one contiguous"],
+    ids=["halves", "halves turned", "neighbors", "expanded", "transposed", "one contiguous"],
 )
 def test_any_strides(cut):
     both, grad = torch.randn(3, 4, 2 * 24, device=DEVICE).requires_grad_(), torch.randn(1, device=DEVICE)

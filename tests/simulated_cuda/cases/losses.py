@@ -112,10 +112,10 @@ def test_launches_of_a_chunk(dtype):
         tokens = 8 * pairs
         hidden, weight = randn(tokens, D, dtype=dtype, gradient=True), randn(V, D, dtype=dtype, gradient=True)
         known = list(range(0, tokens + 1, 4)), randn(pairs, 2), randn(pairs, 2), randn(pairs, 2)
-        labelled = labels(tokens)
+        labeled = labels(tokens)
         budget = V * (4 * 8 + dtype.itemsize * tokens)  # logits of one pair, gradients of all
         with recorded() as record:
-            kernels.linear_p3o_loss(hidden, weight, labelled, *known, memory_budget=budget)
+            kernels.linear_p3o_loss(hidden, weight, labeled, *known, memory_budget=budget)
         return record.launches
 
     few, many = launches(4), launches(6)

@@ -101,7 +101,7 @@ def test_runs_name_objectives_their_own_parameters_and_corrections(task, tmp_pat
     assert all(f"{name}={changed[name]}" in run.name for name in ("rounds_ahead", "correction") if name in changed)
 
 
-def test_corrections_are_those_with_the_most_of_what_training_maximises(tmp_path, monkeypatch):
+def test_corrections_are_those_with_the_most_of_what_training_maximizes(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned_arms, "CHOSEN", tmp_path / "tuned_arms.json")
     liked = {"none": 2.0, "ratios": 1.0, "weights": 1.5}
 

@@ -35,7 +35,7 @@ def rewards_of(**options) -> list[list[float]]:
     return OffsetReward(lambda groups: scores, mean=2.0, std=4.0, **options)(groups).tolist()
 
 
-def test_a_reward_is_standardised_and_shifted():
+def test_a_reward_is_standardized_and_shifted():
     first, second = (on_grid(10 * unlearnable(prompt)) for prompt in (PROMPT, "another"))
     assert rewards_of() == [[0.5, 0.0], [-0.5, -0.25]]
     shifted = [[0.5 + first, first], [-0.5 + second, -0.25 + second]]

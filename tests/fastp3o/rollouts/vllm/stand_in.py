@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, untempered
+from fastp3o.models.packed_model import PackedModel, labeled_logprobs, untempered
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -103,7 +103,7 @@ class StandIn(LocalServer):
         policy = policy or self.policy
         (row,) = pack([prompt], [[ids]], Packing(10_000))
         with untempered(policy):
-            return labelled_logprobs(policy, row).tolist()
+            return labeled_logprobs(policy, row).tolist()
 
 
 def changed(choice: dict, ids: list[int], logprobs: list[float]) -> dict:

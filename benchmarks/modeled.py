@@ -1,11 +1,11 @@
-"""Modelled times on an H100, of the head's plans, by the model that chooses them, and of a layer's counted launches: no
+"""Modeled times on an H100, of the head's plans, by the model that chooses them, and of a layer's counted launches: no
 figure here was measured.
 """
 
 import torch
 
 from benchmarks.shapes import LARGE_HEADS, HeadSizes
-from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, HeadPlan, modelled_time, plan_chunks
+from fastp3o_kernels.head.chunks import MEMORY_BUDGET, MOST_BUDGET, WEIGHT_ROWS, HeadPlan, modeled_time, plan_chunks
 from fastp3o_kernels.head.head import Head, HeadDtypes
 
 # Multiply-adds and bytes a second that an H100 reaches in products and in copies, and the least seconds of a launch.
@@ -34,18 +34,18 @@ def plan(bounds: list[int], sizes: HeadSizes, budget: int, *, trained: bool = Tr
     return plan_chunks(bounds, V, dtypes, budget, triton=True, sum_bytes=dtypes.sum_bytes(head), one_pass=one_pass)
 
 
-def modelled_ratio(plan: HeadPlan, head: HeadSizes) -> float:
+def modeled_ratio(plan: HeadPlan, head: HeadSizes) -> float:
     """Time of a plan on an H100, forward and backward in bf16, over that of three products of its tokens."""
-    N, products = plan.chunks[-1].tokens.stop, modelled_time(plan)
+    N, products = plan.chunks[-1].tokens.stop, modeled_time(plan)
     # Kernels over rows move 10 bytes a logit, in one pass 6, and products write it in 2 more than bare ones, half of
     # them hidden; reading the weight moves 2 an element.
     moved = 3.5 if plan.one_pass else 5.5
     return (products + moved * N * WEIGHT_ROWS / head.hidden) / (3 * N)
 
 
-def modelled() -> list[list[str]]:
+def modeled() -> list[list[str]]:
     """Predicted ratios with the least and the most memory budget. Header first."""
-    lines = [["modelled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
+    lines = [["modeled, × bare products", "tokens", *(f"{D}, {V}" for D, V in LARGE_HEADS)]]
     for name, bounds in MODELLED.items():
         lines.append([name, str(bounds[-1]), *ratios(bounds, one_pass=True)])
     # As it was when a GPU was measured, but for the sum over fillings.
@@ -57,7 +57,7 @@ def modelled() -> list[list[str]]:
 def ratios(bounds: list[int], *, one_pass: bool) -> list[str]:
     budgets = MEMORY_BUDGET, MOST_BUDGET
     found = (
-        [modelled_ratio(plan(bounds, head, budget, one_pass=one_pass), head) for budget in budgets]
+        [modeled_ratio(plan(bounds, head, budget, one_pass=one_pass), head) for budget in budgets]
         for head in LARGE_HEADS
     )
     return [f"{least:.2f} / {most:.2f}" for least, most in found]
