@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, required
 from fastp3o.errors import UserError
@@ -88,6 +86,8 @@ def main(config: HumanPreferencesConfig) -> None:
 
 def downloaded() -> bytes:
     """Raises UserError if no source can be reached."""
+    import httpx
+
     failures = []
     for url in URLS:
         try:

@@ -17,6 +17,8 @@ from fastp3o.calls.function import FunctionError, call_for_list, import_function
 from fastp3o.errors import UserError, text_of
 from fastp3o.rollouts.groups import AtTokens, Group, Prompt, Response, texts, texts_or_messages
 
+__all__ = ["compares_siblings"]
+
 SIBLINGS = "compares_siblings"
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 

@@ -1,7 +1,4 @@
-"""Programs that call `train`: their streams, handlers, forks and models."""
-
-import io
-import sys
+"""Programs that call `train`: their handlers, forks and models."""
 
 import pytest
 import torch
@@ -16,31 +13,6 @@ PROMPTS = [{"prompt": f"Say {word}:"} for word in ("tree", "house", "river", "cl
 def run(tiny_model, folder, reward, **changes):
     settings = {"prompts": "", "reward": "", "updates": 2, "samples_every": 1} | changes
     return train(config(tiny_model, folder, **settings), prompts=PROMPTS, reward=reward)
-
-
-class Raises(io.TextIOBase):
-    def write(self, text):
-        raise RuntimeError("no")
-
-
-class Lines(list):
-    write = list.append  # a stream that can only be written to, and counts as false while it is empty
-
-
-CLOSED = io.StringIO()
-CLOSED.close()
-
-
-@pytest.mark.parametrize("stream", [None, CLOSED, io.TextIOWrapper(io.BytesIO(), "ascii"), Raises(), Lines()])
-def test_printing_ends_no_run(stream, tiny_model, workplace, monkeypatch):
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, stream)
-    run(tiny_model, "run", vowels)
-    assert sys.stdout is stream
-    if isinstance(stream, io.TextIOWrapper):
-        assert b"samples at step 2" in stream.buffer.getvalue()
-    if isinstance(stream, Lines):
-        assert "samples at step 2" in "".join(stream)
 
 
 def test_a_model_of_which_a_copy_would_lack_code_or_compute_or_train_otherwise_is_refused(tiny_model, workplace):

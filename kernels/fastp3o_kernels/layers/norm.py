@@ -44,7 +44,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad):
-        x, weight = in_rows(ctx.saved_tensors[0]), ctx.saved_tensors[1]
+        x, weight = ctx.saved_tensors  # once: a layer that is computed again has them for one reading
+        x = in_rows(x)
         dx, kind = torch.empty_like(x), ctx.kind
         dweight = launch_rms_norm_gradient(
             *(in_order_of(x, grad), x, weight, dx, kind.eps),

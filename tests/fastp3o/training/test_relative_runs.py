@@ -199,7 +199,7 @@ def test_two_processes_compare_what_one_does(workplace, tiny_model):
         "def better(prompts, firsts, seconds):\n"
         "    return [0.5 + (sum(map(ord, a)) % 64 - sum(map(ord, b)) % 64) / 128 for a, b in zip(firsts, seconds)]\n"
     )
-    flags = ["p3o.py", "--model", tiny_model, "--prompts", "prompts.jsonl", "--eval_prompts", "prompts.jsonl"]
+    flags = ["p3o", "--model", tiny_model, "--prompts", "prompts.jsonl", "--eval_prompts", "prompts.jsonl"]
     flags += ["--max_response_tokens", "6", "--updates", "2", "--prompts_per_update", "4", "--report_to", "none"]
     flags += ["--prompts_per_minibatch", "2", "--learning_rate", "3e-4", "--precision", "fp32", "--eval_limit", "5"]
     runs = {

@@ -6,12 +6,14 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 WRITES = ("os.mkdir", "os.rename", "os.truncate")
 CALLS = ("open", *WRITES, "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
@@ -36,6 +38,8 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         # A forked process makes torch's threads anew at their first use, and two threads that do so at once end it.
         torch.set_num_threads(torch.get_num_threads())
+        # Forks share the semaphore of tqdm's lock: one that is killed while it has it would stop all others.
+        tqdm.set_lock(threading.RLock())
         prepare()
         work()
         status = 0
