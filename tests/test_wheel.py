@@ -88,10 +88,10 @@ def test_both_packages_are_in_it_with_their_types_and_nothing_else(unpacked: Pat
     assert distribution.read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
-def test_it_needs_torch_and_triton_alone_and_the_trainer_is_an_extra(distribution: PathDistribution):
+def test_it_needs_torch_alone_and_the_trainer_is_an_extra(distribution: PathDistribution):
     requirements = [Requirement(line) for line in distribution.requires or ()]
     base = {r.name for r in requirements if "extra" not in str(r.marker)}
-    assert base == {"torch", "triton"}
+    assert base == {"torch"}
     assert distribution.version == __version__
     metadata = Metadata.from_email(distribution.read_text("METADATA") or "", validate=True)
     assert metadata.license_expression == "Apache-2.0"

@@ -15,10 +15,17 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from fastp3o import __version__
 from fastp3o.config import StageConfig
 from fastp3o.data.sources import FILE_SUFFIXES
-from fastp3o.rewards.config import cascaded, is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import RewardConfig, cascaded, is_endpoint, is_function
 from fastp3o.run.log import read
+from fastp3o.sources import Source
 
 CARD = "README.md"
+CITATION = """@article{wu2023pairwise,
+  title = {Pairwise Proximal Policy Optimization: Harnessing Relative Feedback for {LLM} Alignment},
+  author = {Wu, Tianhao and Zhu, Banghua and Zhang, Ruoyu and Wen, Zhaojin and Ramchandran, Kannan and Jiao, Jiantao},
+  journal = {arXiv preprint arXiv:2310.00212},
+  year = {2023}
+}"""
 HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")  # of a model, or of a data set and its configuration
 PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 LICENSE = ("license", "license_name", "license_link")  # in a card's metadata
@@ -58,7 +65,9 @@ class Training:
             **license,
         )
         title = f"{base or plain(Path(start).name)}, trained with {objective}"
-        text = "\n\n".join(filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables()]))
+        text = "\n\n".join(
+            filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables(), usage(classifies, adapter)])
+        )
         return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
     def origin(self, objective: str, adapter: bool) -> str:
@@ -68,7 +77,7 @@ class Training:
         paper = PAPER.search(summary)
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
-        rewards = [part for name in reward_names(config.values().get("reward") or "") for part in cascaded(name)]
+        rewards = named_rewards(config)
         base, license = ancestry(str(config.model))
         through = "" if hub_name(str(config.model)) or base is None else f"{base}, by way of "
         terms = license.get("license_name") or license.get("license")
@@ -78,7 +87,7 @@ class Training:
             "its revision": [config.model_revision] if config.model_revision else [],
             "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [public_name(name) for name in data_names(config)],
-            "reward": ["a Python function" if is_function(name) else public_name(str(name)) for name in rewards],
+            "reward": rewards,
             "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
             "made by": [f"fastp3o {__version__}"],
         }
@@ -106,6 +115,34 @@ def options(config: StageConfig) -> dict[str, Any]:
         if plain and matters and flag.name not in ("resume", "precision"):  # the precision stands above
             chosen[flag.name] = value
     return chosen
+
+
+def named_rewards(config: StageConfig) -> list[str]:
+    """The rewards that were maximized: their public names, and their weights where there are several."""
+    if not isinstance(config, RewardConfig) or not config.rewards:
+        return []
+    names = [" else ".join(map(public_reward, cascaded(name))) for name in config.rewards]
+    if config.weights == [1.0]:
+        return names
+    return [f"{weight:g} × {name}" for name, weight in zip(names, config.weights, strict=True)]
+
+
+def public_reward(name: Source) -> str:
+    return f"the Python function `{plain(str(name))}`" if is_function(name) else public_name(str(name))
+
+
+def usage(classifies: bool, adapter: bool) -> str:
+    """Code that loads what is saved, and the paper to cite."""
+    task = "SequenceClassification" if classifies else "CausalLM"
+    library, loader = ("peft", f"AutoPeftModelFor{task}") if adapter else ("transformers", f"AutoModelFor{task}")
+    code = [
+        f"from {library} import {loader}",
+        "from transformers import AutoTokenizer",
+        "",
+        f'model = {loader}.from_pretrained("FOLDER OR NAME")',
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER OR NAME")',
+    ]
+    return "\n".join(["## Use", "", "```python", *code, "```", "", "## Citation", "", "```bibtex", CITATION, "```"])
 
 
 def table(first: str, second: str, rows: dict[str, Any]) -> str:

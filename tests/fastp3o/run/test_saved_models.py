@@ -74,7 +74,7 @@ def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):
     found = ModelCard(made(P3OConfig(**settings), adapter=True))
     assert (found.data.base_model, found.data.base_model_relation) == ("organization/model", "adapter")
     assert found.data.datasets == ["a/data", "b/data"]
-    assert "- reward: organization/judge, an endpoint" in found.text
+    assert "- reward: 1 × organization/judge, 1 × an endpoint" in found.text
     assert "`data.jsonl`, a local one" in found.text
     assert "vllm" in found.text  # the sampler, a choice
     assert not any(secret in str(found) for secret in ("hunter2", "internal.example", "home", "secret"))
@@ -122,3 +122,15 @@ def test_merged_models_have_no_single_base(workplace):
     Path("begun/README.md").write_text("---\nbase_model: [maker/one, maker/two]\nlicense: mit\n---\n")
     card = ModelCard(made(P3OConfig(model="begun", prompts="p", reward="r:f", output_dir="o")))
     assert (card.data.base_model, card.data.license) == (None, "mit")
+
+
+def test_a_card_says_what_was_maximized_and_how_the_model_is_used(workplace):
+    settings = {"model": "maker/base", "prompts": "p", "output_dir": "o"}
+    several = made(P3OConfig(reward="checks:right,checks:short,maker/judge", reward_weights="1,0.2,-1", **settings))
+    assert "- reward: 1 × the Python function `checks:right`, 0.2 × the Python function `checks:short`" in several
+    assert "-1 × maker/judge" in several
+    assert "- reward: the Python function `checks:right`\n" in made(P3OConfig(reward="checks:right", **settings))
+    assert 'model = AutoModelForCausalLM.from_pretrained("FOLDER OR NAME")' in several
+    assert "arXiv:2310.00212" in several
+    judging = RewardModelConfig(model="maker/base", output_dir="o", train_data="t")
+    assert "from peft import AutoPeftModelForSequenceClassification" in made(judging, classifies=True, adapter=True)
