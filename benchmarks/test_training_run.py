@@ -18,6 +18,7 @@ from benchmarks.iteration_trainers import PHASES, save_model
 from benchmarks.shapes import CUDA, LARGE, TRIAL
 from benchmarks.test_iteration import peak_memory
 from benchmarks.training_shapes import CONFIG
+from fastp3o.config import TOKENS_PER_ROW
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
@@ -57,7 +58,7 @@ def test_run_of_fastp3o(benchmark, tmp_path):
     with peak_memory() as peak:
         benchmark.pedantic(train, args=(tmp_path,))
     updates = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
-    packing = Packing(min(P3OConfig.tokens_per_row, MINIBATCH * (PROMPT + K * RESPONSE)))
+    packing = Packing(min(TOKENS_PER_ROW, MINIBATCH * (PROMPT + K * RESPONSE)))
     row = Lengths.full_row(packing, prompt=PROMPT, response=RESPONSE, responses_per_prompt=K)
     seconds = {f"{phase}_s": median([update[f"seconds_{phase}"] for update in updates]) for phase in PHASES}
     benchmark.extra_info |= {

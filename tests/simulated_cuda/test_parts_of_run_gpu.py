@@ -19,7 +19,7 @@ pytestmark = [
 # Of each part the levels that its record must have; none of those that only prove.
 LEVELS = {
     "smoke": set(),
-    "body": {"model", "engine"},
+    "body": {"model", "layers", "engine"},
     "iteration": {"iteration"},
     "training": {"training run"},
     "compiled": set(),
