@@ -87,6 +87,13 @@ def human_accuracies(records: Records) -> str:
     )
 
 
+def human_offsets(records: Records) -> str:
+    offsets = records["human_preferences.json"]["offsets"]
+    return " and ".join(
+        f"{offsets[name]['offset']:.2f} beside {offsets[name]['within']:.2f}" for name in ("reward", "judge")
+    )
+
+
 def game(records: Records) -> str:
     """Means over seeds with their intervals."""
     lines = [["algorithm", "start", "40 updates", "80", "160", "160, likeliest guesses"]]

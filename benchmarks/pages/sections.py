@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "human": runs.human_preferences,
         "human win rate": runs.human_win_rate,
         "human accuracies": runs.human_accuracies,
+        "human offsets": runs.human_offsets,
         "game": runs.game,
         "critic": runs.game_lead(runs.PPO, "P3O"),
         "rewards by turn": runs.game_lead(runs.PPO, runs.AT_THE_END),

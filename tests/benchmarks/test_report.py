@@ -125,6 +125,7 @@ SOURCES = {
     "human": ["human_preferences.json"],
     "human win rate": ["human_preferences.json"],
     "human accuracies": ["human_preferences.json"],
+    "human offsets": ["human_preferences.json"],
     "game": ["game.json"],
     "critic": ["game.json"],
     "rewards by turn": ["game.json"],
