@@ -273,7 +273,7 @@ def test_no_log_ratio_gives_nan(name, x, log_ratio, A):
     assert gradient.isfinite().all()
     if name in EXACT:
         for got, expected in zip((value.item(), gradient.item()), EXACT[name](x, log_ratio, A), strict=True):
-            if abs(expected) < LARGEST * (abs(A) or 1):
+            if abs(expected) < LARGEST * min(abs(A) or 1, 1):  # estimators of the KL do not know A
                 assert got == pytest.approx(float(expected), rel=1e-4, abs=1e-6), (name, x, log_ratio, A)
             else:
                 assert abs(got) > 1e30, (name, x, log_ratio, A)

@@ -30,4 +30,5 @@ def check(compute: Compute, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -
         # fp32 sums in another order; the interpreter cuts off where hardware rounds to 16 bits.
         floor = 16 * torch.finfo(torch.float32).eps + 2 * torch.finfo(fused.dtype).eps * INTERPRET
         error, allowed = (((found.double() - value).abs().max().item()) for found in (fused, plain))
-        assert error <= 2 * allowed + floor * size, (error, allowed, size)
+        # Far below zero a gate is 0 by one formula and nearly 0 by another.
+        assert error <= 2 * allowed + floor * max(size, 1e-9), (error, allowed, size)
