@@ -6,6 +6,7 @@ It needs no server and no network, and its content policy forbids both. What a p
 import html
 import io
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
@@ -26,12 +27,18 @@ class PageTemplate(Template):
 
 def page(runs: Sequence[LoggedRun], most_responses: int) -> str:
     """The page's HTML. most_responses: of each run, the latest."""
-    rows, counts = [], []
+    rows: list[dict[str, Any]] = []
+    counts: list[str] = []
     for number, run in enumerate(runs):
-        of_run = [response_row(number, *logged) for logged in run.rollouts()]
-        rows += of_run[-most_responses:]
-        kept = min(len(of_run), most_responses)
-        counts.append(f"{run.name}: {'all' if kept == len(of_run) else f'the last {kept:,} of'} {len(of_run):,} logged")
+        # A log may be larger than memory.
+        latest: deque[dict[str, Any]] = deque(maxlen=most_responses)
+        logged = 0
+        for group, response in run.rollouts():
+            latest.append(response_row(number, group, response))
+            logged += 1
+        rows += latest
+        kept = "all" if len(latest) == logged else f"the last {len(latest):,} of"
+        counts.append(f"{run.name}: {kept} {logged:,} logged")
     # "</script>" in a response would end the data.
     data = json.dumps({"runs": [run.name for run in runs], "rows": rows}, ensure_ascii=False).replace("<", "\\u003c")
     return PageTemplate(TEMPLATE.read_text(encoding="utf-8")).substitute(

@@ -66,19 +66,26 @@ class Training:
         )
         title = f"{base or plain(Path(start).name)}, trained with {objective}"
         text = "\n\n".join(
-            filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables(), usage(classifies, adapter)])
+            filter(
+                None,
+                [
+                    f"# {title}",
+                    self.origin(objective, base, license, adapter),
+                    *self.tables(),
+                    usage(classifies, adapter),
+                ],
+            )
         )
         return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
-    def origin(self, objective: str, adapter: bool) -> str:
-        """A list of what the model comes from."""
+    def origin(self, objective: str, base: str | None, license: dict[str, Any], adapter: bool) -> str:
+        """A list of what the model comes from. base, license: of `ancestry`."""
         config = self.config
         summary = type(config).summary.split("\n")[0]
         paper = PAPER.search(summary)
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
         rewards = named_rewards(config)
-        base, license = ancestry(str(config.model))
         through = "" if hub_name(str(config.model)) or base is None else f"{base}, by way of "
         terms = license.get("license_name") or license.get("license")
         named = {
