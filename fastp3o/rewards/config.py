@@ -162,7 +162,7 @@ class LanguageJudgeConfig(RemoteConfig):
             raise UserError("--reward judge asks a language model: give --judge_model, and --judge_url if it is served")
 
 
-class RewardConfig(LanguageJudgeConfig):
+class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     section = "rewards"

@@ -183,7 +183,9 @@ class Run:
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
-                address, error = on_main_process(self.accelerator, lambda: result_or_error(lambda: upload(self.config)))
+                address, error = on_main_process(
+                    self.accelerator, lambda: result_or_error(lambda: upload(self.config.folder, self.config))
+                )
                 self.finish(address)
                 if error is not None:  # now that all else has ended well
                     raise error
