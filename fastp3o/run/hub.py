@@ -45,9 +45,9 @@ def repository(config: TrainingRunConfig) -> str:
 
 
 def upload(folder: Path, config: TrainingRunConfig) -> str | None:
-    """Uploads the finished model of a run in `folder` as the configuration says, in one commit:
-    `model/`, with `adapter/` inside; or the adapter alone. Returns the address; None if no upload is asked for. Raises HubError,
-    which says how to do it again.
+    """Uploads the finished model of the run in `folder` as the configuration says, in one commit: `model/`, with
+    `adapter/` inside; or the adapter alone. Returns the address; None if no upload is asked for. Raises HubError, which
+    says how to do it again.
     """
     if config.push_to_hub is None:
         return None

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -184,7 +185,7 @@ class Run:
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
                 address, error = on_main_process(
-                    self.accelerator, lambda: result_or_error(lambda: upload(self.config.folder, self.config))
+                    self.accelerator, lambda: result_or_error(partial(upload, self.config.folder, self.config))
                 )
                 self.finish(address)
                 if error is not None:  # now that all else has ended well
