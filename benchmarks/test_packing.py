@@ -131,9 +131,9 @@ def policy() -> PackedModel:
 
 
 # The suite fails where fastp3o does.
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else f"fastp3o {layout}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else f"fastp3o_{layout}")
 @pytest.mark.parametrize("K", RESPONSES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=typed)
 def test_training(benchmark, policy, layout, K, lengths):
     """The layout is timed in turns with plain packing: `ratio_to_bare` is the time over its time."""
     groups = random_groups(lengths, K)

@@ -81,6 +81,6 @@ def plain_errors(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reasons = [" ".join(str(cause).split()) for cause in (error, error.__cause__) if cause is not None]
-        reason = ": ".join(reason for reason in reasons if reason) or type(error).__name__
+        reason = ": ".join(filter(None, dict.fromkeys(reasons))) or type(error).__name__
         token = get_token()
         raise HubError(f"{what}: {reason.replace(token, '...') if token else reason}") from None

@@ -208,6 +208,8 @@ class Run:
             self.accelerator.print(f"the model is at {address}")
         model, adapter = self.folder / FINISHED_MODEL, self.folder / ADAPTER
         self.accelerator.print(f"model: {from_here(model if model.exists() else adapter)}")
+        if model.exists() and adapter.exists():
+            self.accelerator.print(f"adapter: {from_here(adapter)}")
 
     # --- within a step ------------------------------------------------------------------------------------------------
 
