@@ -15,7 +15,7 @@ pytest_plugins = ["benchmarks.recording"]
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    return typed(val) if isinstance(val, str) else None
+    return typed(val) if isinstance(val, str | tuple) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,9 +33,11 @@ DTYPE = DTYPES[0]
 RESPONSE_TOKENS = 8 if TRIAL else 128
 
 
-def typed(name: object) -> str:
-    """A name as the id of a test, which `-k` takes: letters, digits, dots, hyphens and underscores."""
-    return re.sub(r"[^\w.-]+", "_", str(name)).strip("_")
+def typed(value: object) -> str:
+    """A parameter as a part of a test's id, which `-k` takes: letters, digits, dots, hyphens and underscores."""
+    if isinstance(value, tuple) and not isinstance(value, HeadSizes):
+        return "-".join(map(typed, value))
+    return re.sub(r"[^\w.-]+", "_", str(value)).strip("_")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -103,7 +103,7 @@ def names_and_dtypes() -> list[tuple[str, torch.dtype]]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), names_and_dtypes(), ids=id_of)
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward(benchmark, name, dtype, head, tokens):
     inputs, compute_loss = fresh_inputs(head, tokens, dtype), (OURS | peers.HIDDEN)[name]
@@ -112,7 +112,7 @@ def test_forward_and_backward(benchmark, name, dtype, head, tokens):
         benchmark.extra_info |= errors(compute_loss, inputs)
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", OURS)
 def test_ragged_pairs(benchmark, name, head, tokens):
@@ -121,7 +121,7 @@ def test_ragged_pairs(benchmark, name, head, tokens):
 
 @pytest.mark.skipif(CUDA, reason="a GPU has no choice of products")
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-@pytest.mark.parametrize("shape", CHOSEN_AT, ids=str)
+@pytest.mark.parametrize("shape", CHOSEN_AT)
 @pytest.mark.parametrize(("name", "over"), [*((name, PRODUCTS) for name in OF_CHOICE), ("fastp3o", BY_TORCH)])
 def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name, over):
     """Over three products, as PyTorch and fastp3o with torch's products; and over the latter's time, which a wrong
@@ -139,7 +139,7 @@ def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name,
 
 
 @pytest.mark.parametrize(("name", "compute_loss"), named(peers.HIDDEN_FIRST_HEAD))
-@pytest.mark.parametrize("head", HEADS[:1], ids=str)
+@pytest.mark.parametrize("head", HEADS[:1])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, tokens):
     inputs = fresh_inputs(head, tokens)
@@ -148,7 +148,7 @@ def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, toke
         benchmark.extra_info |= errors(compute_loss, inputs)
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
     inputs = fresh_inputs(head, tokens).a_third_clipped()
@@ -156,7 +156,7 @@ def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_frozen_head(benchmark, head, tokens, dtype):
     inputs = fresh_inputs(head, tokens, dtype)
@@ -171,7 +171,7 @@ def test_fastp3o_with_a_frozen_head(benchmark, head, tokens, dtype):
 
 
 @pytest.mark.parametrize("budget", BUDGETS[::-1])
-@pytest.mark.parametrize("head", HEADS[-2:], ids=str)
+@pytest.mark.parametrize("head", HEADS[-2:])
 def test_fastp3o_within_a_budget(benchmark, head, budget):
     inputs = fresh_inputs(head, TOKENS[0])
     within = partial(implementations.hidden_fastp3o, memory_budget=budget)

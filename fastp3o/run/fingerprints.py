@@ -111,6 +111,7 @@ def header_and_blocks(path: Path) -> Iterator[bytes]:
 def function_fingerprint(name: str) -> str:
     """The hash of the source of the function's module; of nothing if it has no source file."""
     module = name.partition(":")[0]
+    origin: str | None
     if is_file(name):
         origin = module
     elif module in sys.modules:  # a notebook or a program has no other way to its own module

