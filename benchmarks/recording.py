@@ -90,7 +90,8 @@ def figures_of(result: dict) -> str:
     """The figures of a result on one line: those that tables have, or of rollouts and iterations each way's rate."""
     if "ms" in result:
         extra = result.get("extra_gb")
-        figures = [f"{result['ms']:.2f} ms", f"{result['ratio_to_bare']:.2f} x bare"]
+        figures = [f"{result['ms']:.2f} ms"]
+        figures += [f"{result['ratio_to_bare']:.2f} x bare"] if "ratio_to_bare" in result else []
         figures += [] if extra is None else [f"{1e3 * extra:,.0f} MB extra"]
         return ", ".join([*figures, *(f"{name} {value:.1e}" for name, value in result.items() if "_error" in name)])
     ways = [(name, way) for part in PARTS for name, way in result.get(part, {}).items()]
@@ -99,11 +100,14 @@ def figures_of(result: dict) -> str:
 
 
 def say(item: pytest.Item, what: str) -> None:
-    """Prints a row as soon as it is measured."""
-    terminal = item.config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None:
-        terminal.ensure_newline()
-        terminal.line(f"{name_of(item.nodeid)}: {what}")
+    """Prints a row as soon as it is measured, in the place of pytest's dot."""
+    if terminal := item.config.pluginmanager.get_plugin("terminalreporter"):
+        terminal.write(f"\n{name_of(item.nodeid)}: {what}", flush=True)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    has_row = "benchmarks/" in report.nodeid and report.when == "call" and not report.failed
+    return (report.outcome, "", "") if has_row else None
 
 
 def record_without_figures(record: dict, item: pytest.Item, reason: str) -> None:

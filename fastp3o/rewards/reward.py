@@ -75,8 +75,8 @@ def load_reward(
         return RemoteReward(str(name), remote or RemoteConfig())
     if is_function(name):
         return load_function(str(name), (remote or RemoteConfig()).call_seconds)
-    device = loading_device(settings["device"], settings.get("mesh"))
     require_no_module(name)
+    device = loading_device(settings["device"], settings.get("mesh"))
     size = stored_vector_size(name, trust_remote_code=trust_remote_code)
     model = load(name, vector_size=size, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
