@@ -170,8 +170,8 @@ class Flags:
         cls.__doc__ = "\n\n".join([cls.summary, "Options:", *helps])
 
     def __new__(cls, **values: Any) -> Self:
-        names = {flag.name for flag in fields(cls)}
-        for name in values.keys() - names:
+        names = [flag.name for flag in fields(cls)]
+        for name in values.keys() - {*names}:
             raise TypeError(f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}")
         config = super().__new__(cls)
         vars(config)["named"] = frozenset(values)

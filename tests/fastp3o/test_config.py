@@ -245,6 +245,7 @@ def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
         (P3OConfig, "bf16", "TRL's bf16 is --precision bf16-autocast here"),
         (P3OConfig, "gradient_accumulation_steps", "is not needed: rows of tokens_per_row"),
         (P3OConfig, "update", "the nearest one is --updates"),
+        (P3OConfig, "lr", "the nearest one is --learning_rate"),
         (SFTConfig, "num_generations", "unknown option"),
     ],
 )
