@@ -28,7 +28,7 @@ def pair_losses(config: configs.PairLoss, logprobs: Tensor, anchor: Tensor) -> T
     match config:
         case configs.DPOConfig(beta=beta, label_smoothing=smoothing):
             return losses.dpo(logprobs, anchor, beta=beta, label_smoothing=smoothing)
-        case configs.OnlineDPOConfig(kl_coef=beta):
+        case configs.OnlineDPOConfig(kl_coef=beta) | configs.BPOConfig(kl_coef=beta):
             return losses.dpo(logprobs, anchor, beta=beta)
         case configs.IPO(tau=tau):
             return losses.ipo(logprobs, anchor, tau=tau)
