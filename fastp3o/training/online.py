@@ -201,7 +201,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
-    pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
+    pretraining = None if texts is None else PretrainingMix(optimizer, config, config.seed, config.packing, texts)
     return OnlineLoop(config, run, policy, reference, objective, buffer, reward, pretraining, search)
 
 
