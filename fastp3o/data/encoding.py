@@ -312,13 +312,19 @@ class ChatTemplate:
             self.require_all_said(
                 messages[-1], field, lambda names: drops(names, len(messages) - 1)
             )
+        self.note_unread(
+            messages[first:], self.tokenizer.get_chat_template(tools=variables.get("tools")), drops
+        )
+
+    def note_unread(
+        self, messages: list[Message], source: str, drops: Callable[[list[str]], bool]
+    ) -> None:
+        """Notes which fields of messages the template reads, and which it does not. source: the
+        template. drops: whether the text is the same without some fields.
+        """
         has_value = [
-            n
-            for one in messages[first:]
-            for n, value in one.items()
-            if value not in (None, "", [], {})
+            n for one in messages for n, value in one.items() if value not in (None, "", [], {})
         ]
-        source = self.tokenizer.get_chat_template(tools=variables.get("tools"))
         for name in dict.fromkeys(has_value):
             if name in CHECKED or name in self.read:
                 continue

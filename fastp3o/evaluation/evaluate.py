@@ -2,7 +2,7 @@
 frontier.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -94,6 +94,18 @@ class Evaluation:
             name: [np.array(gather_object(part.tolist()))[order.numpy()] for part in parts]
             for name, parts in verdicts.items()
         }
+        return self.by_set(means, points, with_deviation.keys()) | logged
+
+    def by_set(
+        self,
+        means: Mapping[str, Tensor],
+        points: Mapping[str, Sequence[np.ndarray]],
+        with_deviation: Collection[str],
+    ) -> dict[str, float]:
+        """Metrics over all prompts and over those of each set, from values of each prompt, [P].
+        points: of each win rate, what was won and how many verdicts there are. with_deviation:
+        names of the means that get one.
+        """
         metrics: dict[str, float] = {}
         sets = {"": range(len(self.prompts))} | {
             f"set/{name}/": places for name, places in self.sets.items()
@@ -111,7 +123,7 @@ class Evaluation:
                     judged[places.start : places.stop],
                 )
             metrics[f"{prefix}prompts"] = len(places)
-        return metrics | logged
+        return metrics
 
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group], reference: Reference) -> Tensor:

@@ -93,6 +93,30 @@ class KeyValueCache(Protocol):
         """
 
 
+def require_packed_row(
+    query: Tensor, attention_mask: Tensor | None, dropout: float, *, has_place: bool
+) -> None:
+    """Raises UserError for what no packed row has: a mask, dropout, a batch. has_place: whether a
+    layer has handed on where responses begin.
+    """
+    if attention_mask is not None:
+        made = "it builds its own attention mask, which ignores where responses begin"
+        raise UserError(
+            f'{made}: attention "{NAME}" takes one packed row with its segments instead'
+        )
+    if not has_place:
+        lost = "it does not pass its keyword arguments on to its attention"
+        raise UserError(
+            f'{lost}: "{NAME}" takes one packed row with its segments, and never sees these'
+        )
+    if len(query) != 1:
+        raise UserError(f'attention "{NAME}" takes one packed row, got a batch of {len(query)}')
+    if dropout:
+        raise UserError(
+            f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0"
+        )
+
+
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -121,22 +145,8 @@ def segment_attention(
     not packed, and for dropout.
     """
     segments, cache = fastp3o_segments, fastp3o_cache
-    if attention_mask is not None:
-        made = "it builds its own attention mask, which ignores where responses begin"
-        raise UserError(
-            f'{made}: attention "{NAME}" takes one packed row with its segments instead'
-        )
-    if segments is None and cache is None:
-        lost = "it does not pass its keyword arguments on to its attention"
-        raise UserError(
-            f'{lost}: "{NAME}" takes one packed row with its segments, and never sees these'
-        )
-    if len(query) != 1:
-        raise UserError(f'attention "{NAME}" takes one packed row, got a batch of {len(query)}')
-    if dropout:
-        raise UserError(
-            f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0"
-        )
+    has_place = segments is not None or cache is not None
+    require_packed_row(query, attention_mask, dropout, has_place=has_place)
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         # Rotary embeddings leave queries and keys in fp32, while values are in half precision.
         dtype = torch.get_autocast_dtype(query.device.type)

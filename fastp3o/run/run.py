@@ -137,12 +137,7 @@ class Run:
             release(self.folder)
             raise
         done = self.progress.step
-        trackers: dict[str, dict[str, Any]] = (
-            {"tensorboard": {"purge_step": done + 1}} if done else {}
-        )
-        if config.run_name is not None:
-            trackers |= {tracker: {"name": config.run_name} for tracker in ("wandb", "trackio")}
-        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=trackers)
+        self.begin_trackers(done)
         self.reporter = Reporter(
             self.accelerator,
             self.folder,
@@ -161,6 +156,17 @@ class Run:
         )
         self.last = steps.last  # number of the last step, an earlier one once the run is to end
         self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
+
+    def begin_trackers(self, done: int) -> None:
+        """Opens accelerate's trackers, which continue after the steps that are done."""
+        trackers: dict[str, dict[str, Any]] = (
+            {"tensorboard": {"purge_step": done + 1}} if done else {}
+        )
+        if self.config.run_name is not None:
+            trackers |= {
+                tracker: {"name": self.config.run_name} for tracker in ("wandb", "trackio")
+            }
+        self.accelerator.init_trackers("trackers", config=self.config.plain(), init_kwargs=trackers)
 
     def resumed(self) -> Progress | None:
         """Loads the newest state if there is one, and prints its name and the options that have

@@ -135,15 +135,7 @@ def update_metrics(
     )
     # Processes have different numbers of responses: means over all are means of what each adds to
     # them.
-    on_host = {
-        "reward_difference": differences(rewards).abs().mean(),
-        "tied_prompts": tied(rewards).float().mean(),
-        "response_length": tokens.mean(),
-        "missing_eos": 1 - finished(update.batch.groups).float().mean(),
-        "response_tokens": tokens.sum(),
-        **turn_metrics(update.batch.groups),
-        **{name: table.mean() for name, table in update.batch.rewards.items()},
-    }
+    on_host = rollout_metrics(update.batch)
     on_device = {
         # Over the policy's responses, or over all if none is the policy's.
         "kl": log_ratios[:, : from_policy or None].sum()
@@ -175,6 +167,20 @@ def update_metrics(
         for name in sorted(names, key=lambda name: (name.endswith("_max"), name))
     }
     return in_order, values[len(names) :].view_as(log_ratios)
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, Tensor]:
+    """Of rollouts and their rewards alone, 0-d on the CPU."""
+    rewards, tokens = batch.rewards["reward"], lengths(batch.groups)
+    return {
+        "reward_difference": differences(rewards).abs().mean(),
+        "tied_prompts": tied(rewards).float().mean(),
+        "response_length": tokens.mean(),
+        "missing_eos": 1 - finished(batch.groups).float().mean(),
+        "response_tokens": tokens.sum(),
+        **turn_metrics(batch.groups),
+        **{name: table.mean() for name, table in batch.rewards.items()},
+    }
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:

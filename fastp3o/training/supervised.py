@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Generic, TypeVar
 
@@ -96,6 +96,16 @@ class SupervisedTask(ABC, Generic[Row]):
             losses = map_rows_in_lockstep(rows, lambda row: self.loss_on_device(model, row, 1.0))
         return self.means(rows, losses)
 
+    def evaluate_sets(
+        self, model: nn.Module, data: Dataset, sets: Mapping[str, range]
+    ) -> dict[str, float]:
+        """Metrics of each set's part of held-out data, with its name, and of all."""
+        metrics: dict[str, float] = {}
+        for name, places in sets.items():
+            of_set = self.evaluate(model, data.select(places))
+            metrics |= {f"set/{name}/{metric}": value for metric, value in of_set.items()}
+        return metrics | self.evaluate(model, data)
+
     def means(self, rows: list[Row], losses: list[LossAndMetrics]) -> dict[str, float]:
         """Means over all processes of the losses, with a divisor of 1, and metrics of this
         process's rows.
@@ -107,13 +117,11 @@ class SupervisedTask(ABC, Generic[Row]):
         return dict(zip(means, torch.stack([*means.values()]).tolist(), strict=True))
 
 
-def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
-    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and
-    evaluations in `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if
-    loss or gradients are not finite.
-    """
+def load_data(
+    task: SupervisedTask, context: Context
+) -> tuple[dict[str, Dataset], dict[str, range]]:
+    """The data by flag, and the places of each held-out set in those of all."""
     config = task.config
-    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     ends = checkpoint_ends(
         config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
     )
@@ -126,6 +134,17 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     examples, sets = load_held_out(context, config, load, config.eval_data)
     if examples is not None:
         data["eval_data"] = examples
+    return data, sets
+
+
+def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
+    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and
+    evaluations in `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if
+    loss or gradients are not finite.
+    """
+    config = task.config
+    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
+    data, sets = load_data(task, context)
     model, context = load_trained(context, config, task.load_model)
     task.set_up(context, model, data)
 
@@ -138,13 +157,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
 
     def evaluation() -> dict[str, float]:
         held_out = complete().get("eval_data")
-        metrics: dict[str, float] = {}
-        for name, places in sets.items():
-            assert held_out is not None
-            of_set = task.evaluate(optimizer.model, held_out.select(places))
-            metrics |= {f"set/{name}/{metric}": value for metric, value in of_set.items()}
-        metrics |= {} if held_out is None else task.evaluate(optimizer.model, held_out)
-        return metrics | (task.samples() if task.samples else {})
+        of_data = {} if held_out is None else task.evaluate_sets(optimizer.model, held_out, sets)
+        return of_data | (task.samples() if task.samples else {})
 
     run = Run(
         context,
