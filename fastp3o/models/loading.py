@@ -132,11 +132,8 @@ def load_reward_model(
     `score` head over hidden states, or other outputs, if a reward model is asked for and it is a
     preference model or the other way round, and if packed rows cannot run it.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "num_labels": vector_size or 1,
-    }
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options["num_labels"] = vector_size or 1
     base = base_model_name(name)
     stored = stored_vector_size(name, trust_remote_code=trust_remote_code)
     require_same_kind(name, stored, vector_size)
