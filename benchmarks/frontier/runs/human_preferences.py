@@ -140,10 +140,10 @@ def play(inputs: Inputs, seed: int, kl_coef: float, arm: str, runs: Path) -> dic
     """Trains and evaluates one cell; returns its line. Models are not kept."""
     own = runs / f"{seed}-{kl_coef:g}-{arm.replace(', ', '-').replace(' ', '_')}"
     shutil.rmtree(own, ignore_errors=True)
-    own.mkdir(parents=True)
+    runs.mkdir(parents=True, exist_ok=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     began = time.process_time()
-    with (own / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+    with (runs / f"{own.name}.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         train(inputs, seed, kl_coef, arm, own)
         trained = time.process_time()
         evaluated = inputs.evaluate(load_policy(str(own / "model")).eval(), seed)
