@@ -83,6 +83,10 @@ class Preferred(RelativeReward):
     def __init__(self, scores: Reward):
         self.scores = scores
 
+    def fingerprint(self) -> str:
+        """Runs of the study are not resumed, so that it need not change with the scores."""
+        return type(self).__name__
+
     def matrix(self, groups: list[Group]) -> Tensor:
         scores = self.scores(groups)
         return torch.sigmoid(scores.unsqueeze(2) - scores.unsqueeze(1)) - 0.5
@@ -166,8 +170,9 @@ def train(inputs: Inputs, seed: int, kl_coef: float, arm: str, output: Path) -> 
         settings |= {"limit": UPDATES * 2 * PAIRS_PER_STEP, "beta": BETAS_PER_KL_COEF * kl_coef}
         preferences.train(DPOConfig(train_data=str(inputs.data / "reward.jsonl"), **common, **settings))
         return
-    scores = inputs.rewards["reward"]
-    reward = InMemory("comparisons", Preferred(scores)) if arm == COMPARED else InMemory(inputs.reward_model, scores)
+    reward: str | InMemory = inputs.reward_model
+    if arm == COMPARED:
+        reward = InMemory("comparisons", Preferred(inputs.rewards["reward"]))
     factor = BETAS_PER_KL_COEF if objective == "online_dpo" else 1.0
     settings = ONLINE | {"kl_coef": factor * kl_coef} | own
     loop.train(OBJECTIVES[objective](prompts=str(inputs.data / "sft.jsonl"), reward=reward, **common, **settings))
