@@ -72,20 +72,27 @@ def by_length(found: Tensor, truth: Tensor) -> list[dict[str, float]]:
     return lines
 
 
+def described(policy: PackedModel) -> str:
+    """A model's kind and size, in the place of a name that may be a folder's."""
+    millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+    return f"{type(policy.model).__name__} of {millions:.0f} M parameters, on a CPU"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Folder or hub name of a causal LM.")
     name = parser.parse_args().model
     torch.set_num_threads(1)
     row = sampled_row(name)
+    truth_model = load_policy(name)
     result: dict[str, Any] = {
-        "model": name,
+        "model": described(truth_model),
         "step": STEP,
         "clip_range": CLIP_RANGE,
         "responses": RESPONSES,
         "precisions": {},
     }
-    truth = log_ratios(load_policy(name), step(name, torch.float32), row)
+    truth = log_ratios(truth_model, step(name, torch.float32), row)
     for precision, dtype in PRECISIONS.items():
         found = log_ratios(load_policy(name, dtype=dtype), step(name, dtype), row)
         result["precisions"][precision] = by_length(found, truth)
