@@ -2,7 +2,8 @@
 
 python -m benchmarks.rounding_by_length --model MODEL     writes results/rounding_by_length.json
 
-Every weight moves by 1e-6, one step of the first author's rate; responses are cut into windows. The truth is fp32's.
+Every weight moves by 1e-6, one step of the first author's rate; responses are cut into windows. The
+truth is fp32's.
 """
 
 import argparse
@@ -33,9 +34,16 @@ def sampled_row(name: str) -> PackedRow:
     ids = load_tokenizer(name)(PROMPT, return_tensors="pt")["input_ids"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    settings: dict[str, Any] = {"do_sample": True, "top_k": 0, "min_new_tokens": LONGEST, "max_new_tokens": LONGEST}
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 0,
+        "min_new_tokens": LONGEST,
+        "max_new_tokens": LONGEST,
+    }
     out = model.generate(ids.repeat(RESPONSES, 1), **settings)
-    (row,) = pack([ids[0].tolist()], [out[:, ids.shape[1] :].tolist()], Packing(tokens_per_row=8192))
+    (row,) = pack(
+        [ids[0].tolist()], [out[:, ids.shape[1] :].tolist()], Packing(tokens_per_row=8192)
+    )
     return row
 
 
@@ -56,10 +64,14 @@ def step(name: str, dtype: torch.dtype) -> PackedModel:
 
 
 def by_length(found: Tensor, truth: Tensor) -> list[dict[str, float]]:
-    """Errors of windows' log-ratios, and the share of windows, and of pairs of them, beyond the clip range."""
+    """Errors of windows' log-ratios, and the share of windows, and of pairs of them, beyond the
+    clip range.
+    """
     lines = []
     for length in LENGTHS:
-        sums, true = (values.unflatten(1, (-1, length)).sum(2).flatten() for values in (found, truth))
+        sums, true = (
+            values.unflatten(1, (-1, length)).sum(2).flatten() for values in (found, truth)
+        )
         pairs = torch.stack([sums[i] - sums[j] for i, j in combinations(range(len(sums)), 2)])
         measured = {
             "error": (sums - true).square().mean().sqrt(),
@@ -79,7 +91,9 @@ def described(policy: PackedModel) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="Folder or hub name of a causal LM.")
     name = parser.parse_args().model
     torch.set_num_threads(1)

@@ -34,12 +34,19 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "compiled": notes.compiled,
         "registers": notes.registers,
     },
-    "README.md": {"memory": front.memory, "gpu": front.limit, "human win rate": runs.human_win_rate},
+    "README.md": {
+        "memory": front.memory,
+        "gpu": front.limit,
+        "human win rate": runs.human_win_rate,
+    },
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
     "fastp3o/training/compiled_layers.md": {"fused": counts.fused},
     "fastp3o/training/memory.md": {"h100": front.calculator, "fits": memory.fits},
-    "fastp3o/training/precision.md": {"precision": runs.precision, "lengths": runs.rounding_by_length},
+    "fastp3o/training/precision.md": {
+        "precision": runs.precision,
+        "lengths": runs.rounding_by_length,
+    },
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,

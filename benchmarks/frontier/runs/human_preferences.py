@@ -1,4 +1,5 @@
-"""Algorithms on a real model and real people's choices, a line of human_preferences.jsonl for each cell that it lacks.
+"""Algorithms on a real model and real people's choices, a line of human_preferences.jsonl for each
+cell that it lacks.
 
 bash scripts/human_preferences.sh                      makes the start, the reward model and the judge
 python -m benchmarks.frontier.runs.human_preferences   a cell is a seed, a weight of the KL and an arm
@@ -62,14 +63,26 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     OFFLINE: ("dpo", {}),
     COMPARED: ("p3o", {}),
 }
-# Of both DPOs, whose beta weighs a KL that no reward's deviation has been divided out of: 0.1, the paper's, at 0.05.
+# Of both DPOs, whose beta weighs a KL that no reward's deviation has been divided out of: 0.1, the
+# paper's, at 0.05.
 BETAS_PER_KL_COEF = 2.0
 SHARED: dict[str, Any] = {
-    **{"lora_rank": 16, "tokens_per_row": 1024, "precision": "fp32", "report_to": "none", "save_minutes": 0.0},
+    **{
+        "lora_rank": 16,
+        "tokens_per_row": 1024,
+        "precision": "fp32",
+        "report_to": "none",
+        "save_minutes": 0.0,
+    },
     **{"learning_rate": 1e-4, "max_prompt_tokens": 96, "overwrite": True},
 }
 ONLINE: dict[str, Any] = SHARED | {
-    **{"kl_per_update": 0.3, "updates": UPDATES, "prompts_per_update": PROMPTS, "prompts_per_minibatch": 2},
+    **{
+        "kl_per_update": 0.3,
+        "updates": UPDATES,
+        "prompts_per_update": PROMPTS,
+        "prompts_per_minibatch": 2,
+    },
     **{"responses_per_prompt": RESPONSES, "inner_epochs": 1, "max_response_tokens": TOKENS},
     **{"stop_strings": json.dumps(STOPS), "samples_every": 0, "log_rollouts": 0},
 }
@@ -93,19 +106,28 @@ class Preferred(RelativeReward):
 
 
 class Inputs:
-    """What `scripts/human_preferences.sh` has left in a folder: its start, reward models and data, in fp32."""
+    """What `scripts/human_preferences.sh` has left in a folder: its start, reward models and data,
+    in fp32.
+    """
 
     def __init__(self, folder: Path):
         self.start, self.data = str(folder / "sft" / "model"), folder / "data"
-        self.reward_model, self.judge = str(folder / "reward" / "model"), str(folder / "judge" / "model")
+        self.reward_model = str(folder / "reward" / "model")
+        self.judge = str(folder / "judge" / "model")
         self.tokenizer = load_tokenizer(self.start)
 
     @cached_property
     def rewards(self) -> dict[str, Reward]:
         """The reward that trains, and the judge's."""
         names = {"reward": self.reward_model, "gold": self.judge}
-        settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "packing": PACKING}
-        return {name: load_reward(model, self.tokenizer, **settings) for name, model in names.items()}
+        settings: dict[str, Any] = {
+            "device": torch.device("cpu"),
+            "dtype": torch.float32,
+            "packing": PACKING,
+        }
+        return {
+            name: load_reward(model, self.tokenizer, **settings) for name, model in names.items()
+        }
 
     @cached_property
     def policy(self) -> PackedModel:
@@ -119,7 +141,9 @@ class Inputs:
 
     def sampler(self, policy: PackedModel) -> EngineSampler:
         stops = SamplingSettings(stops=STOPS)
-        return EngineSampler(policy, self.tokenizer, max_response_tokens=TOKENS, batch_size=64, settings=stops)
+        return EngineSampler(
+            policy, self.tokenizer, max_response_tokens=TOKENS, batch_size=64, settings=stops
+        )
 
     def evaluate(self, policy: PackedModel, seed: int) -> dict[str, float]:
         """`Evaluation`'s metrics, with win rates against the start's responses of the same seed."""
@@ -156,7 +180,12 @@ def play(inputs: Inputs, seed: int, kl_coef: float, arm: str, runs: Path) -> dic
         shutil.rmtree(own / kept, ignore_errors=True)
     gc.collect()
     return {
-        **{"seed": seed, "kl_coef": kl_coef, "arm": arm, "learning_rate": float(f"{steps[-1]['learning_rate']:.4g}")},
+        **{
+            "seed": seed,
+            "kl_coef": kl_coef,
+            "arm": arm,
+            "learning_rate": float(f"{steps[-1]['learning_rate']:.4g}"),
+        },
         **{"train_seconds": round(trained - began), "seconds": round(time.process_time() - began)},
         "end": evaluated,
     }
@@ -168,14 +197,20 @@ def train(inputs: Inputs, seed: int, kl_coef: float, arm: str, output: Path) -> 
     if arm == OFFLINE:
         settings = SHARED | {"epochs": 1, "batch_size": PAIRS_PER_STEP, "max_response_tokens": 96}
         settings |= {"limit": UPDATES * 2 * PAIRS_PER_STEP, "beta": BETAS_PER_KL_COEF * kl_coef}
-        preferences.train(DPOConfig(train_data=str(inputs.data / "reward.jsonl"), **common, **settings))
+        preferences.train(
+            DPOConfig(train_data=str(inputs.data / "reward.jsonl"), **common, **settings)
+        )
         return
     reward: str | InMemory = inputs.reward_model
     if arm == COMPARED:
         reward = InMemory("comparisons", Preferred(inputs.rewards["reward"]))
     factor = BETAS_PER_KL_COEF if objective == "online_dpo" else 1.0
     settings = ONLINE | {"kl_coef": factor * kl_coef} | own
-    loop.train(OBJECTIVES[objective](prompts=str(inputs.data / "sft.jsonl"), reward=reward, **common, **settings))
+    loop.train(
+        OBJECTIVES[objective](
+            prompts=str(inputs.data / "sft.jsonl"), reward=reward, **common, **settings
+        )
+    )
 
 
 def start_line(inputs: Inputs, seed: int) -> dict[str, Any]:
@@ -189,12 +224,20 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made = Path("runs/human_preferences")
-    parser.add_argument("--inputs", type=Path, default=made, help="Folder of scripts/human_preferences.sh.")
-    parser.add_argument("--runs", type=Path, default=Path("runs/human_frontier"), help="Folder of logs.")
+    parser.add_argument(
+        "--inputs", type=Path, default=made, help="Folder of scripts/human_preferences.sh."
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/human_frontier"), help="Folder of logs."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--kl_coefs", type=float, nargs="+", default=list(KL_COEFS), help="Weights of the KL.")
+    parser.add_argument(
+        "--kl_coefs", type=float, nargs="+", default=list(KL_COEFS), help="Weights of the KL."
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     inputs = Inputs(asked.inputs)
@@ -202,7 +245,11 @@ def main() -> None:
     for kl_coef, seed, arm in product(asked.kl_coefs, asked.seeds, (START, *ARMS)):
         cell = (seed, 0.0 if arm == START else kl_coef, arm)
         if cell not in {(line["seed"], line["kl_coef"], line["arm"]) for line in recorded()}:
-            line = start_line(inputs, seed) if arm == START else play(inputs, seed, kl_coef, arm, asked.runs)
+            line = (
+                start_line(inputs, seed)
+                if arm == START
+                else play(inputs, seed, kl_coef, arm, asked.runs)
+            )
             with RECORD.open("a") as file:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
