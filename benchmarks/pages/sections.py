@@ -43,7 +43,10 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
     "fastp3o/training/compiled_layers.md": {"fused": counts.fused},
     "fastp3o/training/memory.md": {"h100": front.calculator, "fits": memory.fits},
-    "fastp3o/training/precision.md": {"precision": runs.precision},
+    "fastp3o/training/precision.md": {
+        "precision": runs.precision,
+        "lengths": runs.rounding_by_length,
+    },
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,

@@ -176,6 +176,7 @@ SOURCES = {
     "compiled": ["compiled_kernels.json"],
     "registers": ["compiled_kernels.json"],
     "precision": ["policy_precision.json"],
+    "lengths": ["rounding_by_length.json"],
     "trpo": ["trpo.json"],
     "seeds": [sources.SEEDS],
     "exploited": [sources.EXPLOITED],
