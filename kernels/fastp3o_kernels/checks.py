@@ -23,6 +23,13 @@ def first_index(mask: Tensor) -> list[int]:
     return mask.nonzero()[0].tolist()
 
 
+def check_tensors(**values: object) -> None:
+    """Raises ValueError for an argument that is neither a tensor nor None, such as a list."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)} ({why}), got {list(tensor.shape)}")

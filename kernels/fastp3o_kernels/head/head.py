@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o_kernels import onednn
-from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
+from fastp3o_kernels.checks import (
+    check_floating,
+    check_labels,
+    check_same_device,
+    check_shape,
+    check_tensors,
+    check_whole,
+)
 from fastp3o_kernels.head.vocabulary_shard import VocabularyShard
 from fastp3o_kernels.rows.rows import LogitsTransform
 
@@ -76,6 +83,7 @@ def gather(layer: nn.Module) -> None:
 
 
 def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | None) -> None:
+    check_tensors(hidden=hidden, weight=head.weight, bias=head.bias, labels=labels)
     for name, tensor, shape in (("hidden", hidden, "[N, D]"), ("weight", head.weight, "[V, D]")):
         if tensor.dim() != 2:
             raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")

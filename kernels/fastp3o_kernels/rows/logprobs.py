@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, checked_cu_seqlens
+from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_tensors, checked_cu_seqlens
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, on_device, use_triton
 from fastp3o_kernels.rows import eager
 from fastp3o_kernels.rows.rows import NO_LABEL, LogitsTransform, Rows
@@ -137,6 +137,7 @@ def token_logprobs(
             over a leaf. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of range gives NaN there.
     """
     transform = LogitsTransform(temperature=temperature)
+    check_tensors(logits=logits, labels=labels)
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape [N, V], got {list(logits.shape)}")
     check_floating("logits", logits)
@@ -193,6 +194,7 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int]
         ValueError: for shapes and dtypes that disagree or offsets that do not go from 0 to N in order (on a GPU only
             with FASTP3O_DEBUG=1).
     """
+    check_tensors(token_logprobs=token_logprobs)
     check_floating("token_logprobs", token_logprobs)
     cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, token_logprobs), token_logprobs.device)
     if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
