@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from fastp3o_kernels import linear_logprobs, p3o_loss
+from fastp3o_kernels import linear_logprobs, linear_p3o_loss, p3o_loss, response_tokens
 from tests.fastp3o.together import together
 
 PAGE = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
@@ -96,6 +96,41 @@ def check_fsdp(names: dict, expected: dict[str, Tensor]) -> None:
         assert isinstance(names["model"].lm_head.weight, DTensor)
 
 
+def check_frozen_body(names: dict, expected: dict[str, Tensor]) -> None:
+    """Only the head trains: no gradient passes hidden states, and the head's is reduced all the same."""
+    code = block("FSDP2")
+    for line in GROUPS.values():
+        frozen = f"model.requires_grad_(False)\nmodel.lm_head.requires_grad_(True)\n{line}"
+        found = run(dict(names), "FSDP2", code.replace(GROUPS["its own"], frozen))
+        assert found.keys() == {"lm_head.weight"}
+        torch.testing.assert_close(found["lm_head.weight"], expected["lm_head.weight"], **CLOSE)
+
+
+def check_uneven_prompts(names: dict) -> None:
+    """Process 0 has both prompts and process 1 the second: with the page's divisor each prompt weighs the same."""
+
+    def loss(prompts: slice, divisor: float):
+        rows = slice(2 * prompts.start, 2 * prompts.stop)
+        tokens = response_tokens(names["ids"][rows], names["response_mask"][rows], responses_per_prompt=2)
+        states = names["ref"][prompts], names["rewards"][prompts]
+
+        def p3o(hidden: Tensor, head: nn.Module) -> Tensor:
+            batch = hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens
+            return linear_p3o_loss(*batch, None, *states, divisor=divisor).loss
+
+        return names["ids"][rows], p3o
+
+    alone = names["Model"]()
+    alone.load_state_dict(names["model"].state_dict())
+    for prompts in (slice(0, 2), slice(1, 2)):
+        alone(*loss(prompts, 3)).backward()
+    sharded = dict(names)
+    run(sharded, "FSDP2", block("FSDP2").partition("\nloss = ")[0])
+    model = sharded["model"]
+    model(*loss(slice(dist.get_rank(), 2), 3 / dist.get_world_size())).backward()
+    torch.testing.assert_close(gradients(model), gradients(alone), **CLOSE)
+
+
 def check_tensor_parallel(names: dict, expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(run(names, "Tensor parallelism"), expected, **CLOSE)
     with pytest.raises(ValueError, match=r"Head\(weight.to_local\(\), shard=VocabularyShard.of\(weight\)\)"):
@@ -129,9 +164,11 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     shared = padded()
     if dist.get_world_size() == 2:
+        check_uneven_prompts(*shared[:1])
         check_fsdp(*shared)
+        check_frozen_body(*shared)
     check_tensor_parallel(*shared)
     check_sequence_parallel(*shared)
     if dist.get_world_size() == 4:
-        torch.testing.assert_close(run(shared[0], "Both, as in torchtitan"), shared[1], **CLOSE)
+        torch.testing.assert_close(run(shared[0], "FSDP2 and tensor parallelism"), shared[1], **CLOSE)
     dist.destroy_process_group()
