@@ -1,4 +1,6 @@
-"""The page of options by model and GPU: the first way of training that `fastp3o memory` counts as fitting."""
+"""The page of options by model and GPU: the first way of training that `fastp3o memory` counts as
+fitting.
+"""
 
 from collections.abc import Iterator
 from functools import cache
@@ -52,11 +54,13 @@ MACHINES = {
 
 
 def options(model: str, way: str, machine: Machine) -> MemoryConfig:
-    """The options of `fastp3o memory` for this way of training. Gemma 3 overflows in fp16, so that training with
-    `--precision auto` takes bf16-autocast.
+    """The options of `fastp3o memory` for this way of training. Gemma 3 overflows in fp16, so that
+    training with `--precision auto` takes bf16-autocast.
     """
     precision = {"precision": "bf16-autocast"} if "gemma-3" in model else {}
-    given = COMMON | MEANS | WAYS[way] | precision | {"gpu_gb": float(machine.gb), "gpus": machine.gpus}
+    given = (
+        COMMON | MEANS | WAYS[way] | precision | {"gpu_gb": float(machine.gb), "gpus": machine.gpus}
+    )
     return MemoryConfig(model=model, **given)
 
 
@@ -71,7 +75,9 @@ def sizes(config: tuple[tuple[str, Any], ...], lora_rank: int) -> Model:
 
 
 def needed(shape: dict[str, Any], config: MemoryConfig) -> float:
-    """GB of the phase that takes most, CUDA's own included: what `fastp3o memory` says beside "at most"."""
+    """GB of the phase that takes most, CUDA's own included: what `fastp3o memory` says beside "at
+    most".
+    """
     lengths = Lengths.full_row(
         Packing(config.tokens_per_row, config.share_prompts),
         prompt=config.prompt_tokens,
@@ -97,12 +103,16 @@ def fitting(name: str, shape: dict[str, Any], machine: Machine) -> tuple[str, fl
 
 def flags(given: dict[str, Any]) -> str:
     """Options as they are typed: those that differ from training's defaults."""
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items()
+    )
 
 
 def typed(_: Records) -> str:
     """What is typed for each way."""
-    return markdown([["way", "options"], *([way, f"`{flags(COMMON | given)}`"] for way, given in WAYS.items())])
+    return markdown(
+        [["way", "options"], *([way, f"`{flags(COMMON | given)}`"] for way, given in WAYS.items())]
+    )
 
 
 def gallery(records: Records) -> str:
@@ -110,5 +120,10 @@ def gallery(records: Records) -> str:
     lines = [["model", *MACHINES]]
     for name, model in records[SHAPES]["models"].items():
         found = (fitting(name, model["config"], machine) for machine in MACHINES.values())
-        lines.append([f"`{name}`", *(NONE_FITS if one is None else f"{one[0]}: {one[1]:.1f}" for one in found)])
+        lines.append(
+            [
+                f"`{name}`",
+                *(NONE_FITS if one is None else f"{one[0]}: {one[1]:.1f}" for one in found),
+            ]
+        )
     return markdown(lines)

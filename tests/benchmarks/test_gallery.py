@@ -1,4 +1,6 @@
-"""The page of options by model and GPU says what `fastp3o memory` says, of options that training takes."""
+"""The page of options by model and GPU says what `fastp3o memory` says, of options that training
+takes.
+"""
 
 import json
 import re
@@ -31,7 +33,9 @@ OPTIONS = dict(table("options")[1:])
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_sizes_are_the_models(name):
-    """Another number of layers, heads or rows would give another number of parameters than the hub shows."""
+    """Another number of layers, heads or rows would give another number of parameters than the hub
+    shows.
+    """
     shape = MODELS[name]["config"]
     assert gallery.sizes(tuple(shape.items()), 0).parameters == MODELS[name]["parameters"]
 
@@ -40,7 +44,9 @@ def said(arguments: list[str], monkeypatch, capsys) -> tuple[float, bool]:
     """What the command says: GB at most, and whether they fit."""
     monkeypatch.setattr(sys, "argv", ["fastp3o", "memory", *arguments])
     main()
-    ((gb, does),) = re.findall(r"([\d.]+) GB at most: this (fits|does not fit)", capsys.readouterr().out)
+    ((gb, does),) = re.findall(
+        r"([\d.]+) GB at most: this (fits|does not fit)", capsys.readouterr().out
+    )
     return float(gb), does == "fits"
 
 

@@ -34,12 +34,17 @@ PRINTED_AND_LEFT = {
 
 
 def test_every_example_is_run_here_or_in_a_file_of_its_name():
-    elsewhere = {path.stem.removeprefix("test_") for path in (EXAMPLES.parents[1] / "tests").rglob("test_*.py")}
+    elsewhere = {
+        path.stem.removeprefix("test_")
+        for path in (EXAMPLES.parents[1] / "tests").rglob("test_*.py")
+    }
     for path in EXAMPLES.glob("*.py"):
         assert path.stem in PRINTED_AND_LEFT.keys() | elsewhere, path
 
 
-@pytest.mark.parametrize("path", [EXAMPLES / f"{name}.py" for name in PRINTED_AND_LEFT], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [EXAMPLES / f"{name}.py" for name in PRINTED_AND_LEFT], ids=lambda path: path.stem
+)
 def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "start")
@@ -60,7 +65,9 @@ def shown_by(code: str, names: dict) -> str:
     exec(compile(tree, NOTEBOOK_PATH.name, "exec"), names)
     if not isinstance(last, ast.Expr):
         return ""
-    return eval(compile(ast.Expression(last.value), NOTEBOOK_PATH.name, "eval"), names)._repr_html_()
+    return eval(
+        compile(ast.Expression(last.value), NOTEBOOK_PATH.name, "eval"), names
+    )._repr_html_()
 
 
 def test_the_notebook_runs_in_a_folder_of_its_own_and_shows_what_was_learned(tmp_path, monkeypatch):
@@ -82,18 +89,29 @@ def test_the_notebook_runs_in_a_folder_of_its_own_and_shows_what_was_learned(tmp
 
 
 def test_the_notebook_links_to_pages_that_exist_and_uses_public_names():
-    cells = {kind: [c for c in NOTEBOOK["cells"] if c["cell_type"] == kind] for kind in ("markdown", "code")}
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", "".join(line for c in cells["markdown"] for line in c["source"]))
+    cells = {
+        kind: [c for c in NOTEBOOK["cells"] if c["cell_type"] == kind]
+        for kind in ("markdown", "code")
+    }
+    links = re.findall(
+        r"\]\((?!https?:)([^)#]+)\)",
+        "".join(line for c in cells["markdown"] for line in c["source"]),
+    )
     assert len(links) >= 3
     assert all((EXAMPLES / link).exists() for link in links), links
     code = "".join(line for c in cells["code"] for line in c["source"])
-    assert {*re.findall(r"from fastp3o([\w.]*) import", code)} == {""}, "names of the front page alone"
+    assert {*re.findall(r"from fastp3o([\w.]*) import", code)} == {""}, (
+        "names of the front page alone"
+    )
 
 
 def test_the_desk_pays_each_part_once_and_takes_its_files_with_it():
     desk = runpy.run_path(str(EXAMPLES / "files_environment.py"))["Desk"]
     environments = Environments("files_environment:Desk", desk)
-    assert (sum(environments.weights.values()), environments.columns) == (pytest.approx(1), ["answers"])
+    assert (sum(environments.weights.values()), environments.columns) == (
+        pytest.approx(1),
+        ["answers"],
+    )
     (one,), texts = environments.begin([{"answers": {"name": "Ada", "city": "New York"}}])
     assert texts == ["desk/\n"]
     turns = "open form, save, cd .., cd desk, cd desk, open form, set name Ada, set name Alan, set job ?, save, "
@@ -101,7 +119,23 @@ def test_the_desk_pays_each_part_once_and_takes_its_files_with_it():
     steps = [environments.step([one], [turn])[0] for turn in turns.split(", ")]
     paid = [{name: gain for name, gain in step.rewards.items() if gain} for step in steps]
     half = {"form": 0.5}
-    assert paid == [{}, {}, {}, {"nav": 1}, {}, {"ui": 1}, half, {}, {}, {"file": 1}, {}, half, {}, {}, {"goal": 1}]
+    assert paid == [
+        {},
+        {},
+        {},
+        {"nav": 1},
+        {},
+        {"ui": 1},
+        half,
+        {},
+        {},
+        {"file": 1},
+        {},
+        half,
+        {},
+        {},
+        {"goal": 1},
+    ]
     assert [step.done for step in steps] == [False] * 14 + [True]
     assert steps[-1].observation == "name: Ada\ncity: New York\n"
     assert sorted(path.name for path in one.folder.rglob("*")) == ["desk", "form", "saved"]

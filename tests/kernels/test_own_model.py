@@ -1,6 +1,8 @@
-"""The code of the page on models of one's own runs as it stands, and gives the gradients of one process.
+"""The code of the page on models of one's own runs as it stands, and gives the gradients of one
+process.
 
-As a program it runs the page's distributed blocks: torchrun --nproc_per_node 4 tests/kernels/test_own_model.py
+As a program it runs the page's distributed blocks: torchrun --nproc_per_node 4
+tests/kernels/test_own_model.py
 """
 
 import re
@@ -40,8 +42,15 @@ def run(names: dict, title: str, code: str | None = None) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+    }
 
 
 def padded() -> tuple[dict, dict[str, Tensor]]:
@@ -83,7 +92,10 @@ def check_fsdp(names: dict, expected: dict[str, Tensor]) -> None:
         assert all(torch.equal(found[-1][name], gradient) for name, gradient in found[0].items())
     run(names, "FSDP2")
     ids, labels = names["ids"][:1, :-1], names["ids"][0, 1:]
-    with pytest.raises(ValueError, match=r"pass the layer itself instead of its weight, or call the layer's unshard"):
+    with pytest.raises(
+        ValueError,
+        match=r"pass the layer itself instead of its weight, or call the layer's unshard",
+    ):
         names["model"](ids, lambda hidden, head: linear_logprobs(hidden[0], head.weight, labels))
 
     def after_unshard(hidden: Tensor, head: nn.Module) -> Tensor:
@@ -97,7 +109,9 @@ def check_fsdp(names: dict, expected: dict[str, Tensor]) -> None:
 
 
 def check_frozen_body(names: dict, expected: dict[str, Tensor]) -> None:
-    """Only the head trains: no gradient passes hidden states, and the head's is reduced all the same."""
+    """Only the head trains: no gradient passes hidden states, and the head's is reduced all the
+    same.
+    """
     code = block("FSDP2")
     for line in GROUPS.values():
         frozen = f"model.requires_grad_(False)\nmodel.lm_head.requires_grad_(True)\n{line}"
@@ -107,15 +121,24 @@ def check_frozen_body(names: dict, expected: dict[str, Tensor]) -> None:
 
 
 def check_uneven_prompts(names: dict) -> None:
-    """Process 0 has both prompts and process 1 the second: with the page's divisor each prompt weighs the same."""
+    """Process 0 has both prompts and process 1 the second: with the page's divisor each prompt
+    weighs the same.
+    """
 
     def loss(prompts: slice, divisor: float):
         rows = slice(2 * prompts.start, 2 * prompts.stop)
-        tokens = response_tokens(names["ids"][rows], names["response_mask"][rows], responses_per_prompt=2)
+        tokens = response_tokens(
+            names["ids"][rows], names["response_mask"][rows], responses_per_prompt=2
+        )
         states = names["ref"][prompts], names["rewards"][prompts]
 
         def p3o(hidden: Tensor, head: nn.Module) -> Tensor:
-            batch = hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens
+            batch = (
+                hidden.flatten(0, 1)[tokens.predicted_at],
+                head,
+                tokens.labels,
+                tokens.cu_seqlens,
+            )
             return linear_p3o_loss(*batch, None, *states, divisor=divisor).loss
 
         return names["ids"][rows], p3o
@@ -133,14 +156,20 @@ def check_uneven_prompts(names: dict) -> None:
 
 def check_tensor_parallel(names: dict, expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(run(names, "Tensor parallelism"), expected, **CLOSE)
-    with pytest.raises(ValueError, match=r"Head\(weight.to_local\(\), shard=VocabularyShard.of\(weight\)\)"):
+    with pytest.raises(
+        ValueError, match=r"Head\(weight.to_local\(\), shard=VocabularyShard.of\(weight\)\)"
+    ):
         names["model"](names["ids"], names["p3o_of"](slice(0, 2)))
 
 
 def check_sequence_parallel(names: dict, expected: dict[str, Tensor]) -> None:
     """A norm that returns a part of the positions, and the line that the page says for it."""
-    code = block("Tensor parallelism").replace("PLAN = {\n", 'PLAN = {\n    "norm": SequenceParallel(),\n')
-    code = code.replace("        weight = layer.weight\n", f"        {LINE}\n        weight = layer.weight\n")
+    code = block("Tensor parallelism").replace(
+        "PLAN = {\n", 'PLAN = {\n    "norm": SequenceParallel(),\n'
+    )
+    code = code.replace(
+        "        weight = layer.weight\n", f"        {LINE}\n        weight = layer.weight\n"
+    )
     assert code.count(LINE) == 1
 
     class Model(names["Model"]):
@@ -170,5 +199,7 @@ if __name__ == "__main__":
     check_tensor_parallel(*shared)
     check_sequence_parallel(*shared)
     if dist.get_world_size() == 4:
-        torch.testing.assert_close(run(shared[0], "FSDP2 and tensor parallelism"), shared[1], **CLOSE)
+        torch.testing.assert_close(
+            run(shared[0], "FSDP2 and tensor parallelism"), shared[1], **CLOSE
+        )
     dist.destroy_process_group()
