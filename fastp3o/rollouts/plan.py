@@ -21,11 +21,13 @@ from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
 from fastp3o.rollouts.engine_sampler import EngineSampler, named_sampler
 from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, SamplingSettings, sampling_settings
+from fastp3o.rollouts.turns.calls import call_reader
 from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o.rollouts.turns.kept import KeptTurns
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
+from fastp3o.rollouts.turns.tools import load_tools
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.runtime.context import Context
@@ -151,7 +153,7 @@ def policy_sampler(
     """Builds the policy's sampler. batch_size: prompts at once in its own process. greedy: the most likely tokens."""
     settings = sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
-    if isinstance(config, EnvironmentConfig) and config.environment:
+    if isinstance(config, EnvironmentConfig) and config.has_turns:
         return trajectory_sampler(config, config, policy, context, batch_size, settings)
     longest, tokenizer = config.max_response_tokens, context.tokenizer
     if policy.publisher is not None:
@@ -171,16 +173,18 @@ def trajectory_sampler(
     batch_size: int,
     settings: SamplingSettings,
 ) -> Sampler:
-    """Builds a sampler of responses of several turns, which the configuration's environment answers."""
+    """Builds a sampler of responses of several turns, which the configuration's environment or tools answer."""
     tokenizer = context.tokenizer
     if policy.publisher is not None:
         tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
     ends = Ends(policy.model.model, tokenizer, settings.stops).ids
-    role = turns.observation_role
+    role = turns.message_role
     variables = config.template_settings, context.clock
-    observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends, *variables)
+    observe = chat_observations(tokenizer, role, ends, *variables) if role else plain_observations(tokenizer)
     environments = load_environments(turns)
-    limits = {"max_turns": turns.max_turns, "longest": config.max_response_tokens}
+    limits: dict[str, Any] = {"max_turns": turns.max_turns, "longest": config.max_response_tokens}
+    if turns.tools:
+        limits["read_calls"] = call_reader(tokenizer, [tool.schema for tool in load_tools(turns.tools)])
     if policy.publisher is not None:
         answers = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=turns.max_turn_tokens, settings=settings)
         return ServedTrajectories(answers, tokenizer, environments, observe, **limits)
@@ -190,7 +194,7 @@ def trajectory_sampler(
     def trajectories(model: PackedModel) -> Sampler:
         build = partial(named_sampler, config, model, tokenizer, settings, max_response_tokens=turns.max_turn_tokens)
         first_turns, later_turns = build(batch_size=batch_size), build(batch_size=contexts)
-        options: dict[str, Any] = dict(limits)
+        options = dict(limits)
         # The engine keeps keys and values from turn to turn; other samplers compute a trajectory again each turn.
         if isinstance(first_turns, EngineSampler):
             kept = KeptTurns(first_turns, later_turns, config.max_response_tokens)

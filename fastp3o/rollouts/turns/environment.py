@@ -32,6 +32,7 @@ from fastp3o.calls.function import (
 )
 from fastp3o.config import EnvironmentConfig
 from fastp3o.errors import UserError, shown
+from fastp3o.rollouts.turns.tools import load_tools, tool_environment
 from fastp3o.sources import InMemory
 
 SCORE = "score"  # the name of a reward that is a plain number
@@ -98,9 +99,10 @@ class Environments:
         """The call of the environment's `reset`, with copies of the record's fields: an environment may change them."""
         return partial(environment.reset, **{name: deepcopy(record[name]) for name in self.taken & record.keys()})
 
-    def step(self, environments: Sequence[Any], turns: Sequence[str]) -> list[Step]:
-        """Raises FunctionError for an answer that is none, and for one that raises or takes too long, unless
-        environments survive that: then it is a failed Step, as are those that a late one has kept from being asked.
+    def step(self, environments: Sequence[Any], turns: Sequence[Any]) -> list[Step]:
+        """turns: what each environment's `step` gets. Raises FunctionError for an answer that is none, and for one that
+        raises or takes too long, unless environments survive that: then it is a failed Step, as are those that a late
+        one has kept from being asked.
         """
         answers: dict[int, Any] = {}
         pairs = enumerate(zip(environments, turns, strict=True))
@@ -183,8 +185,13 @@ def reward_weights(name: str, rewards: object) -> dict[str, float]:
 
 
 def load_environments(config: EnvironmentConfig) -> Environments:
-    name = config.environment or ""
-    make = name.value if isinstance(name, InMemory) else import_function(name, "environment")
+    """The configuration's environment, or the one of its tools."""
+    name = config.environment or config.tools or ""
+    make: Callable[[], Any]
+    if config.tools:
+        make = tool_environment(load_tools(config.tools))
+    else:
+        make = name.value if isinstance(name, InMemory) else import_function(name, "environment")
     survives = config.environment_errors == "end"
     return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
 
