@@ -1,4 +1,4 @@
-"""Python functions as tools that the policy calls: their schemas, and the environment that answers the calls."""
+"""Python functions as tools that the policy calls (../tools.md): their schemas, and the environment that answers."""
 
 import asyncio
 import inspect

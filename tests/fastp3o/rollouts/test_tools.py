@@ -54,6 +54,7 @@ def answers(prompts, responses):
 '''
 # A model of this vocabulary calls in most of its turns.
 CALLS = [("add", {"a": 1, "b": 2}), ("search", {"query": "cat"}), ("add", {"a": 1}), ("sub", {})] * 40
+CALLS += [("multiply", {"a": 100, "b": 100})] * 40
 RESPONSE_TEMPLATE = {
     "start_anchor": "assistant\n",
     "fields": {
@@ -146,6 +147,18 @@ def test_functions_in_python_and_their_names_in_the_command_are_one_run(tools, f
     (prompt, *_) = (g.prompt for groups in read_updates(Path("python/rollouts.jsonl")) for g in groups)
     schemas = [make_tool(functions[one]).schema for one in ("add", "search")]
     assert json.loads(str(prompt).partition("<|im_start|>")[0]) == schemas
+
+
+def test_the_page_begins_with_an_example_that_runs(tools):
+    page = (Path(__file__).parents[3] / "fastp3o" / "rollouts" / "tools.md").read_text()
+    title, code, *_ = page.split("```")
+    assert title == "# Tools\n\n"
+    save_family(FAMILIES["hermes"], Path("start"), max_position_embeddings=4096)
+    small = code.removeprefix("python").replace("Qwen/Qwen3-0.6B", "start").replace("Config(", "Config(updates=1, ")
+    exec(compile(small, "tools.md", "exec"), {"__name__": "__main__"})
+    texts = [r.text for groups in read_updates(Path("runs/tools/rollouts.jsonl")) for g in groups for r in g.responses]
+    assert any("tool\n10000\n" in text for text in texts)
+    assert metrics("runs/tools")[0]["tool_calls"] > 0
 
 
 def test_a_run_resumes_to_the_bit_and_says_that_a_tool_has_changed(tools, functions, capsys):
