@@ -21,13 +21,11 @@ from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
 from fastp3o.rollouts.engine_sampler import EngineSampler, named_sampler
 from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, SamplingSettings, sampling_settings
-from fastp3o.rollouts.turns.calls import call_reader
 from fastp3o.rollouts.turns.environment import load_environments
 from fastp3o.rollouts.turns.kept import KeptTurns
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.served import ServedTrajectories
-from fastp3o.rollouts.turns.tools import load_tools
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.runtime.context import Context
@@ -181,10 +179,8 @@ def trajectory_sampler(
     role = turns.message_role
     variables = config.template_settings, context.clock
     observe = chat_observations(tokenizer, role, ends, *variables) if role else plain_observations(tokenizer)
-    environments = load_environments(turns)
-    limits: dict[str, Any] = {"max_turns": turns.max_turns, "longest": config.max_response_tokens}
-    if turns.tools:
-        limits["read_calls"] = call_reader(tokenizer, [tool.schema for tool in load_tools(turns.tools)])
+    environments = load_environments(turns, tokenizer)
+    limits = {"max_turns": turns.max_turns, "longest": config.max_response_tokens}
     if policy.publisher is not None:
         answers = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=turns.max_turn_tokens, settings=settings)
         return ServedTrajectories(answers, tokenizer, environments, observe, **limits)
@@ -194,7 +190,7 @@ def trajectory_sampler(
     def trajectories(model: PackedModel) -> Sampler:
         build = partial(named_sampler, config, model, tokenizer, settings, max_response_tokens=turns.max_turn_tokens)
         first_turns, later_turns = build(batch_size=batch_size), build(batch_size=contexts)
-        options = dict(limits)
+        options: dict[str, Any] = dict(limits)
         # The engine keeps keys and values from turn to turn; other samplers compute a trajectory again each turn.
         if isinstance(first_turns, EngineSampler):
             kept = KeptTurns(first_turns, later_turns, config.max_response_tokens)

@@ -18,7 +18,7 @@ from fastp3o.data.tokens import Continuation
 from fastp3o.packing.packed_row import Ids
 from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn
-from fastp3o.rollouts.turns.calls import Call, ReadCalls
+from fastp3o.rollouts.turns.calls import Call
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import Observe, longest_text
 
@@ -58,8 +58,8 @@ class Trajectory:
 
 class TrajectorySampler:
     """A Sampler whose responses are trajectories. first, further: samplers of a turn; further ones have a response to
-    each of up to P K contexts. read_calls: of a turn, where tools answer these in the place of its text. longest:
-    tokens of a trajectory, observations included. end: called after the last turn, also after an error.
+    each of up to P K contexts. longest: tokens of a trajectory, observations included. end: called after the last turn,
+    also after an error.
     """
 
     def __init__(
@@ -72,12 +72,11 @@ class TrajectorySampler:
         *,
         max_turns: int,
         longest: int,
-        read_calls: ReadCalls | None = None,
         end: Callable[[], None] = lambda: None,
     ):
         self.first, self.further, self.tokenizer = first, further, tokenizer
         self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
-        self.read_calls, self.end = read_calls, end
+        self.end = end
         self.fails = False  # whether all environments that were asked have failed in the last call
 
     @cached_property
@@ -155,10 +154,10 @@ class TrajectorySampler:
 
     def said(self, trajectory: Trajectory, response: Response) -> str | list[Call]:
         """What the environment gets of a trajectory's last turn: its text, or the calls in it."""
-        if self.read_calls is None:
+        if self.environments.read_calls is None:
             return response.text
         before = trajectory.prompt.ids + trajectory.ids[: trajectory.turns[-1].start]
-        return self.read_calls(before, response.ids)
+        return self.environments.read_calls(before, response.ids)
 
     def take(self, live: list[Trajectory], responses: list[Response]) -> None:
         """Appends a turn to each trajectory, and its environment's answer."""
