@@ -16,6 +16,7 @@ from fastp3o.data.errors import DataError
 from fastp3o.data.loading import load_prompts
 from fastp3o.evaluation.config import EvaluateConfig
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.generate.loop import generate
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.rollouts.turns.calls import Call, call_reader
 from fastp3o.rollouts.turns.tools import load_tools, make_tool
@@ -173,6 +174,20 @@ def test_a_run_resumes_to_the_bit_and_says_that_a_tool_has_changed(tools, functi
         assert f"resuming with another source of the tools games:{name} function" in printed
     with pytest.raises(UserError, match=r"--tools \(games:add,games:search before, games:add now\)"):
         train(replace(given, resume=True, tools="games:add"))
+
+
+@pytest.mark.parametrize("sampler", ["engine", "transformers"])
+def test_generate_samples_turns_of_tools_and_keeps_the_tools_of_its_prompts(tools, functions, sampler):
+    save_family(FAMILIES["response_template"], Path("start"), max_position_embeddings=2048)
+    limits = {"max_prompt_tokens": 1500, "max_turn_tokens": 8, "max_response_tokens": 150, "responses_per_prompt": 2}
+    options = limits | {"keep": "none", "tools": "games:add,games:search", "sampler": sampler}
+    generate(GenerateConfig(model="start", prompts="prompts.jsonl", output_dir="run", **options))
+    lines = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+    schemas = [make_tool(functions[name]).schema for name in ("add", "search")]
+    assert [line["template_fields"]["tools"] for line in lines] == [schemas] * 8
+    texts = [text for line in lines for text in line["responses"]]
+    assert any("tool\n3\n" in text for text in texts)
+    assert any("tool\nCAT\n" in text for text in texts)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
