@@ -3,11 +3,14 @@
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o import UserError, train
@@ -19,7 +22,8 @@ from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.rollouts.turns.calls import Call, call_reader
-from fastp3o.rollouts.turns.tools import load_tools, make_tool
+from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.rollouts.turns.tools import load_tools, make_tool, tool_environment
 from fastp3o.run.log import read_updates
 from fastp3o.sources import InMemory
 from tests.fastp3o.data.test_loading import jsonl
@@ -97,6 +101,7 @@ def family(written: Callable[[int, str, dict], str], response_template: dict | N
     return Family("calls", template, "<|im_end|>", "<|endoftext|>", None, special, ends, make=tokenizer)
 
 
+READS = family(templates, RESPONSE_TEMPLATE).tokenizer()
 FAMILIES = {"hermes": family(hermes, None), "response_template": family(templates, RESPONSE_TEMPLATE)}
 
 
@@ -281,6 +286,44 @@ def test_a_turn_that_the_response_template_cannot_read_is_one_call_with_an_error
     tokenizer = FAMILIES["response_template"].tokenizer()
     (call,) = read(tokenizer, turn)
     assert call.error.startswith(what)
+
+
+PIECES = [
+    "<|call|>",
+    "<|called|>",
+    "add",
+    " 1",
+    "{",
+    "}",
+    '"a": 1',
+    "[",
+    "<a>1</a>",
+    "<tool_call>",
+    "</think>",
+    "\ud83d",
+]
+TURNS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(TURNS, st.sampled_from([XML, RESPONSE_TEMPLATE]))
+def test_whatever_a_policy_writes_is_read_and_answered(turn, response_template):
+    tokenizer = READS
+    tokenizer.response_template = response_template
+    environments = Environments("tools", tool_environment([make_tool(vars_of(FUNCTIONS)["add"])]))
+    made, _ = environments.begin([{}])
+    (step,) = environments.step(made, [read(tokenizer, turn.encode(errors="replace").decode())])
+    assert not step.failure
+    assert step.done == (not step.rewards["tool_calls"])
+    assert step.observation.count("error: ") >= step.rewards["failed_tool_calls"]
+
+
+@pytest.mark.parametrize("piece", ["<|call|>", "<|call|>add 1{}<|called|>", "<|called|>", "[", "<think>"])
+def test_time_to_read_grows_with_the_turn_alone(piece):
+    READS.response_template = RESPONSE_TEMPLATE
+    began = time.process_time()
+    read(READS, piece * 5000)
+    assert time.process_time() - began < 10
 
 
 def test_without_a_response_template_for_calls_they_are_hermess():
