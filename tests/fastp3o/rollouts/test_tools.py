@@ -288,31 +288,17 @@ def test_a_turn_that_the_response_template_cannot_read_is_one_call_with_an_error
     assert call.error.startswith(what)
 
 
-PIECES = [
-    "<|call|>",
-    "<|called|>",
-    "add",
-    " 1",
-    "{",
-    "}",
-    '"a": 1',
-    "[",
-    "<a>1</a>",
-    "<tool_call>",
-    "</think>",
-    "\ud83d",
-]
+PIECES = ["<|call|>", "<|called|>", "add", " 1", "{", "}", '"a": 1', "[", "<a>1</a>", "<tool_call>", "</think>"]
 TURNS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 
 
 @settings(max_examples=200, deadline=None, database=None)
 @given(TURNS, st.sampled_from([XML, RESPONSE_TEMPLATE]))
 def test_whatever_a_policy_writes_is_read_and_answered(turn, response_template):
-    tokenizer = READS
-    tokenizer.response_template = response_template
+    READS.response_template = response_template
     environments = Environments("tools", tool_environment([make_tool(vars_of(FUNCTIONS)["add"])]))
     made, _ = environments.begin([{}])
-    (step,) = environments.step(made, [read(tokenizer, turn.encode(errors="replace").decode())])
+    (step,) = environments.step(made, [read(READS, turn)])
     assert not step.failure
     assert step.done == (not step.rewards["tool_calls"])
     assert step.observation.count("error: ") >= step.rewards["failed_tool_calls"]
@@ -414,7 +400,7 @@ NO_FUNCTION = "a tool must be a function with a name, which `def` gives it, got"
         ("games:add,games:add", "two tools have the name 'add'"),
         ("games:FIVE", "cannot load the tool 'games:FIVE': it is a int, not a function"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "functions",
 )
 def test_what_cannot_be_a_tool_is_named_before_the_run(tools, monkeypatch, given, message):
     monkeypatch.setattr(UserError, "names_flags", False)
