@@ -11,7 +11,13 @@ from fastp3o.packing.packed_row import Ids
 
 # As Hermes, Qwen and others write calls.
 BEGIN, END = "<tool_call>", "</tool_call>"
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # calls that are no JSON object
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)  # calls that are no JSON object
 FIELD = "tool_calls"  # of a message, in which a response template has the calls
 
 
@@ -27,17 +33,20 @@ ReadCalls = Callable[[Ids, Ids], list[Call]]
 
 
 def call_reader(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]) -> ReadCalls:
-    """A function that reads the calls of a turn from the ids before it, the prompt's among them, and its own. It raises
-    nothing for what a policy may write: what cannot be read is a Call with an error.
+    """A function that reads the calls of a turn from the ids before it, the prompt's among them,
+    and its own. It raises nothing for what a policy may write: what cannot be read is a Call with
+    an error.
 
-    The tokenizer's `response_template` says how calls are written; where it has none, or none for calls, they are
-    Hermes's: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Both see special tokens. schemas: of the
-    tools, by which a response template casts arguments that are written as text. Raises UserError for a response
-    template that transformers refuses.
+    The tokenizer's `response_template` says how calls are written; where it has none, or none for
+    calls, they are Hermes's: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Both see
+    special tokens. schemas: of the tools, by which a response template casts arguments that are
+    written as text. Raises UserError for a response template that transformers refuses.
     """
 
     def text(ids: Ids) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     if not writes_calls(tokenizer):
         return lambda before, ids: hermes_calls(text(ids))
@@ -47,7 +56,9 @@ def call_reader(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, 
             message = tokenizer.parse_response(text(ids), prefix=text(before), tools=list(schemas))
             calls = message.get(FIELD, [])
             return [read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-        except Exception as error:  # a response template is a program of the model's author and may raise anything
+        except (
+            Exception
+        ) as error:  # a response template is a program of the model's author and may raise anything
             return [Call("", {}, f"the calls of this turn cannot be read: {text_of(error)}")]
 
     return read
@@ -61,7 +72,9 @@ def writes_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
     try:
         tokenizer.get_response_parser(prefix="")
     except Exception as error:
-        raise UserError(f"the response template of {tokenizer.name_or_path} is refused: {text_of(error)}") from error
+        raise UserError(
+            f"the response template of {tokenizer.name_or_path} is refused: {text_of(error)}"
+        ) from error
     return FIELD in template["fields"]
 
 
@@ -78,7 +91,9 @@ def hermes_calls(text: str) -> list[Call]:
 
 
 def calls_in(text: str) -> Iterator[str]:
-    """The texts between the marks of tool calls, stripped of white space, in time linear in the text."""
+    """The texts between the marks of tool calls, stripped of white space, in time linear in the
+    text.
+    """
     place = text.find(BEGIN)
     while place >= 0 and (end := text.find(END, place)) >= 0:
         yield text[place + len(BEGIN) : end].strip()
@@ -86,8 +101,12 @@ def calls_in(text: str) -> Iterator[str]:
 
 
 def read_call(content: Any) -> Call:
-    """A call from its name and arguments, or from the `function` that has them. Raises one of UNREADABLE."""
-    content = content["function"] if isinstance(content, Mapping) and "function" in content else content
+    """A call from its name and arguments, or from the `function` that has them. Raises one of
+    UNREADABLE.
+    """
+    content = (
+        content["function"] if isinstance(content, Mapping) and "function" in content else content
+    )
     name, arguments = content["name"], content.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError("the name is text, and the arguments are an object")

@@ -1,4 +1,6 @@
-"""Python functions as tools that the policy calls (../tools.md): their schemas, and the environment that answers."""
+"""Python functions as tools that the policy calls (../tools.md): their schemas, and the environment
+that answers.
+"""
 
 import asyncio
 import inspect
@@ -15,14 +17,20 @@ from fastp3o.sources import InMemory, Source
 COUNTS = CALLS, FAILED = "tool_calls", "failed_tool_calls"  # as rewards of turns, and as metrics
 PAGE = "fastp3o/rollouts/tools.md"
 # Parameters of these kinds have no name by which a call could give them.
-UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+UNNAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+)
 
 
-# --- functions as tools -----------------------------------------------------------------------------------------------
+# --- functions as tools ---------------------------------------------------------------------------
 
 
 class Tool(NamedTuple):
-    """A function that the policy may call. schema: as chat templates take it: name, description, parameters."""
+    """A function that the policy may call. schema: as chat templates take it: name, description,
+    parameters.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -30,7 +38,9 @@ class Tool(NamedTuple):
 
 
 def load_tools(tools: Source) -> list[Tool]:
-    """The tools of the option `tools`. Raises UserError for a function that cannot be one, and for two of one name."""
+    """The tools of the option `tools`. Raises UserError for a function that cannot be one, and for
+    two of one name.
+    """
     if isinstance(tools, InMemory):
         functions = tools.value
     else:
@@ -38,34 +48,47 @@ def load_tools(tools: Source) -> list[Tool]:
     loaded = [make_tool(function) for function in functions]
     names = [tool.name for tool in loaded]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"--tools: two tools have the name {twice[0]!r}, by which the policy calls them")
+        raise UserError(
+            f"--tools: two tools have the name {twice[0]!r}, by which the policy calls them"
+        )
     return loaded
 
 
 def make_tool(function: Any) -> Tool:
-    """Raises UserError for what is no function with a name, and for one whose hints and docstring give no schema."""
+    """Raises UserError for what is no function with a name, and for one whose hints and docstring
+    give no schema.
+    """
     name = getattr(function, "__name__", "")
     if not inspect.isroutine(function) or not name.isidentifier():
-        raise UserError(f"--tools: a tool must be a function with a name, which `def` gives it, got {shown(function)}")
+        raise UserError(
+            f"--tools: a tool must be a function with a name, which `def` gives it, got {shown(function)}"
+        )
     try:
-        unnamed = [one.name for one in inspect.signature(function).parameters.values() if one.kind in UNNAMED]
+        unnamed = [
+            one.name
+            for one in inspect.signature(function).parameters.values()
+            if one.kind in UNNAMED
+        ]
         schema = get_json_schema(function)
     except Exception as error:  # of hints and docstrings
         needs = f"a tool needs type hints, and a docstring that describes its arguments ({PAGE})"
         raise UserError(f"--tools: {name}: {text_of(error)}: {needs}") from error
     if unnamed:
-        raise UserError(f"--tools: {name}: a call gives arguments by name, and {unnamed[0]} has none")
+        raise UserError(
+            f"--tools: {name}: a call gives arguments by name, and {unnamed[0]} has none"
+        )
     return Tool(name, function, schema)
 
 
-# --- the environment that answers -------------------------------------------------------------------------------------
+# --- the environment that answers -----------------------------------------------------------------
 
 
 def tool_environment(tools: Sequence[Tool]) -> type:
     """An environment that answers a turn's calls; a turn without one is the last.
 
-    A call that cannot be read, names no tool or has wrong arguments is answered with what was wrong, as is a tool that
-    raises anything, also to end the program: the policy learns from it. Rewards of weight 0 count both.
+    A call that cannot be read, names no tool or has wrong arguments is answered with what was
+    wrong, as is a tool that raises anything, also to end the program: the policy learns from it.
+    Rewards of weight 0 count both.
     """
     functions = {tool.name: tool.function for tool in tools}
 
@@ -98,7 +121,9 @@ async def answer(functions: Mapping[str, Callable[..., Any]], call: Call) -> str
 
 
 async def result_of(awaitable: Awaitable) -> object:
-    """Awaits in a separate task: a GeneratorExit would be thrown into every coroutine that awaits this one."""
+    """Awaits in a separate task: a GeneratorExit would be thrown into every coroutine that awaits
+    this one.
+    """
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task})

@@ -1,4 +1,6 @@
-"""Functions as tools: their schemas reach the chat template, calls are read as it writes them, and answered."""
+"""Functions as tools: their schemas reach the chat template, calls are read as it writes them, and
+answered.
+"""
 
 import functools
 import json
@@ -58,7 +60,12 @@ def answers(prompts, responses):
     return [response.count("3") + response.count("CAT") / 2 for response in responses]
 '''
 # A model of this vocabulary calls in most of its turns.
-CALLS = [("add", {"a": 1, "b": 2}), ("search", {"query": "cat"}), ("add", {"a": 1}), ("sub", {})] * 40
+CALLS = [
+    ("add", {"a": 1, "b": 2}),
+    ("search", {"query": "cat"}),
+    ("add", {"a": 1}),
+    ("sub", {}),
+] * 40
 CALLS += [("multiply", {"a": 100, "b": 100})] * 40
 RESPONSE_TEMPLATE = {
     "start_anchor": "assistant\n",
@@ -85,7 +92,9 @@ def templates(number: int, name: str, arguments: dict) -> str:
 
 
 def family(written: Callable[[int, str, dict], str], response_template: dict | None) -> Family:
-    """Chats with tools. Each call is a token, at which the policy stops; those of the response template are special."""
+    """Chats with tools. Each call is a token, at which the policy stops; those of the response
+    template are special.
+    """
     calls = tuple(written(number, *call) for number, call in enumerate(CALLS))
     template = "{{ tools | tojson if tools }}" + CHATML
     special = (*QWEN_TOKENS, "<|call|>", "<|called|>")
@@ -98,11 +107,16 @@ def family(written: Callable[[int, str, dict], str], response_template: dict | N
         made.response_template = response_template
         return made
 
-    return Family("calls", template, "<|im_end|>", "<|endoftext|>", None, special, ends, make=tokenizer)
+    return Family(
+        "calls", template, "<|im_end|>", "<|endoftext|>", None, special, ends, make=tokenizer
+    )
 
 
 READS = family(templates, RESPONSE_TEMPLATE).tokenizer()
-FAMILIES = {"hermes": family(hermes, None), "response_template": family(templates, RESPONSE_TEMPLATE)}
+FAMILIES = {
+    "hermes": family(hermes, None),
+    "response_template": family(templates, RESPONSE_TEMPLATE),
+}
 
 
 @pytest.fixture
@@ -126,16 +140,23 @@ def functions(tools) -> dict:
 def with_tools(name: str, folder: str, **changes) -> P3OConfig:
     if not Path(name).exists():
         save_family(FAMILIES[name], Path(name), max_position_embeddings=2048)
-    settings = {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 150, "max_prompt_tokens": 1500}
+    settings = {
+        "max_turns": 3,
+        "max_turn_tokens": 8,
+        "max_response_tokens": 150,
+        "max_prompt_tokens": 1500,
+    }
     settings |= {"reward": "games:answers", "updates": 3, "tokens_per_row": 8192}
     return config(name, folder, **settings | changes)
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_functions_in_python_and_their_names_in_the_command_are_one_run(tools, functions, monkeypatch, name):
+def test_functions_in_python_and_their_names_in_the_command_are_one_run(
+    tools, functions, monkeypatch, name
+):
     train(with_tools(name, "python"), tools=[functions["add"], functions["search"]])
     for folder, flags in {"file": [], "flag": ["--tools", "games:add, games:search"]}.items():
         arguments = ["--config", "python/config.yaml", "--output_dir", folder, *flags]
@@ -147,10 +168,22 @@ def test_functions_in_python_and_their_names_in_the_command_are_one_run(tools, f
         assert line["tool_calls"] > line["failed_tool_calls"] > 0
         assert line["turns"] > 1
         assert line["reward"] > 0
-    texts = [r.text for groups in read_updates(Path("python/rollouts.jsonl")) for g in groups for r in g.responses]
-    for answer in ("tool\n3\n", "tool\nCAT\n", "tool\nerror: TypeError: ", "tool\nerror: there is no tool 'sub'"):
+    texts = [
+        r.text
+        for groups in read_updates(Path("python/rollouts.jsonl"))
+        for g in groups
+        for r in g.responses
+    ]
+    for answer in (
+        "tool\n3\n",
+        "tool\nCAT\n",
+        "tool\nerror: TypeError: ",
+        "tool\nerror: there is no tool 'sub'",
+    ):
         assert any(answer in text for text in texts), answer
-    (prompt, *_) = (g.prompt for groups in read_updates(Path("python/rollouts.jsonl")) for g in groups)
+    (prompt, *_) = (
+        g.prompt for groups in read_updates(Path("python/rollouts.jsonl")) for g in groups
+    )
     schemas = [make_tool(functions[one]).schema for one in ("add", "search")]
     assert json.loads(str(prompt).partition("<|im_start|>")[0]) == schemas
 
@@ -160,9 +193,18 @@ def test_the_page_begins_with_an_example_that_runs(tools):
     title, code, *_ = page.split("```")
     assert title == "# Tools\n\n"
     save_family(FAMILIES["hermes"], Path("start"), max_position_embeddings=4096)
-    small = code.removeprefix("python").replace("Qwen/Qwen3-0.6B", "start").replace("Config(", "Config(updates=1, ")
+    small = (
+        code.removeprefix("python")
+        .replace("Qwen/Qwen3-0.6B", "start")
+        .replace("Config(", "Config(updates=1, ")
+    )
     exec(compile(small, "tools.md", "exec"), {"__name__": "__main__"})
-    texts = [r.text for groups in read_updates(Path("runs/tools/rollouts.jsonl")) for g in groups for r in g.responses]
+    texts = [
+        r.text
+        for groups in read_updates(Path("runs/tools/rollouts.jsonl"))
+        for g in groups
+        for r in g.responses
+    ]
     assert any("tool\n10000\n" in text for text in texts)
     assert metrics("runs/tools")[0]["tool_calls"] > 0
 
@@ -177,14 +219,23 @@ def test_a_run_resumes_to_the_bit_and_says_that_a_tool_has_changed(tools, functi
     printed = capsys.readouterr().out
     for name in ("add", "search"):
         assert f"resuming with another source of the tools games:{name} function" in printed
-    with pytest.raises(UserError, match=r"--tools \(games:add,games:search before, games:add now\)"):
+    with pytest.raises(
+        UserError, match=r"--tools \(games:add,games:search before, games:add now\)"
+    ):
         train(replace(given, resume=True, tools="games:add"))
 
 
 @pytest.mark.parametrize("sampler", ["engine", "transformers"])
-def test_generate_samples_turns_of_tools_and_keeps_the_tools_of_its_prompts(tools, functions, sampler):
+def test_generate_samples_turns_of_tools_and_keeps_the_tools_of_its_prompts(
+    tools, functions, sampler
+):
     save_family(FAMILIES["response_template"], Path("start"), max_position_embeddings=2048)
-    limits = {"max_prompt_tokens": 1500, "max_turn_tokens": 8, "max_response_tokens": 150, "responses_per_prompt": 2}
+    limits = {
+        "max_prompt_tokens": 1500,
+        "max_turn_tokens": 8,
+        "max_response_tokens": 150,
+        "responses_per_prompt": 2,
+    }
     options = limits | {"keep": "none", "tools": "games:add,games:search", "sampler": sampler}
     generate(GenerateConfig(model="start", prompts="prompts.jsonl", output_dir="run", **options))
     lines = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
@@ -195,7 +246,7 @@ def test_generate_samples_turns_of_tools_and_keeps_the_tools_of_its_prompts(tool
     assert any("tool\nCAT\n" in text for text in texts)
 
 
-# --- prompts ----------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 def load(folder: Path, tokenizer: PreTrainedTokenizerBase, record: dict, **options):
@@ -203,7 +254,13 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, record: dict, **optio
     return load_prompts(
         jsonl(folder, [record]),
         tokenizer,
-        **{"max_prompt_tokens": 2000, "tools": [schema], "observation_role": "tool", "as_given": True} | options,
+        **{
+            "max_prompt_tokens": 2000,
+            "tools": [schema],
+            "observation_role": "tool",
+            "as_given": True,
+        }
+        | options,
     )
 
 
@@ -214,7 +271,10 @@ def vars_of(source: str) -> dict:
 
 
 def test_messages_have_the_runs_tools_and_none_of_their_own(tmp_path):
-    tokenizer, chat = FAMILIES["hermes"].tokenizer(), {"prompt": [{"role": "user", "content": "Hi"}]}
+    tokenizer, chat = (
+        FAMILIES["hermes"].tokenizer(),
+        {"prompt": [{"role": "user", "content": "Hi"}]},
+    )
     schema = make_tool(vars_of(FUNCTIONS)["add"]).schema
     for record in (chat, chat | {"tools": None}, chat | {"tools": []}):
         prompts, _ = load(tmp_path, tokenizer, record)
@@ -222,21 +282,31 @@ def test_messages_have_the_runs_tools_and_none_of_their_own(tmp_path):
             chat["prompt"], tools=[schema], tokenize=False, add_generation_prompt=True
         )
         assert json.loads(prompts[0]["given"])["tools"] == [schema]
-    with pytest.raises(DataError, match="'tools': expected none, since only the run's --tools are answered"):
+    with pytest.raises(
+        DataError, match="'tools': expected none, since only the run's --tools are answered"
+    ):
         load(tmp_path, tokenizer, chat | {"tools": [{"type": "function"}]})
-    with pytest.raises(DataError, match="record 1: the prompt is text, and only a chat template tells the policy of"):
+    with pytest.raises(
+        DataError,
+        match="record 1: the prompt is text, and only a chat template tells the policy of",
+    ):
         load(tmp_path, tokenizer, {"prompt": "Hi"})
     prompts, _ = load(tmp_path, tokenizer, {"prompt": "Hi"}, observation_role=None)
     assert prompts[0]["prompt"] == "Hi"
     tokenizer.chat_template = CHATML
-    with pytest.raises(DataError, match="the chat template does not read `tools`: --chat_template names one that does"):
+    with pytest.raises(
+        DataError,
+        match="the chat template does not read `tools`: --chat_template names one that does",
+    ):
         load(tmp_path, tokenizer, chat)
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
-def read(tokenizer: PreTrainedTokenizerBase, turn: str, before: str = "<|im_start|>assistant\n") -> list[Call]:
+def read(
+    tokenizer: PreTrainedTokenizerBase, turn: str, before: str = "<|im_start|>assistant\n"
+) -> list[Call]:
     schemas = [make_tool(vars_of(FUNCTIONS)["add"]).schema]
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (before, turn)]
     return call_reader(tokenizer, schemas)(*ids)
@@ -253,7 +323,10 @@ XML = {
             "repeats": True,
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\1>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
         },
     },
 }
@@ -265,13 +338,14 @@ def test_calls_are_those_of_the_response_template_with_arguments_of_their_types(
     call = "<|call|>add<a>1</a><b>2</b><|called|>"
     assert read(tokenizer, f"Well.{call}{call}<|im_end|>") == [Call("add", {"a": 1, "b": 2})] * 2
     assert read(tokenizer, "The sum is 3.<|im_end|>") == []
-    # What the policy thinks is no call, be it the template that begins the thought; nor is one that Hermes would write.
+    # What the policy thinks is no call, be it the template that begins the thought; nor is one that
+    # Hermes would write.
     assert read(tokenizer, f"{call}</think>3", "assistant\n<think>") == []
     assert read(tokenizer, '<tool_call>{"name": "add", "arguments": {}}</tool_call>') == []
     # Only the last reply begins where the template says.
-    assert read(tokenizer, call, f"<|im_start|>assistant\n{call}<|im_end|>\n<|im_start|>assistant\n") == [
-        Call("add", {"a": 1, "b": 2})
-    ]
+    assert read(
+        tokenizer, call, f"<|im_start|>assistant\n{call}<|im_end|>\n<|im_start|>assistant\n"
+    ) == [Call("add", {"a": 1, "b": 2})]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +362,19 @@ def test_a_turn_that_the_response_template_cannot_read_is_one_call_with_an_error
     assert call.error.startswith(what)
 
 
-PIECES = ["<|call|>", "<|called|>", "add", " 1", "{", "}", '"a": 1', "[", "<a>1</a>", "<tool_call>", "</think>"]
+PIECES = [
+    "<|call|>",
+    "<|called|>",
+    "add",
+    " 1",
+    "{",
+    "}",
+    '"a": 1',
+    "[",
+    "<a>1</a>",
+    "<tool_call>",
+    "</think>",
+]
 TURNS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 
 
@@ -304,7 +390,9 @@ def test_whatever_a_policy_writes_is_read_and_answered(turn, response_template):
     assert step.observation.count("error: ") >= step.rewards["failed_tool_calls"]
 
 
-@pytest.mark.parametrize("piece", ["<|call|>", "<|call|>add 1{}<|called|>", "<|called|>", "[", "<think>"])
+@pytest.mark.parametrize(
+    "piece", ["<|call|>", "<|call|>add 1{}<|called|>", "<|called|>", "[", "<think>"]
+)
 def test_time_to_read_grows_with_the_turn_alone(piece):
     READS.response_template = RESPONSE_TEMPLATE
     began = time.process_time()
@@ -327,12 +415,17 @@ def test_without_a_response_template_for_calls_they_are_hermess():
 
 def test_a_response_template_that_is_none_is_named():
     tokenizer = FAMILIES["hermes"].tokenizer()
-    tokenizer.response_template, tokenizer.name_or_path = {"fields": {"tool_calls": {}}}, "some/model"
-    with pytest.raises(UserError, match=r"the response template of some/model is refused: .*start_anchor"):
+    tokenizer.response_template, tokenizer.name_or_path = (
+        {"fields": {"tool_calls": {}}},
+        "some/model",
+    )
+    with pytest.raises(
+        UserError, match=r"the response template of some/model is refused: .*start_anchor"
+    ):
         call_reader(tokenizer, [])
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def undescribed(a: int) -> int:
@@ -382,7 +475,10 @@ NO_FUNCTION = "a tool must be a function with a name, which `def` gives it, got"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([silent], "silent: .*no docstring.*a tool needs type hints, and a docstring that describes its arguments"),
+        (
+            [silent],
+            "silent: .*no docstring.*a tool needs type hints, and a docstring that describes its arguments",
+        ),
         ([unhinted], "unhinted: Argument a is missing a type hint"),
         ([undescribed], "undescribed: .*no description for the argument 'a'"),
         ([several], "several: a call gives arguments by name, and numbers has none"),
@@ -428,11 +524,20 @@ def test_tools_may_be_methods_and_cached_functions():
 def test_tools_and_an_environment_or_what_says_nothing_of_calls_are_refused(tools):
     for changes, message in (
         ({"environment": "games:Guess"}, "--tools and --environment cannot be combined"),
-        ({"reward": "environment"}, "--reward environment needs an --environment that gives it; --tools give none"),
+        (
+            {"reward": "environment"},
+            "--reward environment needs an --environment that gives it; --tools give none",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             with_tools("hermes", "run", tools="games:add", **changes)
-    with pytest.raises(UserError, match="--keep all would train on what the --tools say: give --keep none"):
-        GenerateConfig(model="m", prompts="p", output_dir="o", reward="a:b", keep="all", tools="games:add")
-    with pytest.raises(UserError, match="--max_turns has no effect without --environment or --tools"):
+    with pytest.raises(
+        UserError, match="--keep all would train on what the --tools say: give --keep none"
+    ):
+        GenerateConfig(
+            model="m", prompts="p", output_dir="o", reward="a:b", keep="all", tools="games:add"
+        )
+    with pytest.raises(
+        UserError, match="--max_turns has no effect without --environment or --tools"
+    ):
         EvaluateConfig(model="m", prompts="p", reward="a:b", max_turns=3).check_complete()
