@@ -54,6 +54,7 @@ REWARDS = ("reward", "gold_reward")
 OBJECTS = (
     "model",
     "environment",
+    "tools",
     *DATA,
     *REWARDS,
 )  # `train` takes objects in the place of their names
@@ -813,8 +814,11 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
 # --- environments ---------------------------------------------------------------------------------
 
 
+TURNS = ("environment", "tools")  # what answers the policy's turns
+
+
 class EnvironmentConfig(Flags):
-    """Responses of several turns, which an environment answers."""
+    """Responses of several turns, which an environment or tools answer."""
 
     section = "turns"
     environment: str | InMemory | None = option(
@@ -822,32 +826,54 @@ class EnvironmentConfig(Flags):
         "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md). Default: "
         "responses of one turn, without an environment.",
     )
-    max_turns: int = option(
-        8, "Maximum number of turns in a response.", at_least=1, needs="environment"
+    tools: str | InMemory | None = option(
+        None,
+        "Functions that the policy may call, as module:function, comma-separated (fastp3o/rollouts/tools.md). Their "
+        "type hints and docstrings reach the chat template. Default: none.",
     )
+    max_turns: int = option(8, "Maximum number of turns in a response.", at_least=1, needs=TURNS)
     max_turn_tokens: int = option(
         128,
         "Maximum length of one turn, in tokens; --max_response_tokens limits all turns and observations together.",
         at_least=1,
-        needs="environment",
+        needs=TURNS,
     )
-    observation_role: Literal["text", "user", "tool"] = option(
-        "text",
-        "How observations are written. text: as plain text behind the turn. user, tool: as chat messages of this role.",
-        needs="environment",
+    observation_role: Literal["text", "user", "tool"] | None = option(
+        None,
+        "How observations are written. text: as plain text behind the turn. user, tool: as chat messages of this role. "
+        "Default: tool with --tools, else text.",
+        needs=TURNS,
     )
     environment_timeout: float | None = option(
         None,
-        "Seconds that environments may take to answer one round of turns. Default: no limit.",
+        "Seconds that environments or tools may take to answer one round of turns. Default: no limit.",
         above=0,
-        needs="environment",
+        needs=TURNS,
     )
     environment_errors: Literal["stop", "end"] = option(
         "stop",
         "Reaction to a step of an environment that raises, is late or returns something invalid. stop: the run "
         "stops. end: only that trajectory ends. A reset that fails stops the run in both cases.",
-        needs="environment",
+        needs=TURNS,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tools and self.environment:
+            raise UserError(
+                "--tools and --environment cannot be combined: an environment answers calls by itself"
+            )
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether responses are trajectories of several turns."""
+        return bool(self.environment or self.tools)
+
+    @property
+    def message_role(self) -> str | None:
+        """The role of observations that are chat messages; None for plain text."""
+        role = self.observation_role or ("tool" if self.tools else "text")
+        return None if role == "text" else role
 
     @property
     def responses_per_prompt(self) -> int:

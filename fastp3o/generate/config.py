@@ -112,9 +112,10 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.environment and self.keep != NOTHING:
+        if self.has_turns and self.keep != NOTHING:
+            answers = "--environment says" if self.environment else "--tools say"
             raise UserError(
-                f"--keep {self.keep} would train on what the --environment says: give --keep none"
+                f"--keep {self.keep} would train on what the {answers}: give --keep none"
             )
         if self.keep in REVISED and (self.reward or self.sampler == "vllm" or not self.principles):
             raise UserError(

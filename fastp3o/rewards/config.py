@@ -36,7 +36,7 @@ ENVIRONMENT_RULES = (
     Rule(
         ("reward_columns", "environment"),
         lambda config: ENVIRONMENT in config.single_scorers and not config.environment,
-        "--reward environment needs an --environment that gives it",
+        "--reward environment needs an --environment that gives it; --tools give none",
     ),
 )
 

@@ -42,6 +42,7 @@ from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.rivals import AgainstRival
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
+from fastp3o.rollouts.turns.tools import load_tools
 from fastp3o.runtime.finiteness import NotFiniteError, require_finite
 from fastp3o.runtime.precision import wider_precision
 from fastp3o.sources import InMemory, Source
@@ -116,8 +117,8 @@ def require_no_module(name: Source) -> None:
 
 def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str, Any]:
     """Options of `load_prompts`: columns that rewards and environment ask for, with their asker;
-    whether records are kept as they are, for those that take chats; and the role of observations
-    that are messages.
+    whether records are kept as they are, for those that take chats; the role of observations that
+    are messages; and the tools' schemas.
     """
     singles = [single for several in names for single in cascaded(several)]
     objects = {
@@ -134,21 +135,22 @@ def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str,
         for name in singles
         if name not in objects and not is_endpoint(name) and name != ENVIRONMENT
     ]
-    role = None
+    role, tools = None, []
     columns = {
         column: f"the reward function {name}"
         for name, reward in functions.items()
         for column in reward.columns
     }
-    if isinstance(config, EnvironmentConfig) and config.environment:
-        environments = load_environments(config)
-        role = None if config.observation_role == "text" else config.observation_role
+    if isinstance(config, EnvironmentConfig) and config.has_turns:
+        environments, role = load_environments(config), config.message_role
+        tools = load_tools(config.tools) if config.tools else []
         columns |= dict.fromkeys(environments.columns, f"the environment {environments.name}")
     return {
         "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
         "as_given": bool(models or role)
         or any(reward.in_trls_form for reward in functions.values()),
         "observation_role": role,
+        "tools": [tool.schema for tool in tools],
     }
 
 

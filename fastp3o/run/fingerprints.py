@@ -68,6 +68,9 @@ def run_fingerprints(
     }
     if environment := options.get("environment"):
         fingerprints["environment" + FUNCTION] = function_fingerprint(str(environment))
+    for tool in str(options.get("tools") or "").split(","):
+        if tool:
+            fingerprints[f"tools {tool.strip()}{FUNCTION}"] = function_fingerprint(tool.strip())
     for option in TEXTS:
         if path := options.get(option):
             fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -27,6 +27,7 @@ from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rollouts.turns.tools import make_tool
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
 from fastp3o.runtime.context import Callback, Caller
@@ -57,9 +58,10 @@ class Objects(TypedDict, total=False):
     run trains a copy; it must stay as it is until the run ends. tokenizer: its tokenizer, by
     default that of the place that the model was loaded from. Data: a Dataset, or a list of records
     (dicts), in the layouts of files; of evaluations also a dict of several by name. environment: a
-    class that answers the policy's turns. reward: a function or a loaded reward model, or several
-    of them, whose weights are in the configuration's `reward_weights`. peft_config: a LoraConfig of
-    peft, in the place of the options of LoRA.
+    class that answers the policy's turns. tools: functions that the policy may call, with type
+    hints and docstrings. reward: a function or a loaded reward model, or several of them, whose
+    weights are in the configuration's `reward_weights`. peft_config: a LoraConfig of peft, in the
+    place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -70,6 +72,7 @@ class Objects(TypedDict, total=False):
     eval_data: DataSource | Mapping[str, DataSource]
     ptx_data: DataSource
     environment: str | type
+    tools: str | Sequence[Callable[..., Any]]
     reward: RewardSource | Sequence[RewardSource]
     gold_reward: RewardSource
     peft_config: Any
@@ -87,10 +90,11 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     started with (`__main__`) are found from Python alone.
 
     objects: model, tokenizer, prompts, eval_prompts, train_data, eval_data, ptx_data, environment,
-    reward, gold_reward, peft_config, on_update, on_evaluation; `help(fastp3o.training.api.Objects)`
-    says what each may be. The last two are called with the metrics of each step and each
-    evaluation, and their `step`; the run ends after that step if they return True, and its state is
-    saved if they raise. With several processes they are called on the main one.
+    tools, reward, gold_reward, peft_config, on_update, on_evaluation;
+    `help(fastp3o.training.api.Objects)` says what each may be. The last two are called with the
+    metrics of each step and each evaluation, and their `step`; the run ends after that step if they
+    return True, and its state is saved if they raise. With several processes they are called on the
+    main one.
 
     Where this process has not used the GPU yet and PYTORCH_ALLOC_CONF is not set, memory comes in
     segments that grow.
@@ -191,6 +195,8 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
                 else type(value).__name__
             )
             named[option] = InMemory(name, value)
+        elif option == "tools":
+            named[option] = named_tools(value)
         elif option in EVALUATION_DATA and isinstance(value, Mapping):
             sets = {
                 name: part if isinstance(part, str) else records(name, part)
@@ -281,6 +287,22 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> Source:
                 f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}"
             )
     return parts[0] if len(parts) == 1 else InMemory(",".join(map(str, parts)), parts)
+
+
+def named_tools(tools: Any) -> InMemory:
+    """Functions by their names, as the command has them. Raises UserError for what cannot be a
+    tool.
+    """
+    if not isinstance(tools, list | tuple):
+        raise UserError(
+            f"tools must be a list of functions or what --tools takes, got a {type(tools).__name__}"
+        )
+    if not tools:
+        raise UserError("tools is an empty list: name a function, or leave it out")
+    functions = [make_tool(one).function for one in tools]
+    return InMemory(
+        ",".join(f"{one.__module__}:{one.__qualname__}" for one in functions), functions
+    )
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:

@@ -17,6 +17,7 @@ from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
 from fastp3o.rewards.scaling import Outlier, differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o.rollouts.turns.tools import COUNTS
 from fastp3o.run.log import LoggedGroup, LoggedResponse, finite_or_none
 from fastp3o.run.run import Run
 from fastp3o.training.batch import RolloutBatch
@@ -184,8 +185,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Tensor]:
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Means over trajectories: turns, tokens of observations, and whether the environment has
-    failed.
+    """Means over trajectories: turns, tokens of observations, whether the environment has failed;
+    of tools also the calls, and those that were answered with an error.
     """
     responses = [response for group in groups for response in group.responses]
     if not any(response.turns for response in responses):
@@ -199,7 +200,13 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
         for one in responses
     ]
     names = "turns", "observation_tokens", "environment_failures"
-    return dict(zip(names, torch.tensor(values, dtype=torch.float32).mean(0), strict=True))
+    means = dict(zip(names, torch.tensor(values, dtype=torch.float32).mean(0), strict=True))
+    rewards = [turn.rewards for one in responses for turn in one.turns]
+    counted = [name for name in COUNTS if any(name in given for given in rewards)]
+    return means | {
+        name: torch.tensor(sum(one.get(name, 0.0) for one in rewards) / len(values))
+        for name in counted
+    }
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:

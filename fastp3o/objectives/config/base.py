@@ -52,8 +52,8 @@ RULES = (
     ),
     Rule(
         ("environment",),
-        lambda config: config.environment and config.from_mixture,
-        "--environment and --mixture cannot be combined: a mixture samples responses of one turn",
+        lambda config: config.has_turns and config.from_mixture,
+        "--mixture cannot be combined with --environment or --tools: a mixture samples responses of one turn",
     ),
     Rule(
         ("interrupt_rollouts",),

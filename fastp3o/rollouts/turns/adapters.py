@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from fastp3o.errors import UserError
-from fastp3o.rollouts.turns.tools import UNREADABLE, calls_in
+from fastp3o.rollouts.turns.calls import UNREADABLE, calls_in
 
 __all__ = ["gymnasium_environment", "verifiers_environment", "verifiers_records"]
 

@@ -69,6 +69,11 @@ def chat_observations(
     writes earlier messages otherwise once others follow them: what was sampled would not be what
     the template writes.
     """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"observations of role {role} are messages, and the tokenizer has no chat template: --chat_template names "
+            "one, or --observation_role text writes them as text"
+        )
     template, name = ChatTemplate(tokenizer, settings, clock), tokenizer.name_or_path
     continuation = Continuation(tokenizer)
 
