@@ -168,7 +168,7 @@ class Flags:
     to their defaults; the others may yield to those.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset()
+    named: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     summary: ClassVar[str] = ""
     section: ClassVar[str] = (
@@ -212,7 +212,7 @@ class Flags:
                 f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}"
             )
         config = super().__new__(cls)
-        vars(config)["named"] = frozenset(values)
+        vars(config)["named"] = values
         return config
 
     def __post_init__(self) -> None:
@@ -238,6 +238,12 @@ class Flags:
         default that depends on others. Groups add theirs to their parents'.
         """
         return {}
+
+    def with_values(self, **values: Any) -> Self:
+        """The same configuration with other values of some options. What nobody has set stays
+        unset, so that it may still yield to these.
+        """
+        return type(self)(**{**self.named, **values})
 
     def check_complete(self) -> None:
         """Checks what can be checked only once every object has come. Every run begins with it.
@@ -838,10 +844,10 @@ class EnvironmentConfig(Flags):
         at_least=1,
         needs=TURNS,
     )
-    observation_role: Literal["text", "user", "tool"] | None = option(
-        None,
+    observation_role: Literal["text", "user", "tool"] = option(
+        "text",
         "How observations are written. text: as plain text behind the turn. user, tool: as chat messages of this role. "
-        "Default: tool with --tools, else text.",
+        "With --tools the default is tool.",
         needs=TURNS,
     )
     environment_timeout: float | None = option(
@@ -864,6 +870,12 @@ class EnvironmentConfig(Flags):
                 "--tools and --environment cannot be combined: an environment answers calls by itself"
             )
 
+    def derived(self) -> dict[str, Any]:
+        values = super().derived()
+        if self.tools and "observation_role" not in self.named:
+            values["observation_role"] = "tool"
+        return values
+
     @property
     def has_turns(self) -> bool:
         """Whether responses are trajectories of several turns."""
@@ -872,8 +884,7 @@ class EnvironmentConfig(Flags):
     @property
     def message_role(self) -> str | None:
         """The role of observations that are chat messages; None for plain text."""
-        role = self.observation_role or ("tool" if self.tools else "text")
-        return None if role == "text" else role
+        return None if self.observation_role == "text" else self.observation_role
 
     @property
     def responses_per_prompt(self) -> int:

@@ -6,7 +6,6 @@ critique, ...
 """
 
 import json
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -75,4 +74,4 @@ def revising(config: GenerateConfig, *, chats: bool, room: int) -> GenerateConfi
     }
     role = {"observation_role": "user" if chats else "text"}
     changes: dict[str, Any] = turns | role | {"keep": "none", "principles": None, "revisions": 1}
-    return replace(config, environment=InMemory("principles", Principles), **changes)
+    return config.with_values(environment=InMemory("principles", Principles), **changes)

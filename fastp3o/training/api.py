@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -210,7 +210,7 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
             named[option] = named_rewards(option, value, timeout)
     if "peft_config" in objects:
         named |= lora_options(config, objects["peft_config"])
-    config = replace(config, **named)
+    config = config.with_values(**named)
     config.check_complete()
     if "on_evaluation" in objects and not any(
         config.values().get(name) for name in EVALUATION_DATA
