@@ -231,8 +231,9 @@ class ComparisonConfig(Flags):
     comparisons: Compared = option(
         "all",
         "Pairs that a reward which compares responses judges, of K responses to a prompt. all: every pair, K (K − 1) / "
-        "2. circular: each response with the next, K. anchor: each with one response of the reference, K. Needs a "
-        "reward that judges pair by pair: a function or judge, no preference model.",
+        "2. circular: each response with the next, K. anchor: each with one response of the reference (in `generate`, "
+        "one more response of the model), K. Needs a reward that judges pair by pair: a function or judge, no "
+        "preference model.",
     )
 
 
