@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from datasets import Dataset
-from torch import Tensor
 
 from fastp3o.evaluation.evaluate import EVALUATION
-from fastp3o.evaluation.rival import against_rivals
+from fastp3o.evaluation.rival import Rival, against_rivals
 from fastp3o.models.sharding import FrozenModel
 from fastp3o.models.tokenizer import require_same_vocabulary
 from fastp3o.packing.seeds import derived_seed
@@ -46,19 +45,20 @@ def with_rival(
     config: "OnlineConfig | PreferenceConfig",
     rewards: dict[str, Reward],
     examples: Dataset,
-) -> tuple[dict[str, Reward], dict[str, Tensor] | None]:
-    """The rewards of evaluations, of which those that compare do so with the rival's responses, and the rival's values
-    of all of them, [P, K] each; None if nothing compares and no rival is named. examples: the prompts of evaluations.
+) -> tuple[dict[str, Reward], Rival | None]:
+    """The rewards of evaluations, of which those that compare do so with the rival's responses, and the rival; None if
+    nothing compares and no rival is named. examples: the prompts of evaluations.
     """
     if not (config.rival or any(map(compares, single_rewards(rewards).values()))) or not rewards:
         return rewards, None
     responses, siblings = config.eval_responses_per_prompt, config.responses_per_prompt - 1
     groups = rival_groups(context, config, examples, max(responses, siblings))
-    rewards = against_rivals(rewards, [group.responses for group in groups], siblings)
+    of_rival = [group.responses for group in groups]
+    rewards = against_rivals(rewards, of_rival, siblings)
     with context.accelerator.autocast():
         values = rewarded(rewards, [Group(prompt, its[:responses]) for prompt, its in groups])
     logged_means(rewards)  # what functions have logged of a rival is no metric of the policy's
-    return rewards, values
+    return rewards, Rival(of_rival, values)
 
 
 def rival_groups(
