@@ -185,7 +185,8 @@ class RewardConfig(RemoteConfig):
     rival: str | None = option(
         None,
         "Model whose responses to --eval_prompts evaluations compare the policy's with, for win_rate. Default: the "
-        "starting model where a reward compares responses; else no win_rate.",
+        "starting model where a reward compares responses; else no win_rate. A rival of another vocabulary reads "
+        "prompts in its own tokens and by its own chat template; limits count those then.",
         needs="eval_prompts",
     )
 

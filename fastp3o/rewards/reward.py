@@ -27,7 +27,15 @@ from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, RelativeReward
-from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
+from fastp3o.rewards.config import (
+    ENVIRONMENT,
+    PenaltyConfig,
+    RemoteConfig,
+    RewardConfig,
+    cascaded,
+    is_endpoint,
+    is_function,
+)
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward, UserFunction
 from fastp3o.rewards.model import ModelReward, PreferenceModelReward
@@ -121,6 +129,12 @@ def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str,
         "as_given": bool(models or role) or any(reward.in_trls_form for reward in functions.values()),
         "observation_role": role,
     }
+
+
+def asked_of_evaluations(config: RewardConfig) -> dict[str, Any]:
+    """The same for evaluations. A rival of another vocabulary reads messages by its own chat template."""
+    asked = asked_of_records(config.scorers, config)
+    return asked | {"as_given": asked["as_given"] or bool(config.rival)}
 
 
 # --- sums of rewards --------------------------------------------------------------------------------------------------
