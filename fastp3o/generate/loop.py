@@ -30,6 +30,7 @@ from fastp3o.rewards.comparisons import JudgedPairs, Knockout, RelativeReward
 from fastp3o.rewards.load import choose_judged_pairs, load_named_reward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, require_finite_rewards, rewarded
+from fastp3o.rewards.rivals import compares
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
@@ -102,6 +103,10 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     if config.reward:
         reward = load_named_reward(context, config, config, config.reward, prompts, continues=config.resume)
         choose_judged_pairs({"reward": reward}, config.comparisons)
+        if compares(reward) and config.responses_per_prompt < 2:
+            raise UserError(
+                f"--reward {config.reward} compares responses to a prompt: --responses_per_prompt must be at least 2"
+            )
     if config.keep == TOURNAMENT:
         if not isinstance(reward, RelativeReward):
             raise UserError(

@@ -153,6 +153,13 @@ def test_a_choice_of_pairs_without_effect_is_refused(tiny_model, changes, messag
         config(tiny_model, "run", comparisons="anchor", **changes)
 
 
+def test_one_response_alone_is_refused_by_a_reward_that_compares(workplace, tiny_model):
+    Path("of_pairs.py").write_text("def better(prompts, firsts, seconds):\n    return [0.5] * len(prompts)\n")
+    with pytest.raises(UserError, match=r"of_pairs:better compares responses .* must be at least 2"):
+        generate(config(tiny_model, "run", reward="of_pairs:better", responses_per_prompt=1))
+    assert not Path("run").exists()
+
+
 def test_a_choice_of_pairs_is_refused_for_a_reward_that_scores(workplace, tiny_model):
     with pytest.raises(UserError, match="--comparisons circular has no effect without a reward that judges pair by"):
         generate(config(tiny_model, "run", comparisons="circular"))
