@@ -48,7 +48,9 @@ def print_win_rates(config: WinRateConfig) -> None:
             for name, rate in win_rates(config, judge, responses[first], responses[second]):
                 rates.setdefault(name, {})[first, second] = rate
     except EndpointError as error:
-        raise EndpointError(f"{error}; with --verdicts FILE the next run continues from the verdicts so far") from error
+        raise EndpointError(
+            f"{error}; with --verdicts FILE the next run continues from the verdicts so far"
+        ) from error
     finally:
         if rates:
             print_table(config, rates, responses)
@@ -68,14 +70,25 @@ def print_table(config: WinRateConfig, rates: "Rates", responses: "list[Response
     table = Table(title="win rates of the first", caption="ties count half; interval over prompts")
     for column in ("first", "second", "by"):
         table.add_column(column, overflow="fold")
-    for column in ("win rate", "95% interval", "at equal length", "wins", "ties", "losses", "no verdict", "prompts"):
+    for column in (
+        "win rate",
+        "95% interval",
+        "at equal length",
+        "wins",
+        "ties",
+        "losses",
+        "no verdict",
+        "prompts",
+    ):
         table.add_column(column, justify="right")
     for name, by_pair in rates.items():
         for pair, rate in by_pair.items():
             counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
             controlled = "" if rate.length_controlled is None else f"{rate.length_controlled:.3f}"
             shares = (f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", controlled)
-            table.add_row(*(config.checkpoints[number] for number in pair), name, *shares, *map(str, counts))
+            table.add_row(
+                *(config.checkpoints[number] for number in pair), name, *shares, *map(str, counts)
+            )
     Console(width=140).print(table, markup=False)
     for name, side in zip(config.checkpoints, responses, strict=True):
         print(f"tokens per response: {side.mean_tokens:.1f} of {name}")

@@ -1,4 +1,6 @@
-"""Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward frontier."""
+"""Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward
+frontier.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,8 +32,9 @@ EVALUATION = 2**32 - 1
 
 
 class PromptVerdicts(NamedTuple):
-    """Comparisons with the rival's responses. won: points of each prompt, half a point for a tie, and judged: the
-    prompt's comparisons with a verdict, [P]. preferred, longer: as `Preferences` has them, [P, K].
+    """Comparisons with the rival's responses. won: points of each prompt, half a point for a tie,
+    and judged: the prompt's comparisons with a verdict, [P]. preferred, longer: as `Preferences`
+    has them, [P, K].
     """
 
     won: np.ndarray
@@ -51,10 +54,11 @@ def by_prompt(table: Preferences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys are the names of
-    their means. prompts: with the columns that rewards ask for. sets: places of prompts, whose own means are
-    `set/NAME/...`. greedy: samples the most likely tokens, for `greedy/...`. rival: whose responses to this process's
-    prompts the policy's are compared with; None if they are not.
+    """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys
+    are the names of their means. prompts: with the columns that rewards ask for. sets: places of
+    prompts, whose own means are `set/NAME/...`. greedy: samples the most likely tokens, for
+    `greedy/...`. rival: whose responses to this process's prompts the policy's are compared with;
+    None if they are not.
     """
 
     accelerator: Accelerator
@@ -71,20 +75,27 @@ class Evaluation:
     rival: Rival | None = None
 
     def __call__(self) -> dict[str, float]:
-        """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in nats per sequence
-        (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence. `_std` is the
-        standard deviation over prompts. And means of what rewards log. Against a rival also win rates, with `_low` and
-        `_high`, their 95% interval over prompts, and with `_length_controlled`, unless this is not determined, which is
+        """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in
+        nats per sequence (log π − log π_ref of the samples), response length in tokens, share
+        without end-of-sequence. `_std` is the standard deviation over prompts. And means of what
+        rewards log. Against a rival also win rates, with `_low` and `_high`, their 95% interval
+        over prompts, and with `_length_controlled`, unless this is not determined, which is
         printed; missing verdicts count for nothing.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
-        groups = self.sampler(prompts, self.responses_per_prompt, derived_seed(self.seed, EVALUATION))
+        groups = self.sampler(
+            prompts, self.responses_per_prompt, derived_seed(self.seed, EVALUATION)
+        )
         with self.accelerator.autocast():
             with_deviation = rewarded(self.rewards, groups)
             if self.reference is not None:
                 with_deviation["kl"] = self.sequence_log_ratios(groups, self.reference)
-        wins = {} if self.rival is None else preferences(self.rewards, with_deviation, groups, self.rival)
+        wins = (
+            {}
+            if self.rival is None
+            else preferences(self.rewards, with_deviation, groups, self.rival)
+        )
         logged = logged_means(self.rewards)
         values = with_deviation | lengths_and_ends(groups)
         if self.greedy is not None:
@@ -95,23 +106,37 @@ class Evaluation:
             if self.rival is not None:
                 of_greedy = preferences(self.rewards, likeliest, groups, self.rival)
                 wins |= {f"greedy/{name}": table for name, table in of_greedy.items()}
-            logged |= {f"greedy/{name}": value for name, value in logged_means(self.rewards).items()}
+            logged |= {
+                f"greedy/{name}": value for name, value in logged_means(self.rewards).items()
+            }
         # Of all processes, in the order of the prompts.
         order = torch.tensor(gather_object(numbers)).argsort()
-        means = {name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order] for name, value in values.items()}
+        means = {
+            name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order]
+            for name, value in values.items()
+        }
         verdicts = {
-            name: PromptVerdicts(*(np.array(gather_object(part.tolist()))[order.numpy()] for part in by_prompt(table)))
+            name: PromptVerdicts(
+                *(
+                    np.array(gather_object(part.tolist()))[order.numpy()]
+                    for part in by_prompt(table)
+                )
+            )
             for name, table in wins.items()
         }
         metrics: dict[str, float] = {}
-        sets = {"": range(len(self.prompts))} | {f"set/{name}/": places for name, places in self.sets.items()}
+        sets = {"": range(len(self.prompts))} | {
+            f"set/{name}/": places for name, places in self.sets.items()
+        }
         for prefix, places in sets.items():
             for name, prompt_means in means.items():
                 chosen = prompt_means[places.start : places.stop]
                 metrics[prefix + name] = chosen.mean().item()
                 if name in with_deviation:
                     metrics[f"{prefix}{name}_std"] = chosen.std().item() if len(chosen) > 1 else 0.0
-            metrics |= self.win_rates({prefix + name: its.of(places) for name, its in verdicts.items()})
+            metrics |= self.win_rates(
+                {prefix + name: its.of(places) for name, its in verdicts.items()}
+            )
             metrics[f"{prefix}prompts"] = len(places)
         return metrics | logged
 
@@ -132,12 +157,15 @@ class Evaluation:
         groups, local = with_tensor_group(self.policy, groups)
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labeled_logprobs, self.policy))
-        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[local]
+        return sums_by_group(
+            rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)]
+        )[local]
 
 
 def win_rate(name: str, won: np.ndarray, judged: np.ndarray) -> dict[str, float]:
-    """The share of comparisons that were won, and its 95% interval over prompts; without a verdict 1/2, within 0 and 1.
-    won: points of each prompt, [P], half a point for a tie. judged: the prompt's comparisons with a verdict, [P].
+    """The share of comparisons that were won, and its 95% interval over prompts; without a verdict
+    1/2, within 0 and 1. won: points of each prompt, [P], half a point for a tie. judged: the
+    prompt's comparisons with a verdict, [P].
     """
     known = judged > 0
     if not known.any():

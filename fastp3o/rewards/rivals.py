@@ -1,4 +1,6 @@
-"""Rewards that compare, in evaluations: against a rival's responses, where a response has no siblings."""
+"""Rewards that compare, in evaluations: against a rival's responses, where a response has no
+siblings.
+"""
 
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -12,19 +14,26 @@ from fastp3o.rollouts.groups import Group, Response
 
 
 class AgainstRival:
-    """P(the response is better than the rival's) − 1/2 as its reward, [P, K] fp32, 0 without a verdict. A prompt's k-th
-    response meets the rival's k-th. Of a function that compares siblings: the response's number less the mean of its
-    rivals', of which a prompt has as many as in training a response has siblings.
+    """P(the response is better than the rival's) − 1/2 as its reward, [P, K] fp32, 0 without a
+    verdict. A prompt's k-th response meets the rival's k-th. Of a function that compares siblings:
+    the response's number less the mean of its rivals', of which a prompt has as many as in training
+    a response has siblings.
 
-    rivals: of each prompt that evaluations have, in order, K or more. siblings: how many of them are a response's.
-    preferred: P(the response is better) in the last call, [P, K] fp32, NaN without a verdict. longer: by how many
-    characters it is longer than its rival, or the mean of its rivals, [P, K] fp32.
+    rivals: of each prompt that evaluations have, in order, K or more. siblings: how many of them
+    are a response's. preferred: P(the response is better) in the last call, [P, K] fp32, NaN
+    without a verdict. longer: by how many characters it is longer than its rival, or the mean of
+    its rivals, [P, K] fp32.
     """
 
     preferred: Tensor
     longer: Tensor
 
-    def __init__(self, reward: RelativeReward | FunctionReward, rivals: Sequence[Sequence[Response]], siblings: int):
+    def __init__(
+        self,
+        reward: RelativeReward | FunctionReward,
+        rivals: Sequence[Sequence[Response]],
+        siblings: int,
+    ):
         self.reward, self.rivals, self.siblings = reward, rivals, siblings
 
     def __call__(self, groups: list[Group]) -> Tensor:
@@ -46,13 +55,15 @@ class AgainstRival:
         leads = values[:, :1] - values[:, 1:]
         self.preferred = ((leads.sign() + 1) / 2).mean(dim=1).view(len(groups), -1)
         self.longer = characters([its.responses[:1] for its in among]).view(len(groups), -1)
-        self.longer = self.longer - characters([its.responses[1:] for its in among]).mean(dim=1).view(len(groups), -1)
+        self.longer = self.longer - characters([its.responses[1:] for its in among]).mean(
+            dim=1
+        ).view(len(groups), -1)
         return leads.mean(dim=1).view(len(groups), -1)
 
 
 def longer_than(groups: Sequence[Group], rivals: Sequence[Sequence[Response]]) -> Tensor:
-    """By how many characters each prompt's k-th response is longer than the rival's k-th, [P, K] fp32. rivals: [P], K
-    or more each.
+    """By how many characters each prompt's k-th response is longer than the rival's k-th, [P, K]
+    fp32. rivals: [P], K or more each.
     """
     return characters([its for _, its in groups]) - characters(
         [others[: len(its)] for (_, its), others in zip(groups, rivals, strict=True)]
@@ -66,4 +77,6 @@ def characters(responses: Sequence[Sequence[Response]]) -> Tensor:
 
 def compares(reward: object) -> TypeGuard[RelativeReward | FunctionReward]:
     """Whether a reward says nothing of a response alone."""
-    return isinstance(reward, RelativeReward) or (isinstance(reward, FunctionReward) and reward.compares_siblings)
+    return isinstance(reward, RelativeReward) or (
+        isinstance(reward, FunctionReward) and reward.compares_siblings
+    )

@@ -34,8 +34,8 @@ ANCHOR = 2**32 - 5
 
 
 class Anchors:
-    """One response of the reference to each prompt, as long as it stays the same one: a prompt that comes again meets
-    the same response.
+    """One response of the reference to each prompt, as long as it stays the same one: a prompt that
+    comes again meets the same response.
     """
 
     def __init__(self, sampler: Sampler, seed: int):
@@ -52,8 +52,8 @@ def with_rival(
     rewards: dict[str, Reward],
     examples: Dataset,
 ) -> tuple[dict[str, Reward], Rival | None]:
-    """The rewards of evaluations, of which those that compare do so with the rival's responses, and the rival; None if
-    nothing compares and no rival is named. examples: the prompts of evaluations.
+    """The rewards of evaluations, of which those that compare do so with the rival's responses, and
+    the rival; None if nothing compares and no rival is named. examples: the prompts of evaluations.
     """
     if not (config.rival or any(map(compares, single_rewards(rewards).values()))) or not rewards:
         return rewards, None
@@ -70,9 +70,10 @@ def with_rival(
 def rival_groups(
     context: Context, config: "OnlineConfig | PreferenceConfig", examples: Dataset, count: int
 ) -> list[Group]:
-    """The rival's responses to this process's prompts of evaluations, with the seed of the policy's: where both are the
-    same model, their responses are, too. A rival of another vocabulary reads the prompts in its own tokens, and its
-    responses come back in the policy's. The model is gone afterwards.
+    """The rival's responses to this process's prompts of evaluations, with the seed of the
+    policy's: where both are the same model, their responses are, too. A rival of another vocabulary
+    reads the prompts in its own tokens, and its responses come back in the policy's. The model is
+    gone afterwards.
     """
     tokenizer = other_tokenizer(context, config) if config.rival else None
     numbers = process_share(list(range(len(examples))), context.accelerator)
@@ -91,16 +92,25 @@ def rival_groups(
     if tokenizer is None:
         return groups
     back = Translation(tokenizer, context.tokenizer)
-    return [in_policys_tokens(back, prompt, its) for prompt, (_, its) in zip(prompts, groups, strict=True)]
+    return [
+        in_policys_tokens(back, prompt, its)
+        for prompt, (_, its) in zip(prompts, groups, strict=True)
+    ]
 
 
-# --- a rival of another vocabulary ------------------------------------------------------------------------------------
+# --- a rival of another vocabulary ----------------------------------------------------------------
 
 
-def other_tokenizer(context: Context, config: "OnlineConfig | PreferenceConfig") -> PreTrainedTokenizerBase | None:
-    """The rival's tokenizer if its vocabulary is not the policy's, else None. Raises UserError with an environment."""
+def other_tokenizer(
+    context: Context, config: "OnlineConfig | PreferenceConfig"
+) -> PreTrainedTokenizerBase | None:
+    """The rival's tokenizer if its vocabulary is not the policy's, else None. Raises UserError with
+    an environment.
+    """
     rival, remote = config.rival or "", config.trust_remote_code
-    difference = vocabulary_difference(rival, config.model_source, context.tokenizer, trust_remote_code=remote)
+    difference = vocabulary_difference(
+        rival, config.model_source, context.tokenizer, trust_remote_code=remote
+    )
     if not difference:
         return None
     if isinstance(config, EnvironmentConfig) and config.environment:
@@ -121,7 +131,9 @@ def in_tokens_of(
     config: "OnlineConfig | PreferenceConfig",
     prompts: Sequence[Prompt],
 ) -> list[Prompt]:
-    """The prompts with the ids that a model of this tokenizer has for them, as reward models of another vocabulary."""
+    """The prompts with the ids that a model of this tokenizer has for them, as reward models of
+    another vocabulary.
+    """
     reading = {name: config.reading[name] for name in READ_ANEW} | {"clock": context.clock}
     translate = Translation(context.tokenizer, tokenizer, **reading)
     ids, _ = translate([Group(prompt, []) for prompt in prompts])
@@ -131,4 +143,7 @@ def in_tokens_of(
 def in_policys_tokens(back: Translation, prompt: Prompt, responses: list[Response]) -> Group:
     """The group with the texts of responses in the policy's tokens, for rewards that read these."""
     ids = back.response_ids(Group(prompt, responses), prompt.ids)
-    return Group(prompt, [one._replace(ids=its, logprobs=None) for one, its in zip(responses, ids, strict=True)])
+    return Group(
+        prompt,
+        [one._replace(ids=its, logprobs=None) for one, its in zip(responses, ids, strict=True)],
+    )

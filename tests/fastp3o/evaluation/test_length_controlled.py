@@ -16,9 +16,13 @@ from tests.fastp3o.groups import groups_of_texts
 
 
 def test_every_kind_of_reward_says_by_how_many_characters_responses_are_longer_than_the_rivals():
-    """One that compares, a score and a sum meet the k-th, a function that compares siblings the mean of two."""
+    """One that compares, a score and a sum meet the k-th, a function that compares siblings the
+    mean of two.
+    """
     groups = groups_of_texts(["abc", "a"], ["", "abcd"])
-    rivals = [group.responses for group in groups_of_texts(["a", "abc", "ab"], ["ab", "a", "abcdef"])]
+    rivals = [
+        group.responses for group in groups_of_texts(["a", "abc", "ab"], ["ab", "a", "abcdef"])
+    ]
     by_place, by_mean = [[2.0, -2.0], [-2.0, 3.0]], [[1.0, -1.0], [-1.5, 2.5]]
 
     def shorter(prompts, firsts, seconds):
@@ -28,10 +32,20 @@ def test_every_kind_of_reward_says_by_how_many_characters_responses_are_longer_t
     def rank(prompts, responses):
         return [float(len(response)) for response in responses]
 
-    comparing, siblings = ComparingFunction("shorter", None, shorter), FunctionReward("rank", None, rank)
+    comparing, siblings = (
+        ComparingFunction("shorter", None, shorter),
+        FunctionReward("rank", None, rank),
+    )
     total = WeightedSum({"shorter": comparing, "score": lengths}, [1.0, 1.0])
-    rewards = against_rivals({"reward": comparing, "rank": siblings, "score": lengths, "total": total}, rivals, 2)
-    rival = Rival(rivals, rewarded(rewards, [Group(g.prompt, its[:2]) for g, its in zip(groups, rivals, strict=True)]))
+    rewards = against_rivals(
+        {"reward": comparing, "rank": siblings, "score": lengths, "total": total}, rivals, 2
+    )
+    rival = Rival(
+        rivals,
+        rewarded(
+            rewards, [Group(g.prompt, its[:2]) for g, its in zip(groups, rivals, strict=True)]
+        ),
+    )
     tables = preferences(rewards, rewarded(rewards, groups), groups, rival)
     expected = {"win_rate": by_place, "rank/win_rate": by_mean, "score/win_rate": by_place}
     expected |= {"total/win_rate": by_place, "total/win_rate/shorter": by_place}
@@ -49,7 +63,11 @@ def expected(preferred: np.ndarray, longer: np.ndarray) -> float:
     deviation = float(np.std([d for _, d in pairs]))
     weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [weights], max_iter=500, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
+        [weights],
+        max_iter=500,
+        tolerance_grad=1e-13,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
     )
 
     def loss() -> torch.Tensor:
@@ -57,7 +75,11 @@ def expected(preferred: np.ndarray, longer: np.ndarray) -> float:
         total = torch.zeros((), dtype=torch.float64)
         for p, d in pairs:
             odds = weights[0] + weights[1] * np.tanh(d / deviation)
-            total = total - p * torch.nn.functional.logsigmoid(odds) - (1 - p) * torch.nn.functional.logsigmoid(-odds)
+            total = (
+                total
+                - p * torch.nn.functional.logsigmoid(odds)
+                - (1 - p) * torch.nn.functional.logsigmoid(-odds)
+            )
         (total / len(pairs)).backward()
         return total / len(pairs)
 
@@ -73,9 +95,13 @@ def test_it_is_that_of_a_second_implementation_for_verdicts_and_for_probabilitie
     odds = 1 / (1 + np.exp(-(random.normal() + 0.004 * longer)))
     preferred = odds if soft else (random.random(60) < odds).astype(float)
     preferred[::7], preferred[3] = np.nan, 0.5
-    assert length_controlled(preferred, longer) == pytest.approx(expected(preferred, longer), abs=1e-6)
+    assert length_controlled(preferred, longer) == pytest.approx(
+        expected(preferred, longer), abs=1e-6
+    )
     # A prompt's responses are comparisons like any others.
-    assert length_controlled(preferred.reshape(20, 3), longer.reshape(20, 3)) == length_controlled(preferred, longer)
+    assert length_controlled(preferred.reshape(20, 3), longer.reshape(20, 3)) == length_controlled(
+        preferred, longer
+    )
 
 
 def test_with_two_lengths_it_is_the_mean_of_both_shares_log_odds():
@@ -98,9 +124,16 @@ def test_a_win_rate_that_is_all_length_becomes_even_and_one_without_it_stays():
 
 
 def separated(preferred: np.ndarray, longer: np.ndarray) -> bool:
-    """Whether a threshold has all wins on one side of it and all losses on the other, either perhaps at it."""
+    """Whether a threshold has all wins on one side of it and all losses on the other, either
+    perhaps at it.
+    """
     values = sorted({*longer.tolist()})
-    thresholds = [values[0] - 1, *values, *(sum(two) / 2 for two in pairwise(values)), values[-1] + 1]
+    thresholds = [
+        values[0] - 1,
+        *values,
+        *(sum(two) / 2 for two in pairwise(values)),
+        values[-1] + 1,
+    ]
     return any(
         all(
             (sign * (d - c) >= 0 or p == 0) and (sign * (d - c) <= 0 or p == 1)
@@ -113,7 +146,9 @@ def separated(preferred: np.ndarray, longer: np.ndarray) -> bool:
 def test_it_is_refused_exactly_where_a_threshold_of_length_separates_wins_from_losses():
     """All verdicts on four comparisons, with all orders of three lengths."""
     seen = {True: 0, False: 0}
-    for verdicts, by in product(product((0.0, 0.5, 1.0), repeat=4), product((-1.0, 0.0, 3.0), repeat=4)):
+    for verdicts, by in product(
+        product((0.0, 0.5, 1.0), repeat=4), product((-1.0, 0.0, 3.0), repeat=4)
+    ):
         preferred, longer = np.array(verdicts), np.array(by)
         alone = separated(preferred, longer) or len({*by}) == 1
         seen[alone] += 1
@@ -143,4 +178,6 @@ def test_what_is_missing_is_told(preferred, longer, why):
 
 def test_verdicts_that_are_almost_separated_still_have_a_fit():
     preferred = np.array([1e-12, 1 - 1e-12] * 3)
-    assert length_controlled(preferred, np.array([-3.0, 3.0, -2.0, 2.0, -1.0, 1.0])) == pytest.approx(0.5, abs=1e-6)
+    assert length_controlled(
+        preferred, np.array([-3.0, 3.0, -2.0, 2.0, -1.0, 1.0])
+    ) == pytest.approx(0.5, abs=1e-6)

@@ -20,8 +20,17 @@ from tests.fastp3o.together import together
 
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 # Of eight prompts.
-SETTINGS = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "keep_unfinished": True}
-SETTINGS |= {"responses_per_prompt": 4, "rollout_batch_size": 3, "max_prompt_tokens": 32, "max_response_tokens": 6}
+SETTINGS = {
+    "prompts": "prompts.jsonl",
+    "reward": "rewards_for_tests:varied",
+    "keep_unfinished": True,
+}
+SETTINGS |= {
+    "responses_per_prompt": 4,
+    "rollout_batch_size": 3,
+    "max_prompt_tokens": 32,
+    "max_response_tokens": 6,
+}
 
 
 def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
@@ -30,11 +39,16 @@ def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
 
 def flags(tiny_model: str, folder: str, reward: str) -> list[str]:
     settings = SETTINGS | {"model": tiny_model, "output_dir": folder, "reward": reward}
-    return ["generate", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+    return [
+        "generate",
+        *(part for name, value in settings.items() for part in (f"--{name}", str(value))),
+    ]
 
 
 def records(folder: str, name: str = "kept.jsonl") -> list[dict]:
-    return [json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def contents(folder: str) -> list[bytes]:
@@ -45,9 +59,13 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
     done = generate(config(tiny_model, "best"))
     assert (done.prompts, done.responses, done.records, done.prompts_kept) == (8, 32, 8, 8)
-    assert [line["prompt"] for line in records("best")] == [line["prompt"] for line in records(".", "prompts.jsonl")]
+    assert [line["prompt"] for line in records("best")] == [
+        line["prompt"] for line in records(".", "prompts.jsonl")
+    ]
     samples = records("best", "samples.jsonl")
-    assert [line["reward"] for line in records("best")] == [max(line["rewards"]) for line in samples]
+    assert [line["reward"] for line in records("best")] == [
+        max(line["rewards"]) for line in samples
+    ]
     assert done.mean_reward == pytest.approx(sum(sum(line["rewards"]) for line in samples) / 32)
     examples, _ = load_demonstrations("best/kept.jsonl", tokenizer, **limits)
     completions = [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]]
@@ -57,7 +75,9 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     assert len(examples) == pairs.records > 8
     assert min(line["margin"] for line in records("pairs")) > 0.5
     Path("judges_by_length.py").write_text(JUDGES)
-    judged = generate(config(tiny_model, "judged", judge="judges_by_length:longer", keep="judged", reward=None))
+    judged = generate(
+        config(tiny_model, "judged", judge="judges_by_length:longer", keep="judged", reward=None)
+    )
     assert judged.records + judged.ties == 16
     assert all(len(line["chosen"]) > len(line["rejected"]) for line in records("judged"))
     examples, _ = load_preferences("judged/kept.jsonl", tokenizer, **limits)
@@ -102,24 +122,36 @@ def test_the_pairs_that_are_compared_can_be_chosen_and_decide_the_rewards(workpl
         asked.clear()
         return records(comparisons, "samples.jsonl"), made
 
-    (every, _), (circular, in_circles), (anchored, with_anchors) = map(lines, ("all", "circular", "anchor"))
+    (every, _), (circular, in_circles), (anchored, with_anchors) = map(
+        lines, ("all", "circular", "anchor")
+    )
     texts = [line["responses"] for line in every]
-    assert [line["responses"] for line in circular] == [line["responses"] for line in anchored] == texts
+    assert (
+        [line["responses"] for line in circular]
+        == [line["responses"] for line in anchored]
+        == texts
+    )
     assert all(len({*its}) == 4 for its in texts)
     assert len(in_circles) == len(with_anchors) == 8 * 4
     anchors = {prompt: second for prompt, _, second in with_anchors}
     assert len({*with_anchors}) == 8 * 4
-    assert {(prompt, anchors[prompt]) for prompt, *_ in with_anchors} == {(p, second) for p, _, second in with_anchors}
+    assert {(prompt, anchors[prompt]) for prompt, *_ in with_anchors} == {
+        (p, second) for p, _, second in with_anchors
+    }
     for line, its in zip(circular, texts, strict=True):
         beside = [(its[place - 1], its[(place + 1) % 4]) for place in range(4)]
-        expected = [(lead(a, before) + lead(a, after)) / 8 for a, (before, after) in zip(its, beside, strict=True)]
+        expected = [
+            (lead(a, before) + lead(a, after)) / 8
+            for a, (before, after) in zip(its, beside, strict=True)
+        ]
         assert line["rewards"] == expected
     for line, its in zip(anchored, texts, strict=True):
         leads = [lead(text, anchors[line["prompt"]]) / 2 for text in its]
         assert anchors[line["prompt"]] not in its
         assert line["rewards"] == [sum(mine - other for other in leads) / 8 for mine in leads]
     assert [line["completion"] for line in records("anchor")] == [
-        its[line["rewards"].index(max(line["rewards"]))] for line, its in zip(anchored, texts, strict=True)
+        its[line["rewards"].index(max(line["rewards"]))]
+        for line, its in zip(anchored, texts, strict=True)
     ]
 
 
@@ -143,7 +175,10 @@ def test_anchors_of_a_resumed_run_are_those_of_an_unbroken_one(workplace, tiny_m
             "--keep tournament chooses the pairs that are compared: leave out --comparisons",
         ),
         ({"keep": "judged", "judge": "a:b"}, "--keep judged chooses the pairs that are compared"),
-        ({"keep": "revised", "reward": None, "principles": "p"}, "--keep revised chooses the pairs"),
+        (
+            {"keep": "revised", "reward": None, "principles": "p"},
+            "--keep revised chooses the pairs",
+        ),
         ({"keep": "none", "reward": None}, "--comparisons anchor has no effect without --reward"),
         ({"responses_per_prompt": 1}, "--responses_per_prompt must be at least 2, got 1"),
     ],
@@ -154,19 +189,27 @@ def test_a_choice_of_pairs_without_effect_is_refused(tiny_model, changes, messag
 
 
 def test_one_response_alone_is_refused_by_a_reward_that_compares(workplace, tiny_model):
-    Path("of_pairs.py").write_text("def better(prompts, firsts, seconds):\n    return [0.5] * len(prompts)\n")
-    with pytest.raises(UserError, match=r"of_pairs:better compares responses .* must be at least 2"):
+    Path("of_pairs.py").write_text(
+        "def better(prompts, firsts, seconds):\n    return [0.5] * len(prompts)\n"
+    )
+    with pytest.raises(
+        UserError, match=r"of_pairs:better compares responses .* must be at least 2"
+    ):
         generate(config(tiny_model, "run", reward="of_pairs:better", responses_per_prompt=1))
     assert not Path("run").exists()
 
 
 def test_a_choice_of_pairs_is_refused_for_a_reward_that_scores(workplace, tiny_model):
-    with pytest.raises(UserError, match="--comparisons circular has no effect without a reward that judges pair by"):
+    with pytest.raises(
+        UserError, match="--comparisons circular has no effect without a reward that judges pair by"
+    ):
         generate(config(tiny_model, "run", comparisons="circular"))
     assert not Path("run").exists()
 
 
-def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):
+def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(
+    workplace, tiny_model, monkeypatch, capsys
+):
     """It ends with the bits of an unbroken one."""
     generate(config(tiny_model, "run"))
     samples, kept = contents("run")
@@ -179,14 +222,21 @@ def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny
     marked = samples.replace(b'"rewards": [', b'"rewards": [ ', 3)
     Path("run/samples.jsonl").write_bytes(marked[: fourth + 3] + b"no line\n")
     generate(config(tiny_model, "run", resume=True))
-    assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
+    assert (
+        "--resume: 3 of 8 prompts have their responses in run/samples.jsonl"
+        in capsys.readouterr().out
+    )
     assert contents("run") == [marked, kept]
     # Samples of something else, or of nothing known, are not gone on with.
     for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
-        with pytest.raises(ResumeError, match=f"this would be a different run: --{next(iter(changes))}"):
+        with pytest.raises(
+            ResumeError, match=f"this would be a different run: --{next(iter(changes))}"
+        ):
             generate(config(tiny_model, "run", resume=True, **changes))
     manifest = Path("run/manifest.json").rename("elsewhere")
-    with pytest.raises(CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "):
+    with pytest.raises(
+        CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "
+    ):
         generate(config(tiny_model, "run", resume=True))
     manifest.rename("run/manifest.json")
     assert contents("run") == [marked, kept]
@@ -195,7 +245,9 @@ def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny
     assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
 
 
-def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):
+def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(
+    workplace, tiny_model
+):
     with pytest.raises(NotFiniteError, match="a reward is NaN or infinite"):
         generate(config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call"))
     assert [line["number"] for line in records("run", "samples.jsonl")] == list(range(6))
@@ -222,7 +274,10 @@ def kills(prompts, responses):
 def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
     """Eight prompts are three batches: two processes share them unevenly."""
     Path("killing.py").write_text(KILLS)
-    begun, fresh = (flags(tiny_model, *run) for run in (("begun", "killing:kills"), ("fresh", SETTINGS["reward"])))
+    begun, fresh = (
+        flags(tiny_model, *run)
+        for run in (("begun", "killing:kills"), ("fresh", SETTINGS["reward"]))
+    )
     killed = together(RUNS, *begun, processes=1)
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6

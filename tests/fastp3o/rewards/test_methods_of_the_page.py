@@ -50,9 +50,16 @@ def models(workplace, tiny_model, tokenizer) -> None:
     Path("rules.py").write_text(RULES)
     for name in ("sft", "judge"):
         save_letters(tiny_model, tokenizer, Path("runs", name, "model"))
-    settings = {"train_data": "preferences.jsonl", "batch_size": 8, "preference_dim": 2, "report_to": "none"}
+    settings = {
+        "train_data": "preferences.jsonl",
+        "batch_size": 8,
+        "preference_dim": 2,
+        "report_to": "none",
+    }
     limits = {"max_prompt_tokens": 16, "max_response_tokens": 8, "precision": "fp32"}
-    reward_model.train(RewardModelConfig(model=tiny_model, output_dir="runs/pm", **settings, **limits))
+    reward_model.train(
+        RewardModelConfig(model=tiny_model, output_dir="runs/pm", **settings, **limits)
+    )
 
 
 def run(monkeypatch: pytest.MonkeyPatch, command: str) -> str:
@@ -65,7 +72,9 @@ def run(monkeypatch: pytest.MonkeyPatch, command: str) -> str:
     return flags[flags.index("--output_dir") + 1]
 
 
-@pytest.mark.parametrize("command", [command for _, command in METHODS], ids=lambda command: command.split("/")[-1])
+@pytest.mark.parametrize(
+    "command", [command for _, command in METHODS], ids=lambda command: command.split("/")[-1]
+)
 def test_it_runs_by_its_command_and_compares(models, monkeypatch, command):
     for single in command.split(" && "):
         folder = Path(run(monkeypatch, single))
@@ -77,12 +86,16 @@ def test_it_runs_by_its_command_and_compares(models, monkeypatch, command):
             assert kept
             assert all(len(line["rewards"]) == 4 for line in samples)
             continue
-        (metrics,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1:]
+        (metrics,) = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ][-1:]
         assert (folder / "model").is_dir()
         if "judge" in single:
             assert metrics["reward_answered"] == 1
         if "else" in single:
             assert 0 <= metrics["reward/better_answered"] <= 1
-            assert metrics["reward/better_answered"] + metrics["reward/judge_answered"] == pytest.approx(1)
+            assert metrics["reward/better_answered"] + metrics[
+                "reward/judge_answered"
+            ] == pytest.approx(1)
         if "--objective nash_md" in single:
             assert 0 < metrics["preferred"] < 1

@@ -26,16 +26,27 @@ class Noted:
 
     def better(self, prompts, firsts, seconds):
         self.pairs += zip(firsts, seconds, strict=True)
-        return [0.5 + (len(a) > len(b)) / 4 - (len(a) < len(b)) / 4 for a, b in zip(firsts, seconds, strict=True)]
+        return [
+            0.5 + (len(a) > len(b)) / 4 - (len(a) < len(b)) / 4
+            for a, b in zip(firsts, seconds, strict=True)
+        ]
 
 
 def models(folder: Path) -> tuple[str, str]:
     """A policy and a rival of two families, whose tokens, ends and templates differ."""
-    return save_family(BY_NAME["qwen3"], folder / "policy")[0], save_family(BY_NAME["llama2"], folder / "rival")[0]
+    return save_family(BY_NAME["qwen3"], folder / "policy")[0], save_family(
+        BY_NAME["llama2"], folder / "rival"
+    )[0]
 
 
 def asked(model: str, folder: str, prompts: str, **changes) -> P3OConfig:
-    settings = {"reward": "", "updates": 1, "prompts": prompts, "eval_prompts": prompts, "max_prompt_tokens": 100}
+    settings = {
+        "reward": "",
+        "updates": 1,
+        "prompts": prompts,
+        "eval_prompts": prompts,
+        "max_prompt_tokens": 100,
+    }
     return config(model, folder, **(settings | changes))
 
 
@@ -83,7 +94,9 @@ def test_rewards_that_read_tokens_get_its_texts_in_the_policys(workplace):
     ours = seen[1 : 1 + len(WORDS)]
     assert [text for text, _ in ours] == responses_alone(rival, "alone", prompts)
     for text, ids in ours:
-        assert tokenizer.decode([number for number in ids if number != tokenizer.eos_token_id]) == text
+        assert (
+            tokenizer.decode([number for number in ids if number != tokenizer.eos_token_id]) == text
+        )
     assert any(ids for _, ids in ours)
 
 
@@ -106,7 +119,9 @@ def test_fixed_preferences_are_evaluated_against_it(workplace):
     )
     noted = Noted()
     train(settings, reward=noted.better)
-    assert [second for _, second in noted.pairs[1:5]] == responses_alone(rival, "alone", settings.eval_prompts)
+    assert [second for _, second in noted.pairs[1:5]] == responses_alone(
+        rival, "alone", settings.eval_prompts
+    )
 
 
 def test_an_environment_excludes_it(workplace):
@@ -121,6 +136,8 @@ def test_an_environment_excludes_it(workplace):
             return None, 0.0, True
 
     settings = asked(policy, "run", prompts, rival=rival, environment="a:B", max_turn_tokens=6)
-    with pytest.raises(UserError, match=r"has another vocabulary than the policy .*, which --environment excludes"):
+    with pytest.raises(
+        UserError, match=r"has another vocabulary than the policy .*, which --environment excludes"
+    ):
         train(settings, environment=Echo, reward="environment")
     assert not Path("run/metrics.jsonl").exists()
