@@ -206,7 +206,8 @@ class RewardConfig(RemoteConfig):
     rival: str | None = option(
         None,
         "Model whose responses to --eval_prompts evaluations compare the policy's with, for win_rate. Default: the "
-        "starting model where a reward compares responses; else no win_rate.",
+        "starting model where a reward compares responses; else no win_rate. A rival of another vocabulary reads "
+        "prompts in its own tokens and by its own chat template; limits count those then.",
         needs="eval_prompts",
     )
 
@@ -256,8 +257,9 @@ class ComparisonConfig(Flags):
     comparisons: Compared = option(
         "all",
         "Pairs that a reward which compares responses judges, of K responses to a prompt. all: every pair, K (K − 1) / "
-        "2. circular: each response with the next, K. anchor: each with one response of the reference, K. Needs a "
-        "reward that judges pair by pair: a function or judge, no preference model.",
+        "2. circular: each response with the next, K. anchor: each with one response of the reference (in `generate`, "
+        "one more response of the model), K. Needs a reward that judges pair by pair: a function or judge, no "
+        "preference model.",
     )
 
 

@@ -31,6 +31,7 @@ from fastp3o.rewards.config import (
     ENVIRONMENT,
     PenaltyConfig,
     RemoteConfig,
+    RewardConfig,
     cascaded,
     is_endpoint,
     is_function,
@@ -152,6 +153,14 @@ def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str,
         "observation_role": role,
         "tools": [tool.schema for tool in tools],
     }
+
+
+def asked_of_evaluations(config: RewardConfig) -> dict[str, Any]:
+    """The same for evaluations. A rival of another vocabulary reads messages by its own chat
+    template.
+    """
+    asked = asked_of_records(config.scorers, config)
+    return asked | {"as_given": asked["as_given"] or bool(config.rival)}
 
 
 # --- sums of rewards ------------------------------------------------------------------------------

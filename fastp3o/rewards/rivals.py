@@ -5,6 +5,7 @@ siblings.
 from collections.abc import Sequence
 from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
 from fastp3o.rewards.comparisons import Comparison, RelativeReward
@@ -20,10 +21,12 @@ class AgainstRival:
 
     rivals: of each prompt that evaluations have, in order, K or more. siblings: how many of them
     are a response's. preferred: P(the response is better) in the last call, [P, K] fp32, NaN
-    without a verdict.
+    without a verdict. longer: by how many characters it is longer than its rival, or the mean of
+    its rivals, [P, K] fp32.
     """
 
     preferred: Tensor
+    longer: Tensor
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class AgainstRival:
                 for place, (response, rival) in enumerate(zip(responses, its, strict=False))
             ]
             self.preferred = self.reward.preferred(comparisons).view(len(groups), -1)
+            self.longer = longer_than(groups, self.rivals)
             return (self.preferred - 0.5).nan_to_num(nan=0.0)
         among = [
             Group(prompt, [response, *its[: self.siblings]])
@@ -50,7 +54,25 @@ class AgainstRival:
         values = self.reward(among)
         leads = values[:, :1] - values[:, 1:]
         self.preferred = ((leads.sign() + 1) / 2).mean(dim=1).view(len(groups), -1)
+        self.longer = characters([its.responses[:1] for its in among]).view(len(groups), -1)
+        self.longer = self.longer - characters([its.responses[1:] for its in among]).mean(
+            dim=1
+        ).view(len(groups), -1)
         return leads.mean(dim=1).view(len(groups), -1)
+
+
+def longer_than(groups: Sequence[Group], rivals: Sequence[Sequence[Response]]) -> Tensor:
+    """By how many characters each prompt's k-th response is longer than the rival's k-th, [P, K]
+    fp32. rivals: [P], K or more each.
+    """
+    return characters([its for _, its in groups]) - characters(
+        [others[: len(its)] for (_, its), others in zip(groups, rivals, strict=True)]
+    )
+
+
+def characters(responses: Sequence[Sequence[Response]]) -> Tensor:
+    """The length of each response's text, [P, K] fp32."""
+    return torch.tensor([[len(response.text) for response in its] for its in responses]).float()
 
 
 def compares(reward: object) -> TypeGuard[RelativeReward | FunctionReward]:

@@ -1,6 +1,6 @@
 """The parts of the online loop, built from its configuration."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from fastp3o.rewards.comparisons import JudgedPairs
 from fastp3o.rewards.load import load_rewards
 from fastp3o.rewards.reward import (
     Reward,
+    asked_of_evaluations,
     asked_of_records,
     logged_means,
     penalized_rewards,
@@ -35,7 +36,6 @@ from fastp3o.rollouts.plan import SampledModel, policy_sampler, sampled_model
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.runtime.context import Caller, Context
-from fastp3o.sources import Source
 from fastp3o.training.batch import RolloutBatch
 from fastp3o.training.build import in_context, load_reference, load_reference_model, load_trained
 from fastp3o.training.kl_per_update import LearningRateSearch, Search
@@ -322,13 +322,10 @@ def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut,
     pretraining mix.
     """
 
-    def loader(rewards: Iterable[Source]) -> Loader:
-        return partial(load_prompts, **asked_of_records(rewards, config))
-
-    load = loader(config.rewards)
+    load: Loader = partial(load_prompts, **asked_of_records(config.rewards, config))
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    held_out = load_held_out(context, config, loader(config.scorers), config.eval_prompts)
-    texts = None
+    load = partial(load_prompts, **asked_of_evaluations(config))
+    held_out, texts = load_held_out(context, config, load, config.eval_prompts), None
     if config.ptx_data:
         ends = checkpoint_ends(
             config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code

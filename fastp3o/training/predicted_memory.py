@@ -204,19 +204,35 @@ def update_memory(
 
 
 def together(
-    update: Memory, frozen: Memory, rollouts: Memory, *, second: bool, offload: bool
+    update: Memory,
+    frozen: Memory,
+    rollouts: Memory,
+    *,
+    second: bool,
+    offload: bool,
+    judge: Memory | None = None,
+    rival: Memory | None = None,
 ) -> list[Memory]:
-    """The three phases of a run, each with what waits beside it. second: whether the reference is a
-    model of its own. offload: whether that is on the CPU between uses. Gradients are freed after
+    """The phases of a run, each with what waits beside it: update, reference's pass, rollouts, and
+    those of a judge and a rival if there are any. second: whether the reference is a model of its
+    own. offload: whether that and the judge are on the CPU between uses. judge: a pass over its
+    questions. rival: its rollouts, before the first step makes moments. Gradients are freed after
     each step.
     """
-    kept = frozen.weights if second and not offload else 0
+    reference = frozen.weights if second else 0
+    waiting = 0 if judge is None or offload else judge.weights
+    kept = waiting + (0 if offload else reference)
     trains = {"masters": update.masters, "optimizer": update.optimizer}
-    return [
+    phases = [
         replace(update, others=kept),
-        replace(frozen, others=frozen.weights if second else 0, **trains),
+        replace(frozen, others=waiting + reference, **trains),
         replace(rollouts, others=kept, **trains),
     ]
+    if judge is not None:
+        phases.append(replace(judge, others=frozen.weights + kept - waiting, **trains))
+    if rival is not None:
+        phases.append(replace(rival, others=frozen.weights + kept, masters=update.masters))
+    return phases
 
 
 def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, kernels: bool) -> int:
