@@ -1,5 +1,6 @@
 from fastp3o.errors import UserError as UserError
 from fastp3o.objectives.config.distillation import DistillationConfig as DistillationConfig
+from fastp3o.objectives.config.function import FunctionConfig as FunctionConfig
 from fastp3o.objectives.config.p3o import P3OConfig as P3OConfig
 from fastp3o.objectives.config.p3o import PPGConfig as PPGConfig
 from fastp3o.objectives.config.policy_gradient import CISPOConfig as CISPOConfig

@@ -173,10 +173,16 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     return config
 
 
-def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
+def parse_chosen(
+    classes: Mapping[str, type[Config]],
+    arguments: list[str] | None = None,
+    *,
+    of_function: type[Config] | None = None,
+) -> Config:
     """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file. classes:
-    keys are the objectives; each class has its own (`ObjectiveConfig`). `--help` explains the
-    options of the objective, or lists the objectives if none is named.
+    keys are the objectives; each class has its own (`ObjectiveConfig`). of_function: that of a function of the user's,
+    `module:function`, where one can stand for an objective. `--help` explains the options of the objective, or lists
+    the objectives if none is named.
     """
     summaries = [f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()]
     parser = argparse.ArgumentParser(
@@ -187,7 +193,7 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--objective", choices=list(classes), metavar="NAME", help="Training objective.")
+    parser.add_argument("--objective", metavar="NAME", help="Training objective.")
     path, flags = split_off_yaml(arguments)
     values = {} if path is None else yaml_values(parser, path)
     named = []
@@ -195,8 +201,14 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
         objective = next(flag for flag in fields(ObjectiveConfig) if flag.name == "objective")
         named = [f"--objective={text_value(parser, path, objective, values['objective'])}"]
     flags_of_choice, others = parser.parse_known_args(named + flags)
-    if flags_of_choice.objective is not None:
-        return parse(classes[flags_of_choice.objective], arguments)
+    chosen = flags_of_choice.objective
+    if chosen is not None and ":" in chosen and of_function is not None:
+        return parse(of_function, arguments)
+    if chosen is not None and chosen not in classes:
+        further = " or module:function" if of_function is not None else ""
+        parser.error(f"argument --objective: invalid choice: {chosen!r} (choose from {', '.join(classes)}{further})")
+    if chosen is not None:
+        return parse(classes[chosen], arguments)
     if {"-h", "--help"} & set(others):
         parser.print_help()
         parser.exit()

@@ -1,6 +1,7 @@
 """Hashes of the data, models and reward functions that a configuration names, since contents change under a name.
 
-A fingerprint has the name of its option, behind it the model's if there are several; a function's ends in ` function`.
+A fingerprint has the name of its option, behind it the model's if there are several; a function's ends in ` function`:
+a resumed run says that it changed, and goes on. An objective's does not: another loss is another run.
 """
 
 import hashlib
@@ -16,9 +17,10 @@ from datasets import Dataset
 from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from fastp3o.calls.function import is_file
+from fastp3o.calls.function import import_function, is_file
 from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, is_judge, reward_names
+from fastp3o.run.code import code_fingerprint
 from fastp3o.sources import InMemory, ModelSource, revised
 
 MODELS = ("model", "reference", "rival", "reward", "gold_reward")
@@ -41,6 +43,11 @@ def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | No
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     if environment := options.get("environment"):
         fingerprints["environment" + FUNCTION] = function_fingerprint(str(environment))
+    objective = options.get("objective", "")
+    if isinstance(objective, InMemory):
+        fingerprints["objective"] = code_fingerprint(objective.value)
+    elif is_function(objective):
+        fingerprints["objective"] = code_fingerprint(import_function(objective, "objective"))
     for option in TEXTS:
         if path := options.get(option):
             fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -21,6 +21,7 @@ from fastp3o.data.errors import RecordError
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.function import FunctionConfig, named_objective
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import RelativeReward
@@ -54,7 +55,8 @@ class Objects(TypedDict, total=False):
     it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
     loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files; of evaluations also a dict of
     several by name. environment: a class that answers the policy's turns. reward: a function or a loaded reward model,
-    or several of them, whose weights are in the configuration's `reward_weights`. peft_config: a LoraConfig of peft, in
+    or several of them, whose weights are in the configuration's `reward_weights`. objective: of a `FunctionConfig`, a
+    function of groups of responses (fastp3o/objectives/README.md). peft_config: a LoraConfig of peft, in
     the place of the options of LoRA.
     """
 
@@ -67,6 +69,7 @@ class Objects(TypedDict, total=False):
     ptx_data: DataSource
     environment: str | type
     reward: RewardSource | Sequence[RewardSource]
+    objective: str | Callable[..., Any]
     gold_reward: RewardSource
     peft_config: Any
     on_update: Callback
@@ -81,9 +84,10 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     equal ones; functions of the module that Python was started with (`__main__`) are found from Python alone.
 
     objects: model, tokenizer, prompts, eval_prompts, train_data, eval_data, ptx_data, environment, reward, gold_reward,
-    peft_config, on_update, on_evaluation; `help(fastp3o.training.api.Objects)` says what each may be. The last two are
-    called with the metrics of each step and each evaluation, and their `step`; the run ends after that step if they
-    return True, and its state is saved if they raise. With several processes they are called on the main one.
+    objective, peft_config, on_update, on_evaluation; `help(fastp3o.training.api.Objects)` says what each may be. The
+    last two are called with the metrics of each step and each evaluation, and their `step`; the run ends after that
+    step if they return True, and its state is saved if they raise. With several processes they are called on the main
+    one.
 
     Where this process has not used the GPU yet and PYTORCH_ALLOC_CONF is not set, memory comes in segments that grow.
 
@@ -142,6 +146,8 @@ def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
     options = {flag.name for flag in fields(config)}
     if others := sorted((objects.keys() & set(OBJECTS)) - options):
         raise UserError(f"{type(config).__name__} has no {', '.join(others)}")
+    if "objective" in objects and not isinstance(config, FunctionConfig):
+        raise UserError(f"objective= goes with a FunctionConfig, and {type(config).__name__} has an objective")
     for name in CALLBACKS:
         if name in objects and not callable(objects[name]):
             raise UserError(f"{name} must be a function, got a {type(objects[name]).__name__}")
@@ -150,12 +156,14 @@ def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
 
 def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
     """The configuration with objects in the place of options. Raises UserError for what cannot stand there."""
-    named: dict[str, Any] = {name: value for name, value in objects.items() if name in OBJECTS}
+    named: dict[str, Any] = {name: value for name, value in objects.items() if name in (*OBJECTS, "objective")}
     for option, value in named.items():
         if isinstance(value, str):
             continue
         if option == "model":
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
+        elif option == "objective":
+            named[option] = named_objective(value)
         elif option == "environment":
             name = f"{value.__module__}:{value.__qualname__}" if isinstance(value, type) else type(value).__name__
             named[option] = InMemory(name, value)
