@@ -14,6 +14,7 @@ from fastp3o.objectives.config.policy_gradient import OAPLConfig as OAPLConfig
 from fastp3o.objectives.config.policy_gradient import REBELConfig as REBELConfig
 from fastp3o.objectives.config.policy_gradient import REINFORCEConfig as REINFORCEConfig
 from fastp3o.objectives.config.policy_gradient import RLOOConfig as RLOOConfig
+from fastp3o.objectives.config.policy_gradient import SAPOConfig as SAPOConfig
 from fastp3o.objectives.config.policy_gradient import VESPOConfig as VESPOConfig
 from fastp3o.objectives.config.ppo import PPOConfig as PPOConfig
 from fastp3o.objectives.config.preferences import APODownConfig as APODownConfig

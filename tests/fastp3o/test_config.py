@@ -218,7 +218,7 @@ def test_the_options_of_p3o_are_the_settings_of_its_loss():
 def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
     begins = {name: (4, {64: 1}) for name in ("rloo", "reinforce", "ppg")} | {"dapo": (8, {64: 16, 24: 8})}
     begins |= {"grpo": (8, {64: 1}), "dr_grpo": (8, {64: 1}), "gspo": (8, {64: 4, 5: 1})}
-    begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8})}
+    begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8}), "sapo": (8, {64: 4})}
     for name, (responses, minibatches) in begins.items():
         for prompts, expected in minibatches.items():
             config = OBJECTIVES[name](**GIVEN, prompts_per_update=prompts)

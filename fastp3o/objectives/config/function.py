@@ -50,7 +50,7 @@ class FunctionConfig(RewardScalingConfig, OnlineConfig):
         ),
     )
 
-    objective: str | InMemory = required(
+    objective: str | InMemory = required(  # type: ignore[assignment]  # all others have a name
         "Function of groups of responses, as module:function. Its further parameters name what it takes: "
         f"{', '.join(TENSORS)}."
     )
@@ -121,10 +121,11 @@ def named_tensors(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
     Raises UserError if it does not take groups first, or takes what there is not.
     """
     require_function(name, function)
-    first, *others = signature(function).parameters.values() or [None]
-    takes = f"{name} takes {signature(function)}"
-    if first is None or first.name in TENSORS or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+    parameters, takes = [*signature(function).parameters.values()], f"{name} takes {signature(function)}"
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].kind not in positional or parameters[0].name in TENSORS:
         raise UserError(f"the objective must take groups of responses first (`fastp3o_kernels.Groups`), and {takes}")
+    others = parameters[1:]
     unknown = [one for one in others if one.name not in TENSORS and not is_setting(one)]
     if unknown:
         raise UserError(

@@ -88,6 +88,11 @@ def vespo(y: Response, a: float) -> Tensor:
     return weight(y) * ratio**k * torch.exp(decay * (1 - ratio)) * -a * y.now.sum() * y.counts
 
 
+def sapo(y: Response, a: float) -> Tensor:
+    tau = 0.6 if a > 0 else 1.4
+    return (token_weights(y) * -a * torch.sigmoid(tau * ((y.now - y.old).exp() - 1)) * 4 / tau).mean() * y.counts
+
+
 def oapl(y: Response, a: float) -> Tensor:
     return weight(y) * (0.2 * (y.now - y.old).sum() - a) ** 2
 
@@ -199,6 +204,10 @@ CASES = {
     "reinforce": (WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
     "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labeled=False)),
     "cispo": (WEIGHTED | {"clip_low": 0.2, "clip_high": 0.1}, cispo),
+    "sapo": (
+        WEIGHTED | K1 | {"mask_truncated": True, "tau_pos": 0.6, "tau_neg": 1.4},
+        of_responses(lambda g: less_mean(rewards(g, 0.05)), sapo),
+    ),
     "vespo": (
         WEIGHTED | {"mask_truncated": True, "k_pos": 1.5, "lambda_neg": 0.5},
         of_responses(lambda g: less_mean(rewards(g)), vespo),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastp3o
-from fastp3o import FunctionConfig, RLOOConfig, UserError, train
+from fastp3o import FunctionConfig, RLOOConfig, SAPOConfig, UserError, train
 from fastp3o.calls.function import FunctionError
 from fastp3o.cli import parse_chosen
 from fastp3o.objectives.config.function import TENSORS
@@ -16,7 +16,8 @@ from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.run.code import code_fingerprint
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training import build
-from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, vowels, weights
+from fastp3o_kernels import Groups
+from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, vowels, weights, weights_of_start
 
 GIVEN = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
 
@@ -30,6 +31,18 @@ def rloo(groups, rewards, *, scale=1.0):
 
 def settings(tiny_model: str, folder: str, **changes) -> FunctionConfig:
     return config(tiny_model, folder, FunctionConfig, **{"inner_epochs": 1, "updates": 2, "save_every": 1} | changes)
+
+
+def random_groups(seed: int) -> Groups:
+    """Two groups of four responses, whose old log-probs are others."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 7, (8,), generator=generator)
+    logprobs = -torch.rand(int(lengths.sum()), generator=generator) * 3
+    old = logprobs + 0.3 * torch.randn(len(logprobs), generator=generator)
+    rewards, everything = torch.randn(2, 4, generator=generator), torch.ones(2, 4, dtype=torch.bool)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    tensors = {"old_tokens": old, "rewards": rewards, "loss_mask": everything}
+    return Groups(logprobs.requires_grad_(), offsets, 4, tensors)
 
 
 def built(function, **changes) -> FunctionConfig:
@@ -80,6 +93,40 @@ def test_a_run_resumes_with_the_same_code_alone(tiny_model, workplace):
         train(again, objective=unlike)
     train(again, objective=weighed(1.0))
     assert len(metrics("run")) == 3
+
+
+def sapo(groups, old_tokens, rewards, *, tau_pos=1.0, tau_neg=1.05):
+    """arXiv 2511.20347, once more."""
+    advantages = groups.per_token((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4))
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    gates = torch.sigmoid(tau * ((groups.token_logprobs - old_tokens).exp() - 1)) * 4 / tau
+    return -groups.means(advantages * gates).mean(1).sum()
+
+
+def test_an_objective_of_the_tree_and_its_function_have_equal_losses_gradients_and_weights(tiny_model, workplace):
+    steps = {"updates": 3, "prompts_per_minibatch": 4, "inner_epochs": 2}
+    train(settings(tiny_model, "function", **steps), objective=partial(sapo, tau_neg=2.0))
+    train(config(tiny_model, "tree", SAPOConfig, tau_neg=2.0, **steps))
+    for one, other in zip(metrics("function"), metrics("tree"), strict=True):
+        assert other["ratio_mean"] != 1
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    start, tree = weights_of_start(tiny_model), weights("tree")
+    for name, weight in weights("function").items():
+        moved = (tree[name] - start[name]).norm()
+        assert (weight - tree[name]).norm() < 0.01 * moved
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_objective_of_the_tree_and_its_function_have_equal_gradients(seed):
+    groups = random_groups(seed)
+    tree = SAPOConfig(**GIVEN).build()
+    (one,), (other,) = (
+        torch.autograd.grad(loss, groups.token_logprobs)
+        for loss in (tree.sums(groups)[0], sapo(groups, groups["old_tokens"], groups["rewards"]))
+    )
+    torch.testing.assert_close(one, other)
+    assert one.abs().min() > 0
 
 
 # --- what a function gets ---------------------------------------------------------------------------------------------
