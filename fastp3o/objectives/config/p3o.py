@@ -22,7 +22,11 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
         "ablation).",
     )
     clip_range: float = option(
-        0.2, "Clipping epsilon: ratios count within 1 - epsilon and 1 + epsilon (paper: 0.2).", above=0, changeable=True
+        0.2,
+        "Clipping epsilon: ratios count within 1 - epsilon and 1 + epsilon (paper: 0.2).",
+        above=0,
+        needs=("clipping=joint", "clipping=separate", "clipping=token"),
+        changeable=True,
     )
     ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1)
     kl_coef: float = option(

@@ -120,6 +120,12 @@ def grpo_plus(groups: Groups) -> Tensor:
     return torch.cat(losses).mean()
 
 
+def dapo(groups: Groups) -> Tensor:
+    """The mean over the tokens of all responses."""
+    every = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True)]
+    return torch.cat([clip_loss(y.now - y.old, a, 0.2, 0.28) for y, a in every]).mean()
+
+
 def cispo(groups: Groups) -> Tensor:
     every = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True)]
     clipped = [(y.now - y.old).exp().detach().clamp(0.8, 1.1) for y, _ in every]
@@ -174,6 +180,35 @@ def ppg(first: Response, second: Response) -> Tensor:
     return -(worth[0] - worth[1]) / 2 * (first.now.sum() - second.now.sum())
 
 
+def orpo(chosen: Response, rejected: Response) -> Tensor:
+    odds = [y.now.mean().exp() / (1 - y.now.mean().exp()) for y in (chosen, rejected)]
+    return -chosen.now.mean() + 0.3 * dpo((odds[0] / odds[1]).log())
+
+
+def slic(chosen: Response, rejected: Response) -> Tensor:
+    return (2.0 - chosen.now.sum() + rejected.now.sum()).clamp(min=0) - 0.5 * chosen.now.sum()
+
+
+def apo_zero(chosen: Response, rejected: Response) -> Tensor:
+    return 1 - torch.sigmoid(0.3 * log_ratio(chosen)) + torch.sigmoid(0.3 * log_ratio(rejected))
+
+
+def apo_down(chosen: Response, rejected: Response) -> Tensor:
+    difference = log_ratio(chosen) - log_ratio(rejected)
+    return torch.sigmoid(0.3 * log_ratio(chosen)) + 1 - torch.sigmoid(0.3 * difference)
+
+
+def discopop(chosen: Response, rejected: Response) -> Tensor:
+    difference = 0.3 * (log_ratio(chosen) - log_ratio(rejected))
+    exponential = torch.sigmoid(difference / 0.2)
+    return (1 - exponential) * dpo(difference) + exponential * torch.exp(-difference)
+
+
+def log_ratio(y: Response) -> Tensor:
+    """To the reference."""
+    return (y.now - y.ref).sum()
+
+
 def nash(groups: Groups) -> Tensor:
     """The first two responses, each against the mean preference to the mixture's two."""
     total = 0.0
@@ -190,6 +225,7 @@ K2 = {"kl_estimator": "k2", "kl_coef": 0.1}
 CASES = {
     "grpo": (WEIGHTED | {"kl_estimator": "k3"}, of_responses(lambda g: less_mean(rewards(g)), grpo)),
     "dr_grpo": ({}, of_responses(lambda g: less_mean(rewards(g), scale=False), dr_grpo)),
+    "dapo": ({}, dapo),
     "grpo_plus": (WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
     "gspo": (WEIGHTED | K1, of_responses(lambda g: less_mean(rewards(g, 0.05)), gspo)),
     "rloo": (WEIGHTED | {"mask_truncated": True}, of_responses(lambda g: less_others(rewards(g, 0.05)), masked_rloo)),
@@ -234,6 +270,11 @@ CASES = {
         {"beta": 0.3, "label_smoothing": 0.2},
         of_pairs(lambda y, n: smoothed_dpo(0.3 * (y.now.sum() - n.now.sum())) - y.now.sum(), weighs=False),
     ),
+    "online_orpo": ({"odds_weight": 0.3}, of_pairs(orpo, weighs=False)),
+    "online_slic": ({"delta": 2.0, "nll_weight": 0.5}, of_pairs(slic, weighs=False)),
+    "online_apo_zero": ({"beta": 0.3}, of_pairs(apo_zero, weighs=False)),
+    "online_apo_down": (WEIGHTED | {"beta": 0.3}, of_pairs(apo_down)),
+    "online_discopop": ({"beta": 0.3, "tau": 0.2}, of_pairs(discopop, weighs=False)),
     "nash_md": ({"responses_per_prompt": K}, nash),
     "ppg": (WEIGHTED, of_pairs(ppg, labeled=False)),
 }

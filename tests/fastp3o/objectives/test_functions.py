@@ -312,3 +312,21 @@ def test_rewards_that_are_read_are_needed(tiny_model, workplace):
         prompts="prompts.jsonl",
     )
     assert metrics("run")[0]["loss/advantage"] > 0
+
+
+def test_the_page_begins_with_a_function_that_trains(tiny_model, workplace):
+    page = (Path(fastp3o.__file__).parent / "objectives" / "README.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    assert page.index(code) < page.index("\n## Offline")
+    assert len(code.splitlines()) <= 12
+    small = 'output_dir="runs/gated", updates=1, prompts_per_update=8, max_response_tokens=6, report_to="none"'
+    for name, instead in (
+        ("runs/sft/model", tiny_model),
+        ("p.jsonl", "prompts.jsonl"),
+        ("my_reward:score", "rewards_for_tests:vowels"),
+        ('output_dir="runs/gated"', small),
+    ):
+        assert code.count(name) == 1
+        code = code.replace(name, instead)
+    exec(compile(code, "README.md", "exec"), {"__name__": "page"})
+    assert metrics("runs/gated")[0]["grad_norm"] > 0
