@@ -53,6 +53,11 @@ FLAGS = [
     ("p3o", "--old_logprobs sampler --sampler transformers", "--old_logprobs sampler needs log-probs of the sampler"),
     ("p3o", "--sampler_ratio_cap 2 --old_logprobs sampler", "cannot be combined: both correct the same"),
     ("online", "--old_logprobs sampler", "--old_logprobs sampler changes no ratio"),
+    (
+        "p3o",
+        "--clipping none --clip_range 0.1",
+        "--clip_range has no effect without --clipping joint or --clipping sep",
+    ),
     ("online", "--clip_low 0.1", "--clip_low has no effect without --clipping response or --clipping token"),
     ("online", "--clipping token --lora_rank 2 --lora_dropout 0.1", "--lora_dropout would make ratios random"),
     ("p3o", "--deterministic --top_p 0.9 --sampler_ratio_cap 2", "--deterministic and --top_p cannot be combined"),
