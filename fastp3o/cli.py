@@ -184,7 +184,8 @@ def parse_chosen(
     `module:function`, where one can stand for an objective. `--help` explains the options of the objective, or lists
     the objectives if none is named.
     """
-    summaries = [f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()]
+    named = {**classes, "module:function": of_function} if of_function is not None else classes
+    summaries = [f"  {name:<14} {str(chosen.summary).splitlines()[0]}" for name, chosen in named.items()]
     parser = argparse.ArgumentParser(
         description="\n".join(["objectives, whose options --objective NAME --help explains:", *summaries]),
         epilog=DEBUG_HELP,
@@ -196,19 +197,17 @@ def parse_chosen(
     parser.add_argument("--objective", metavar="NAME", help="Training objective.")
     path, flags = split_off_yaml(arguments)
     values = {} if path is None else yaml_values(parser, path)
-    named = []
+    in_file = []
     if "objective" in values:
         objective = next(flag for flag in fields(ObjectiveConfig) if flag.name == "objective")
-        named = [f"--objective={text_value(parser, path, objective, values['objective'])}"]
-    flags_of_choice, others = parser.parse_known_args(named + flags)
-    chosen = flags_of_choice.objective
-    if chosen is not None and ":" in chosen and of_function is not None:
-        return parse(of_function, arguments)
-    if chosen is not None and chosen not in classes:
-        further = " or module:function" if of_function is not None else ""
-        parser.error(f"argument --objective: invalid choice: {chosen!r} (choose from {', '.join(classes)}{further})")
-    if chosen is not None:
-        return parse(classes[chosen], arguments)
+        in_file = [f"--objective={text_value(parser, path, objective, values['objective'])}"]
+    flags_of_choice, others = parser.parse_known_args(in_file + flags)
+    name = flags_of_choice.objective
+    if name is not None:
+        chosen = of_function if ":" in name and of_function is not None else classes.get(name)
+        if chosen is None:
+            parser.error(f"argument --objective: invalid choice: {name!r} (choose from {', '.join(named)})")
+        return parse(chosen, arguments)
     if {"-h", "--help"} & set(others):
         parser.print_help()
         parser.exit()

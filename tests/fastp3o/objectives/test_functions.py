@@ -16,7 +16,7 @@ from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.run.code import code_fingerprint
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training import build
-from fastp3o_kernels import Groups
+from fastp3o_kernels import Groups, linear_loss
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, vowels, weights, weights_of_start
 
 GIVEN = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
@@ -127,6 +127,26 @@ def test_an_objective_of_the_tree_and_its_function_have_equal_gradients(seed):
     )
     torch.testing.assert_close(one, other)
     assert one.abs().min() > 0
+
+
+def test_the_same_function_goes_into_a_loop_without_the_trainer():
+    """As the page says: `linear_loss` gives a function what its caller names."""
+    groups = random_groups(1)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(len(groups.token_logprobs), 8, generator=generator, requires_grad=True)
+    weight = torch.randn(32, 8, generator=generator)
+    loss = linear_loss(
+        hidden,
+        weight,
+        torch.randint(32, (len(hidden),), generator=generator),
+        groups.cu_seqlens,
+        lambda chunk: sapo(chunk, **chunk.tensors),
+        responses_per_group=4,
+        token_tensors={"old_tokens": groups["old_tokens"]},
+        response_tensors={"rewards": groups["rewards"]},
+    ).loss
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert gradient.abs().sum() > 0
 
 
 # --- what a function gets ---------------------------------------------------------------------------------------------
@@ -246,10 +266,13 @@ def test_the_command_tells_functions_from_objectives(workplace, capsys):
     flags = [f"--{name}={value}" for name, value in GIVEN.items()]
     made = parse_chosen(OBJECTIVES, ["--objective", "mine:loss", *flags], of_function=FunctionConfig)
     assert (type(made), made.tensors) == (FunctionConfig, ("rewards",))
-    for name, message in (("mine:lost", "the nearest one is loss"), ("mine", "or module:function")):
+    for name, message in (("mine:lost", "the nearest one is loss"), ("mine", ", module:function)")):
         with pytest.raises(SystemExit):
             parse_chosen(OBJECTIVES, ["--objective", name, *flags], of_function=FunctionConfig)
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_chosen(OBJECTIVES, ["--help"], of_function=FunctionConfig)
+    assert "  module:function An objective that is a function" in capsys.readouterr().out
 
 
 # --- the hash of a function's code ------------------------------------------------------------------------------------

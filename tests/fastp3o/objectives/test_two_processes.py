@@ -1,5 +1,7 @@
 """Two processes against one, for every objective and for what some add to the loop. Runs share processes, for time."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.fastp3o.objectives.test_runs import NEW, SETTINGS
@@ -14,7 +16,14 @@ BESIDE = {
     "ppo with a penalty": ["ppo", "--step_bound", "penalty"],
     "p3o truncated": ["p3o", "--top_k", "9", "--sampler_ratio_cap", "2"],
     "grpo with a mix": ["grpo", "--entropy_coef", "0.1", "--ptx_data", "sft.jsonl", "--ptx_batch_size", "4"],
+    "a function": ["losses_for_tests:gated", "--loss_mean", "token"],
 }
+FUNCTION = """
+def gated(groups, old_tokens, rewards):
+    gates = ((groups.token_logprobs - old_tokens).exp() - 1).sigmoid()
+    worth = groups.per_token(rewards - rewards.mean(1, keepdim=True))
+    return -(worth * gates).sum(), {"gate": gates.sum()}
+"""
 
 
 @pytest.mark.parametrize(
@@ -25,6 +34,7 @@ BESIDE = {
     ],
 )
 def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model, names, beside):
+    Path("losses_for_tests.py").write_text(FUNCTION)
     own = {
         name: [part for setting, value in SETTINGS.get(name, {}).items() for part in (f"--{setting}", str(value))]
         for name in names
