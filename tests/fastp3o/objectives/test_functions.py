@@ -1,5 +1,8 @@
 """Objectives that are functions of the user's: they train as ours do, and what they must not be is refused."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,6 +150,20 @@ def test_the_same_function_goes_into_a_loop_without_the_trainer():
     ).loss
     (gradient,) = torch.autograd.grad(loss, hidden)
     assert gradient.abs().sum() > 0
+
+
+def test_a_function_that_fails_in_a_run_leaves_the_model_and_says_where(tiny_model, workplace):
+    def fails_later(groups, rewards):
+        if Path("run/metrics.jsonl").exists():
+            raise RuntimeError("lost")
+        return (rewards * groups.logprobs).sum()
+
+    with pytest.raises(
+        FunctionError, match=r"update 2: the objective .*fails_later failed: .*, line \d+: RuntimeErr"
+    ) as told:
+        train(settings(tiny_model, "run"), objective=fails_later)
+    assert isinstance(told.value.__cause__, RuntimeError)
+    assert Path("run/stopped-in-000002").exists()
 
 
 # --- what a function gets ---------------------------------------------------------------------------------------------
@@ -314,14 +331,30 @@ def test_code_is_what_a_function_reads(workplace, before, after, same):
     assert (hashed("second", MODULE.replace(before, after)) == first) is same
 
 
+def test_each_process_finds_the_same_code(workplace):
+    """Whatever it hashes texts with, and where its objects lie."""
+    text = MODULE.replace("return gate(groups)", "return gate(groups), groups in {'a', 'b', 'c'}, LAST")
+    text += "\nLAST = {'d', 'e', 'f'}, object(), print\nloss_of = lambda x: x in {'a', 'b', 'c'}\n"
+    Path("mine.py").write_text(text)
+    command = "import mine, fastp3o.run.code as code; print(*map(code.code_fingerprint, (mine.loss, mine.loss_of)))"
+    found = [
+        subprocess.run([sys.executable, "-c", command], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in ("1", "2")
+    ]
+    assert found[0].stdout == found[1].stdout != b""
+
+
 def test_values_that_a_function_closes_over_are_its_code():
     def of(value):
         return code_fingerprint(lambda groups: value)
 
     assert of(torch.tensor([1.0, 2.0])) == of(torch.tensor([1.0, 2.0])) != of(torch.tensor([1.0, 3.0]))
     assert of(object()) == of(object())  # an address is no value
+    assert of({"one", "two"}) != of({"one", "three"})
     assert of({"a": [1]}) != of({"a": [2]})
     assert code_fingerprint(partial(rloo, scale=1.0)) != code_fingerprint(partial(rloo, scale=2.0))
+    assert code_fingerprint(lambda groups: 1.0 * groups) != code_fingerprint(lambda groups: 2.0 * groups)
+    assert code_fingerprint(lambda groups: groups.a) != code_fingerprint(lambda groups: groups.b)
     recursive = [rloo]
     recursive.append(recursive)
     assert of(recursive) == of(recursive)
