@@ -20,10 +20,11 @@ LONGEST = 5  # tokens of a response in the trial
 
 
 class FunctionObjective(GroupwiseObjective):
-    """The function's sum, and its further sums as metrics `loss/NAME`, which are means over what divides the loss.
+    """The function's sum, and its further sums as metrics `loss/NAME`, which are means over what
+    divides the loss.
 
-    Raises FunctionError if the function does not keep its contract on two small groups (`try_out`), which takes no
-    model and no rollouts.
+    Raises FunctionError if the function does not keep its contract on two small groups (`try_out`),
+    which takes no model and no rollouts.
     """
 
     def __init__(self, config: FunctionConfig):
@@ -37,7 +38,9 @@ class FunctionObjective(GroupwiseObjective):
         return self.config.reads_sampler
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
-        return masked_tokens(row, loss_mask) if self.config.loss_mean == "token" else len(row.groups)
+        return (
+            masked_tokens(row, loss_mask) if self.config.loss_mean == "token" else len(row.groups)
+        )
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         loss, metrics = self.called(groups)
@@ -47,8 +50,8 @@ class FunctionObjective(GroupwiseObjective):
         return loss, with_count({f"loss/{name}": value for name, value in metrics.items()}, count)
 
     def called(self, groups: Groups) -> LossAndMetrics:
-        """The function's loss and metrics. It gets the tensors that it names: there is no other in its groups, either.
-        Raises FunctionError if it raises.
+        """The function's loss and metrics. It gets the tensors that it names: there is no other in
+        its groups, either. Raises FunctionError if it raises.
         """
         assert self.config.function is not None
         named = {name: getattr(groups, name) for name in self.outputs}
@@ -58,22 +61,30 @@ class FunctionObjective(GroupwiseObjective):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            remedy = "; it has the tensors that its parameters name" if isinstance(error, KeyError) else ""
-            raise FunctionError(f"the objective {self.name} failed: {told(error)}{remedy}") from error
+            remedy = (
+                "; it has the tensors that its parameters name"
+                if isinstance(error, KeyError)
+                else ""
+            )
+            raise FunctionError(
+                f"the objective {self.name} failed: {told(error)}{remedy}"
+            ) from error
         return value if isinstance(value, tuple) and len(value) == 2 else (value, {})
 
-    # --- the trial before the run -----------------------------------------------------------------------------------
+    # --- the trial before the run -----------------------------------------------------------------
 
     def try_out(self) -> None:
-        """Calls the function with two groups of random numbers, and with each of them. Raises FunctionError if it
-        gives no finite 0-d tensor with a gradient, or no sum over the groups.
+        """Calls the function with two groups of random numbers, and with each of them. Raises
+        FunctionError if it gives no finite 0-d tensor with a gradient, or no sum over the groups.
         """
         generator = torch.Generator().manual_seed(0)
         parts = [self.random_group(generator) for _ in range(2)]
         both, *alone = (self.tried(groups) for groups in (joined(parts), *parts))
         for what in both:
             if any(what not in values for values in alone):
-                raise FunctionError(f"the objective {self.name} must return the same metrics for all groups: no {what}")
+                raise FunctionError(
+                    f"the objective {self.name} must return the same metrics for all groups: no {what}"
+                )
             together, sums = both[what], torch.stack([values[what] for values in alone])
             bound = 1e-3 * sums.abs().sum() + 1e-4
             if not (together - sums.sum()).abs() <= bound:
@@ -84,13 +95,24 @@ class FunctionObjective(GroupwiseObjective):
                 )
 
     def tried(self, groups: Groups) -> dict[str, Tensor]:
-        """The loss and metrics of a trial, each a sum. Raises FunctionError for what they must not be."""
+        """The loss and metrics of a trial, each a sum. Raises FunctionError for what they must not
+        be.
+        """
         loss, metrics = self.called(groups)
-        values = {"the loss": loss, **{f"the metric {name!r}": value for name, value in metrics.items()}}
+        values = {
+            "the loss": loss,
+            **{f"the metric {name!r}": value for name, value in metrics.items()},
+        }
         for what, value in values.items():
             if not isinstance(value, Tensor) or value.dim():
-                got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-                raise FunctionError(f"{what} of the objective {self.name} must be a 0-d tensor, got {got}")
+                got = (
+                    f"one of shape {list(value.shape)}"
+                    if isinstance(value, Tensor)
+                    else f"{value!r:.80}"
+                )
+                raise FunctionError(
+                    f"{what} of the objective {self.name} must be a 0-d tensor, got {got}"
+                )
             if not value.isfinite():
                 raise FunctionError(
                     f"{what} of the objective {self.name} is {value.item()} for a group of random numbers"
@@ -100,7 +122,9 @@ class FunctionObjective(GroupwiseObjective):
                 f"the loss of the objective {self.name} has no gradient: it is detached, or a constant of the log-probs"
             )
         if maxima := [name for name in metrics if name.endswith("_max")]:
-            raise FunctionError(f"the objective {self.name} returns {maxima[0]!r}, and metrics are sums, not maxima")
+            raise FunctionError(
+                f"the objective {self.name} returns {maxima[0]!r}, and metrics are sums, not maxima"
+            )
         return {what: value.detach().double() for what, value in values.items()}
 
     def random_group(self, generator: torch.Generator) -> Groups:
@@ -113,12 +137,22 @@ class FunctionObjective(GroupwiseObjective):
             return torch.randn(shape, generator=generator)
 
         logprobs = -noise(n).abs()
-        tokens = {name: logprobs + 0.1 * noise(n) for name in ("old_tokens", "ref_tokens", "sampler_tokens")}
+        tokens = {
+            name: logprobs + 0.1 * noise(n)
+            for name in ("old_tokens", "ref_tokens", "sampler_tokens")
+        }
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        outputs = {"entropy": noise(n).abs().requires_grad_(), "mean_logit": noise(n), "is_top": noise(n) > 0}
+        outputs = {
+            "entropy": noise(n).abs().requires_grad_(),
+            "mean_logit": noise(n),
+            "is_top": noise(n) > 0,
+        }
         groups = Groups(logprobs.requires_grad_(), offsets, K, {}, **outputs)
         loss_mask = torch.arange(K)[None] < max(1, K - 1)
-        responses = {"old": groups.sums(tokens["old_tokens"]), "ref": groups.sums(tokens["ref_tokens"])}
+        responses = {
+            "old": groups.sums(tokens["old_tokens"]),
+            "ref": groups.sums(tokens["ref_tokens"]),
+        }
         return groups.having(**tokens, **responses, rewards=noise(1, K), loss_mask=loss_mask)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 
 def code_fingerprint(function: Callable[..., Any]) -> str:
-    """The hash of a function's source, its defaults, its closure, and what it names of its module: numbers, texts,
-    tensors, and functions, whose code counts, too. The rest of the module may change, as a program does whose next run
-    resumes. Of objects their `repr` counts; of what comes from other modules its name alone.
+    """The hash of a function's source, its defaults, its closure, and what it names of its module:
+    numbers, texts, tensors, and functions, whose code counts, too. The rest of the module may
+    change, as a program does whose next run resumes. Of objects their `repr` counts; of what comes
+    from other modules its name alone.
     """
     digest = hashlib.sha256()
     for part in parts(function, {}):
@@ -24,8 +25,8 @@ def code_fingerprint(function: Callable[..., Any]) -> str:
 
 
 def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    """What the hash reads of a value. seen: functions and containers that it has read, by their ids, which no other
-    object gets as long as they stand here.
+    """What the hash reads of a value. seen: functions and containers that it has read, by their
+    ids, which no other object gets as long as they stand here.
     """
     if isinstance(value, partial | FunctionType | Mapping | list | tuple):
         if id(value) in seen:
@@ -49,7 +50,9 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif isinstance(value, ModuleType):
         yield value.__name__.encode()
     else:
-        yield re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)).encode()  # addresses are others in each process
+        yield re.sub(
+            r" at 0x[0-9a-fA-F]+", "", repr(value)
+        ).encode()  # addresses are others in each process
 
 
 def parts_of_function(function: FunctionType, seen: dict[int, Any]) -> Iterator[bytes]:
@@ -65,7 +68,9 @@ def parts_of_function(function: FunctionType, seen: dict[int, Any]) -> Iterator[
 
 
 def source(function: FunctionType, seen: dict[int, Any]) -> Iterator[bytes]:
-    """The text of a `def`; the bytecode of a lambda, whose line has more than itself, and of what has no text."""
+    """The text of a `def`; the bytecode of a lambda, whose line has more than itself, and of what
+    has no text.
+    """
     if function.__name__ != "<lambda>":
         with suppress(OSError):
             yield getsource(function).encode()
@@ -78,10 +83,14 @@ def bytecode(code: CodeType, seen: dict[int, Any]) -> Iterator[bytes]:
     yield code.co_code
     yield " ".join([*code.co_names, *code.co_varnames]).encode()
     for constant in code.co_consts:
-        yield from bytecode(constant, seen) if isinstance(constant, CodeType) else parts(constant, seen)
+        yield from (
+            bytecode(constant, seen) if isinstance(constant, CodeType) else parts(constant, seen)
+        )
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Names of globals and attributes in a function, and in the functions and comprehensions within it."""
+    """Names of globals and attributes in a function, and in the functions and comprehensions within
+    it.
+    """
     within = (names_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*within)

@@ -17,14 +17,23 @@ def table() -> list[list[str]]:
         lines = [line for line in recorded() if line["degree"] == degree]
         for name in (START, *ARMS) if lines else ():
             moved = (
-                NOT_MEASURED if name == START else f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}"
+                NOT_MEASURED
+                if name == START
+                else f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}"
             )
             measured: list[Callable[[Line], float]] = [
                 lambda line, of=name: line["win_rates"][of][START],
                 lambda line, of=name: line["win_rates"][of][ON_SCORES],
                 lambda line, of=name: line["worst_case"][of],
             ]
-            rows.append([f"{degree:g}", name, moved, *(f"{mean(lines, measure):.2f}" for measure in measured)])
+            rows.append(
+                [
+                    f"{degree:g}",
+                    name,
+                    moved,
+                    *(f"{mean(lines, measure):.2f}" for measure in measured),
+                ]
+            )
     return rows
 
 
@@ -39,7 +48,9 @@ def reward_models() -> list[list[str]]:
                 for kind in ("scores", "comparisons")
             ]
             agreed = mean(lines, lambda line: line["raters_agree"])
-            rows.append([f"{degree:g}", str(len(lines)), *(f"{value:.2f}" for value in (*of_kind, agreed))])
+            rows.append(
+                [f"{degree:g}", str(len(lines)), *(f"{value:.2f}" for value in (*of_kind, agreed))]
+            )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""Algorithms under raters who go in circles, a line of circles.jsonl for each language and degree that it lacks.
+"""Algorithms under raters who go in circles, a line of circles.jsonl for each language and degree
+that it lacks.
 
 python -m benchmarks.frontier.runs.circles
 """
@@ -30,28 +31,52 @@ RECORD = RESULTS / "circles.jsonl"
 SEEDS, DEGREES = range(8), (1.0, 0.5, 0.0)
 # The reward model of each kind, by the size of its vectors: a utility and a circle are two blocks.
 MODELS = {"scores": 0, "comparisons": 4}
-# Arm -> the kind of reward, the objective, its settings. Rates of P3O, PPO and GRPO were tuned on other tasks of the
-# language; the others have GRPO's.
+# Arm -> the kind of reward, the objective, its settings. Rates of P3O, PPO and GRPO were tuned on
+# other tasks of the language; the others have GRPO's.
 ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scores, P3O": ("scores", "p3o", {"learning_rate": 6e-4}),
     "scores, PPO": ("scores", "ppo", {"learning_rate": 3e-4, "critic_learning_rate": 2e-3}),
     "scores, GRPO": ("scores", "grpo", {"learning_rate": 3e-4}),
     "comparisons, P3O by means": ("comparisons", "p3o", {"learning_rate": 6e-4}),
-    "comparisons, P3O by pairs": ("comparisons", "p3o", {"learning_rate": 6e-4, "pair_weights": "comparisons"}),
+    "comparisons, P3O by pairs": (
+        "comparisons",
+        "p3o",
+        {"learning_rate": 6e-4, "pair_weights": "comparisons"},
+    ),
     "comparisons, Nash-MD": ("comparisons", "nash_md", {"learning_rate": 3e-4}),
     "comparisons, online IPO": ("comparisons", "online_ipo", {"learning_rate": 3e-4}),
 }
-KL_COEF = 0.1  # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
+KL_COEF = (
+    0.1  # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
+)
 SETTINGS: dict[str, Any] = circles.LENGTHS | {
-    **{"updates": 20, "responses_per_prompt": 4, "prompts_per_update": 32, "prompts_per_minibatch": 8},
-    **{"inner_epochs": 2, "tokens_per_row": 2048, "eval_responses_per_prompt": 4, "eval_batch_size": 64},
-    **{"precision": "fp32", "report_to": "none", "samples_every": 0, "log_rollouts": 0, "overwrite": True},
+    **{
+        "updates": 20,
+        "responses_per_prompt": 4,
+        "prompts_per_update": 32,
+        "prompts_per_minibatch": 8,
+    },
+    **{
+        "inner_epochs": 2,
+        "tokens_per_row": 2048,
+        "eval_responses_per_prompt": 4,
+        "eval_batch_size": 64,
+    },
+    **{
+        "precision": "fp32",
+        "report_to": "none",
+        "samples_every": 0,
+        "log_rollouts": 0,
+        "overwrite": True,
+    },
 }
 START, SAMPLED = "start", 16  # responses to each held-out prompt of each policy
 
 
 def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
-    """Trains all arms in `folder`; returns how good the reward models are, and the win rates of all policies."""
+    """Trains all arms in `folder`; returns how good the reward models are, and the win rates of all
+    policies.
+    """
     start, own = folder / f"start-{seed}", folder / f"{seed}-{degree:g}"
     own.mkdir(parents=True, exist_ok=True)
     with (own / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
@@ -65,9 +90,18 @@ def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
         features = {name: sampled(raters, policy, start) for name, policy in policies.items()}
     replies = np.concatenate([found[:, : SAMPLED // 2] for found in features.values()], axis=1)
     return {
-        **{"seed": seed, "degree": degree, "raters_agree": round(right, 4), "reward_models": models, "ended": ended},
+        **{
+            "seed": seed,
+            "degree": degree,
+            "raters_agree": round(right, 4),
+            "reward_models": models,
+            "ended": ended,
+        },
         "win_rates": {
-            name: {other: round(circles.win_rate(raters, found, rival), 4) for other, rival in features.items()}
+            name: {
+                other: round(circles.win_rate(raters, found, rival), 4)
+                for other, rival in features.items()
+            }
             for name, found in features.items()
         },
         "worst_case": {
@@ -81,13 +115,23 @@ def learn(folder: Path, start: Path, kind: str, seed: int) -> dict[str, float]:
     """Trains a reward model or a preference model; returns its held-out metrics."""
     AcceleratorState._reset_state(reset_partial_state=True)
     config = RewardModelConfig(
-        **{"model": str(start / "policy"), "output_dir": str(folder / kind), "preference_dim": MODELS[kind]},
-        **{"train_data": str(folder / "pairs.train.jsonl"), "eval_data": str(folder / "pairs.eval.jsonl")},
+        **{
+            "model": str(start / "policy"),
+            "output_dir": str(folder / kind),
+            "preference_dim": MODELS[kind],
+        },
+        **{
+            "train_data": str(folder / "pairs.train.jsonl"),
+            "eval_data": str(folder / "pairs.eval.jsonl"),
+        },
         **{"seed": seed, "overwrite": True},
         **circles.REWARD_MODEL,
     )
     reward_model.train(config)
-    return {name: last_evaluation(folder / kind)[name] for name in ("accuracy", "loss", "calibration_error")}
+    return {
+        name: last_evaluation(folder / kind)[name]
+        for name in ("accuracy", "loss", "calibration_error")
+    }
 
 
 def train_arm(arm: str, folder: Path, start: Path, seed: int) -> dict[str, float]:
@@ -97,8 +141,15 @@ def train_arm(arm: str, folder: Path, start: Path, seed: int) -> dict[str, float
     own = own | ({"kl_coef": KL_COEF} if objective in ("p3o", "ppo", "grpo") else {})
     own |= {"inner_epochs": 1} if objective == "nash_md" else {}  # its loss is on-policy
     config = OBJECTIVES[objective](
-        **{"model": str(start / "policy"), "reward": str(folder / kind / "model"), "output_dir": str(folder / arm)},
-        **{"prompts": str(start / "prompts.train.jsonl"), "eval_prompts": str(start / "prompts.eval.jsonl")},
+        **{
+            "model": str(start / "policy"),
+            "reward": str(folder / kind / "model"),
+            "output_dir": str(folder / arm),
+        },
+        **{
+            "prompts": str(start / "prompts.train.jsonl"),
+            "eval_prompts": str(start / "prompts.eval.jsonl"),
+        },
         **{"seed": seed, **SETTINGS, **own},
     )
     loop.train(config)
@@ -116,7 +167,9 @@ def sampled(raters: circles.Raters, policy: Path, start: Path) -> np.ndarray:
     tokenizer = load_tokenizer(str(policy))
     examples, _ = load_prompts(str(start / "prompts.eval.jsonl"), tokenizer, max_prompt_tokens=16)
     longest = circles.LENGTHS["max_response_tokens"]
-    sampler = TransformersSampler(load_policy(str(policy)), tokenizer, max_response_tokens=longest, batch_size=64)
+    sampler = TransformersSampler(
+        load_policy(str(policy)), tokenizer, max_response_tokens=longest, batch_size=64
+    )
     groups = sampler(make_prompts(examples[:]), SAMPLED, 0)
     return raters.features(*texts(groups)).reshape(len(groups), SAMPLED, -1)
 
@@ -127,10 +180,16 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/circles"), help="Folder of starts, models and logs.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/circles"), help="Folder of starts, models and logs."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="Languages.")
-    parser.add_argument("--degrees", type=float, nargs="+", default=list(DEGREES), help="Shares of circles.")
+    parser.add_argument(
+        "--degrees", type=float, nargs="+", default=list(DEGREES), help="Shares of circles."
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     for seed, degree in product(asked.seeds, asked.degrees):

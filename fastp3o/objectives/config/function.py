@@ -13,21 +13,33 @@ from fastp3o.sources import InMemory
 
 # What a function gets by the names of its parameters, beside the groups, which come first.
 OF_TOKENS = ("old_tokens", "ref_tokens", "sampler_tokens")  # [n]: log-probs, constants
-OUTPUTS = ("entropy", "mean_logit", "is_top")  # [n], of the same pass as the policy's log-probs (`TokenOutputs`)
+OUTPUTS = (
+    "entropy",
+    "mean_logit",
+    "is_top",
+)  # [n], of the same pass as the policy's log-probs (`TokenOutputs`)
 OF_RESPONSES = ("old", "ref", "rewards", "loss_mask")  # [P, K], constants
 TENSORS = (*OF_TOKENS, *OUTPUTS, *OF_RESPONSES)
 
-OF_REWARDS = "reward_scaling reward_clip missing_eos_penalty length_penalty ngram_penalty overlong_margin"
+OF_REWARDS = (
+    "reward_scaling reward_clip missing_eos_penalty length_penalty ngram_penalty overlong_margin"
+)
 
 
 def needs_parameter(name: str) -> Condition:
-    return Condition("objective", f"an --objective function that takes {name}", lambda config: name in config.tensors)
+    return Condition(
+        "objective",
+        f"an --objective function that takes {name}",
+        lambda config: name in config.tensors,
+    )
 
 
 class FunctionConfig(RewardScalingConfig, OnlineConfig):
-    """An objective that is a function of groups of responses, as `fastp3o_kernels.linear_loss` takes it.
+    """An objective that is a function of groups of responses, as `fastp3o_kernels.linear_loss`
+    takes it.
 
-    It gets what it names as parameters, and nothing else. One step a round, unless you set --inner_epochs or
+    It gets what it names as parameters, and nothing else. One step a round, unless you set
+    --inner_epochs or
     --prompts_per_minibatch.
     """
 
@@ -72,8 +84,12 @@ class FunctionConfig(RewardScalingConfig, OnlineConfig):
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that the function takes. Before it has come all of them, so that nothing is refused."""
-        return TENSORS if self.function is None else named_tensors(str(self.objective), self.function)
+        """Names of the tensors that the function takes. Before it has come all of them, so that
+        nothing is refused.
+        """
+        return (
+            TENSORS if self.function is None else named_tensors(str(self.objective), self.function)
+        )
 
     @property
     def reads_rewards(self) -> bool:
@@ -117,14 +133,17 @@ def require_function(name: str, function: Any) -> None:
 
 
 def named_tensors(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """The tensors that a function's parameters after the first name. Others are its settings, and have a default.
-    Raises UserError if it does not take groups first, or takes what there is not.
+    """The tensors that a function's parameters after the first name. Others are its settings, and
+    have a default. Raises UserError if it does not take groups first, or takes what there is not.
     """
     require_function(name, function)
-    parameters, takes = [*signature(function).parameters.values()], f"{name} takes {signature(function)}"
+    parameters = [*signature(function).parameters.values()]
+    takes = f"{name} takes {signature(function)}"
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in positional or parameters[0].name in TENSORS:
-        raise UserError(f"the objective must take groups of responses first (`fastp3o_kernels.Groups`), and {takes}")
+        raise UserError(
+            f"the objective must take groups of responses first (`fastp3o_kernels.Groups`), and {takes}"
+        )
     others = parameters[1:]
     unknown = [one for one in others if one.name not in TENSORS and not is_setting(one)]
     if unknown:

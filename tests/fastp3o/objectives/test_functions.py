@@ -1,4 +1,6 @@
-"""Objectives that are functions of the user's: they train as ours do, and what they must not be is refused."""
+"""Objectives that are functions of the user's: they train as ours do, and what they must not be is
+refused.
+"""
 
 import os
 import subprocess
@@ -20,7 +22,15 @@ from fastp3o.run.code import code_fingerprint
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training import build
 from fastp3o_kernels import Groups, linear_loss
-from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, vowels, weights, weights_of_start
+from tests.fastp3o.runs import (
+    assert_equal,
+    assert_resumes,
+    config,
+    metrics,
+    vowels,
+    weights,
+    weights_of_start,
+)
 
 GIVEN = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
 
@@ -29,11 +39,18 @@ def rloo(groups, rewards, *, scale=1.0):
     """As the objective of that name, without its KL."""
     others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
     advantages = scale * (rewards - others)
-    return -(advantages * groups.logprobs).mean(1).sum(), {"advantage": advantages.abs().mean(1).sum()}
+    return -(advantages * groups.logprobs).mean(1).sum(), {
+        "advantage": advantages.abs().mean(1).sum()
+    }
 
 
 def settings(tiny_model: str, folder: str, **changes) -> FunctionConfig:
-    return config(tiny_model, folder, FunctionConfig, **{"inner_epochs": 1, "updates": 2, "save_every": 1} | changes)
+    return config(
+        tiny_model,
+        folder,
+        FunctionConfig,
+        **{"inner_epochs": 1, "updates": 2, "save_every": 1} | changes,
+    )
 
 
 def random_groups(seed: int) -> Groups:
@@ -57,7 +74,7 @@ def built(function, **changes) -> FunctionConfig:
     return made
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def test_a_function_trains_to_the_bits_of_the_objective_that_it_is(tiny_model, workplace):
@@ -69,7 +86,9 @@ def test_a_function_trains_to_the_bits_of_the_objective_that_it_is(tiny_model, w
     assert all(one.pop("loss/advantage") > 0 and one == other for one, other in both)
 
 
-def test_the_command_trains_with_a_function_to_the_same_bits_and_resumes(tiny_model, workplace, monkeypatch):
+def test_the_command_trains_with_a_function_to_the_same_bits_and_resumes(
+    tiny_model, workplace, monkeypatch
+):
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
     run = settings(tiny_model, "run", objective=f"{__name__}:rloo")
     train(run)
@@ -90,9 +109,13 @@ def test_a_run_resumes_with_the_same_code_alone(tiny_model, workplace):
 
     train(settings(tiny_model, "run"), objective=weighed(1.0))
     again = settings(tiny_model, "run", resume=True, updates=3)
-    with pytest.raises(ResumeError, match=r"the content has changed since the run began: --objective \(.*weighed"):
+    with pytest.raises(
+        ResumeError, match=r"the content has changed since the run began: --objective \(.*weighed"
+    ):
         train(again, objective=weighed(2.0))
-    with pytest.raises(ResumeError, match=r"a different run: --objective \(.*weighed.* before, .*unlike now\)"):
+    with pytest.raises(
+        ResumeError, match=r"a different run: --objective \(.*weighed.* before, .*unlike now\)"
+    ):
         train(again, objective=unlike)
     train(again, objective=weighed(1.0))
     assert len(metrics("run")) == 3
@@ -100,13 +123,17 @@ def test_a_run_resumes_with_the_same_code_alone(tiny_model, workplace):
 
 def sapo(groups, old_tokens, rewards, *, tau_pos=1.0, tau_neg=1.05):
     """arXiv 2511.20347, once more."""
-    advantages = groups.per_token((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4))
+    advantages = groups.per_token(
+        (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    )
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     gates = torch.sigmoid(tau * ((groups.token_logprobs - old_tokens).exp() - 1)) * 4 / tau
     return -groups.means(advantages * gates).mean(1).sum()
 
 
-def test_an_objective_of_the_tree_and_its_function_have_equal_losses_gradients_and_weights(tiny_model, workplace):
+def test_an_objective_of_the_tree_and_its_function_have_equal_losses_gradients_and_weights(
+    tiny_model, workplace
+):
     steps = {"updates": 3, "prompts_per_minibatch": 4, "inner_epochs": 2}
     train(settings(tiny_model, "function", **steps), objective=partial(sapo, tau_neg=2.0))
     train(config(tiny_model, "tree", SAPOConfig, tau_neg=2.0, **steps))
@@ -159,14 +186,15 @@ def test_a_function_that_fails_in_a_run_leaves_the_model_and_says_where(tiny_mod
         return (rewards * groups.logprobs).sum()
 
     with pytest.raises(
-        FunctionError, match=r"update 2: the objective .*fails_later failed: .*, line \d+: RuntimeErr"
+        FunctionError,
+        match=r"update 2: the objective .*fails_later failed: .*, line \d+: RuntimeErr",
     ) as told:
         train(settings(tiny_model, "run"), objective=fails_later)
     assert isinstance(told.value.__cause__, RuntimeError)
     assert Path("run/stopped-in-000002").exists()
 
 
-# --- what a function gets ---------------------------------------------------------------------------------------------
+# --- what a function gets -------------------------------------------------------------------------
 
 
 def test_a_function_gets_what_it_names_and_nothing_else(tiny_model, workplace):
@@ -183,18 +211,26 @@ def test_a_function_gets_what_it_names_and_nothing_else(tiny_model, workplace):
     train(settings(tiny_model, "run", updates=1), objective=named)
     assert seen
     assert all(names == {"ref", "old_tokens"} for names in seen)
-    with pytest.raises(FunctionError, match=r"no tensor 'ref' .*given: none.*; it has the tensors that its"):
+    with pytest.raises(
+        FunctionError, match=r"no tensor 'ref' .*given: none.*; it has the tensors that its"
+    ):
         built(lambda groups: (groups["ref"] * groups.logprobs).sum())
 
 
 @pytest.mark.parametrize("name", ["ref", "ref_tokens", "old"])
-def test_a_reference_is_loaded_where_the_function_names_it(tiny_model, workplace, name, monkeypatch):
+def test_a_reference_is_loaded_where_the_function_names_it(
+    tiny_model, workplace, name, monkeypatch
+):
     loaded = []
     load = build.load_reference_model
-    monkeypatch.setattr(build, "load_reference_model", lambda *arguments: loaded.append(1) or load(*arguments))
+    monkeypatch.setattr(
+        build, "load_reference_model", lambda *arguments: loaded.append(1) or load(*arguments)
+    )
     bodies = {
         "ref": lambda groups, ref: (groups.logprobs - ref).square().sum(),
-        "ref_tokens": lambda groups, ref_tokens: (groups.token_logprobs - ref_tokens).square().sum(),
+        "ref_tokens": lambda groups, ref_tokens: (
+            (groups.token_logprobs - ref_tokens).square().sum()
+        ),
         "old": lambda groups, old: (groups.logprobs - old).square().sum(),
     }
     train(settings(tiny_model, "run", updates=1), objective=bodies[name])
@@ -209,33 +245,56 @@ def test_a_function_may_weigh_what_sampled(tiny_model, workplace):
         return -(ratios[-1] * groups.token_logprobs).sum()
 
     train(settings(tiny_model, "run", updates=1, top_p=0.9, save_every=0), objective=weighed)
-    assert torch.cat(ratios[3:]).max() < 1 - 1e-3  # each token was likelier where the unlikely ones were cut off
+    assert (
+        torch.cat(ratios[3:]).max() < 1 - 1e-3
+    )  # each token was likelier where the unlikely ones were cut off
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda groups, reward: groups.logprobs.sum(), f"there is no reward: .* among {', '.join(TENSORS)}"),
+        (
+            lambda groups, reward: groups.logprobs.sum(),
+            f"there is no reward: .* among {', '.join(TENSORS)}",
+        ),
         (lambda groups, **tensors: groups.logprobs.sum(), r"there is no \*\*tensors"),
         (lambda rewards, old: rewards.sum(), "must take groups of responses first"),
         (lambda: 0, "must take groups of responses first"),
-        (lambda groups: groups.logprobs, r"the loss of .* must be a 0-d tensor, got one of shape \[1|2, 4\]"),
+        (
+            lambda groups: groups.logprobs,
+            r"the loss of .* must be a 0-d tensor, got one of shape \[1|2, 4\]",
+        ),
         (lambda groups: 1.5, "the loss of .* must be a 0-d tensor, got 1.5"),
         (lambda groups: groups.logprobs.sum().detach(), "has no gradient"),
         (lambda groups: groups.logprobs.sum() * torch.inf, "the loss of .* is -inf for"),
-        (lambda groups: groups.logprobs.mean(), r"the loss of .* must be a sum over its groups.* End in \.sum\(\)"),
+        (
+            lambda groups: groups.logprobs.mean(),
+            r"the loss of .* must be a sum over its groups.* End in \.sum\(\)",
+        ),
         (
             lambda groups, rewards: -((rewards - rewards.mean()) * groups.logprobs).sum(),
             "must be a sum over its groups.* compare within a group alone",
         ),
-        (lambda groups: (groups.logprobs.sum(), {"a": 1.0}), "the metric 'a' of .* must be a 0-d tensor, got 1.0"),
-        (lambda groups: (groups.logprobs.sum(), {"a": groups.logprobs.mean()}), "the metric 'a' of .* must be a sum"),
-        (lambda groups: (groups.logprobs.sum(), {"a_max": groups.logprobs.max()}), "'a_max', and metrics are sums"),
+        (
+            lambda groups: (groups.logprobs.sum(), {"a": 1.0}),
+            "the metric 'a' of .* must be a 0-d tensor, got 1.0",
+        ),
+        (
+            lambda groups: (groups.logprobs.sum(), {"a": groups.logprobs.mean()}),
+            "the metric 'a' of .* must be a sum",
+        ),
+        (
+            lambda groups: (groups.logprobs.sum(), {"a_max": groups.logprobs.max()}),
+            "'a_max', and metrics are sums",
+        ),
         (lambda groups: groups.nothing, "failed: .*test_functions.py, line .*: AttributeError"),
-        (torch.nn.Linear(1, 1), "must be a function of groups, or functools.partial of one, got a Linear"),
+        (
+            torch.nn.Linear(1, 1),
+            "must be a function of groups, or functools.partial of one, got a Linear",
+        ),
     ],
 )
 def test_what_breaks_the_contract_is_refused_before_anything_is_loaded(function, message):
@@ -258,7 +317,10 @@ def test_options_without_effect_on_a_function_are_refused(changes, needed):
     with pytest.raises(UserError, match=f"{option} has no effect without .*{needed}"):
         built(lambda groups: groups.logprobs.sum(), **changes)
     if option != "sampler_ratio_cap":
-        built(lambda groups, loss_mask, rewards: (rewards * loss_mask * groups.logprobs).sum(), **changes)
+        built(
+            lambda groups, loss_mask, rewards: (rewards * loss_mask * groups.logprobs).sum(),
+            **changes,
+        )
 
 
 def test_ratios_to_what_sampled_need_a_function_with_ratios():
@@ -272,16 +334,22 @@ def test_ratios_to_what_sampled_need_a_function_with_ratios():
 
 
 def test_an_objective_of_ours_takes_no_function():
-    with pytest.raises(UserError, match="goes with a FunctionConfig, and RLOOConfig has an objective"):
+    with pytest.raises(
+        UserError, match="goes with a FunctionConfig, and RLOOConfig has an objective"
+    ):
         train(RLOOConfig(**GIVEN), objective=rloo)
     with pytest.raises(UserError, match="objective is missing"):
         train(FunctionConfig(**GIVEN))
 
 
 def test_the_command_tells_functions_from_objectives(workplace, capsys):
-    Path("mine.py").write_text("def loss(groups, rewards):\n    return (rewards * groups.logprobs).sum()\n")
+    Path("mine.py").write_text(
+        "def loss(groups, rewards):\n    return (rewards * groups.logprobs).sum()\n"
+    )
     flags = [f"--{name}={value}" for name, value in GIVEN.items()]
-    made = parse_chosen(OBJECTIVES, ["--objective", "mine:loss", *flags], of_function=FunctionConfig)
+    made = parse_chosen(
+        OBJECTIVES, ["--objective", "mine:loss", *flags], of_function=FunctionConfig
+    )
     assert (type(made), made.tensors) == (FunctionConfig, ("rewards",))
     for name, message in (("mine:lost", "the nearest one is loss"), ("mine", ", module:function)")):
         with pytest.raises(SystemExit):
@@ -292,7 +360,7 @@ def test_the_command_tells_functions_from_objectives(workplace, capsys):
     assert "  module:function An objective that is a function" in capsys.readouterr().out
 
 
-# --- the hash of a function's code ------------------------------------------------------------------------------------
+# --- the hash of a function's code ----------------------------------------------------------------
 
 MODULE = """
 TAU = 1.0
@@ -333,12 +401,18 @@ def test_code_is_what_a_function_reads(workplace, before, after, same):
 
 def test_each_process_finds_the_same_code(workplace):
     """Whatever it hashes texts with, and where its objects lie."""
-    text = MODULE.replace("return gate(groups)", "return gate(groups), groups in {'a', 'b', 'c'}, LAST")
+    text = MODULE.replace(
+        "return gate(groups)", "return gate(groups), groups in {'a', 'b', 'c'}, LAST"
+    )
     text += "\nLAST = {'d', 'e', 'f'}, object(), print\nloss_of = lambda x: x in {'a', 'b', 'c'}\n"
     Path("mine.py").write_text(text)
     command = "import mine, fastp3o.run.code as code; print(*map(code.code_fingerprint, (mine.loss, mine.loss_of)))"
     found = [
-        subprocess.run([sys.executable, "-c", command], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", command],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+        )
         for seed in ("1", "2")
     ]
     assert found[0].stdout == found[1].stdout != b""
@@ -348,12 +422,16 @@ def test_values_that_a_function_closes_over_are_its_code():
     def of(value):
         return code_fingerprint(lambda groups: value)
 
-    assert of(torch.tensor([1.0, 2.0])) == of(torch.tensor([1.0, 2.0])) != of(torch.tensor([1.0, 3.0]))
+    assert (
+        of(torch.tensor([1.0, 2.0])) == of(torch.tensor([1.0, 2.0])) != of(torch.tensor([1.0, 3.0]))
+    )
     assert of(object()) == of(object())  # an address is no value
     assert of({"one", "two"}) != of({"one", "three"})
     assert of({"a": [1]}) != of({"a": [2]})
     assert code_fingerprint(partial(rloo, scale=1.0)) != code_fingerprint(partial(rloo, scale=2.0))
-    assert code_fingerprint(lambda groups: 1.0 * groups) != code_fingerprint(lambda groups: 2.0 * groups)
+    assert code_fingerprint(lambda groups: 1.0 * groups) != code_fingerprint(
+        lambda groups: 2.0 * groups
+    )
     assert code_fingerprint(lambda groups: groups.a) != code_fingerprint(lambda groups: groups.b)
     recursive = [rloo]
     recursive.append(recursive)

@@ -1,5 +1,5 @@
-"""What stands in the table of objectives is whole: exported, documented, compared with an oracle, run; and none of its
-options is without effect.
+"""What stands in the table of objectives is whole: exported, documented, compared with an oracle,
+run; and none of its options is without effect.
 """
 
 import re
@@ -26,7 +26,13 @@ from fastp3o.objectives.preferences import fixed_pair_sums, kto_sums
 from fastp3o.packing.pack import Packing, pack
 from fastp3o_kernels import Groups
 from tests.fastp3o.models.model_families import random_model
-from tests.fastp3o.objectives import test_distillation, test_formulas, test_ppo, test_runs, test_trpo
+from tests.fastp3o.objectives import (
+    test_distillation,
+    test_formulas,
+    test_ppo,
+    test_runs,
+    test_trpo,
+)
 from tests.fastp3o.training import test_p3o_in_one_file, test_preference
 
 FOLDER = Path(fastp3o.__file__).parent / "objectives"
@@ -44,7 +50,7 @@ RUNS = {
 }
 
 
-# --- each is whole ----------------------------------------------------------------------------------------------------
+# --- each is whole --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, *OFFLINE_OBJECTIVES])
@@ -63,17 +69,23 @@ def test_an_objective_has_a_second_implementation_and_a_run(name):
 
 
 def test_fixed_preferences_have_oracle_and_run_by_their_table():
-    (compared,) = (mark for mark in test_preference.test_an_update_is_that_of_the_formula.pytestmark if mark.args[0])
+    (compared,) = (
+        mark
+        for mark in test_preference.test_an_update_is_that_of_the_formula.pytestmark
+        if mark.args[0]
+    )
     assert OFFLINE_OBJECTIVES.keys() <= {objective for objective, _ in compared.args[1]}
 
 
 def test_the_page_of_ratios_names_every_objective_that_trains_on_rewards():
     text = (FOLDER / "off_policy.md").read_text()
-    one_line = {name for name in OBJECTIVES if name.startswith("online_")}  # `online_dpo`, `online_ipo`, ...
+    one_line = {
+        name for name in OBJECTIVES if name.startswith("online_")
+    }  # `online_dpo`, `online_ipo`, ...
     assert OBJECTIVES.keys() - one_line - {"distillation"} <= set(re.findall(r"`(\w+)", text))
 
 
-# --- each option has an effect, or is refused -------------------------------------------------------------------------
+# --- each option has an effect, or is refused -----------------------------------------------------
 
 NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": 9}
 P, K = 2, 4
@@ -108,12 +120,19 @@ def other_values(flag: Field) -> list[Any]:
 
 def own_options(config: type[Flags], shared: type[Flags]) -> list[Field]:
     """The options that a configuration does not have for being one of its stage."""
-    return [flag for flag in fields(config) if flag.name not in {one.name for one in fields(shared)}]
+    return [
+        flag for flag in fields(config) if flag.name not in {one.name for one in fields(shared)}
+    ]
 
 
 def settings_of(config: type[Flags], options: list[Field]) -> list[dict[str, Any]]:
     """The defaults, and each other choice of an option that has several, where it goes alone."""
-    choices = [{flag.name: value} for flag in options if "choices" in flag.metadata for value in other_values(flag)]
+    choices = [
+        {flag.name: value}
+        for flag in options
+        if "choices" in flag.metadata
+        for value in other_values(flag)
+    ]
     return [{}, *(choice for choice in choices if made(config, choice) is not None)]
 
 
@@ -125,7 +144,9 @@ def made(config: type[Flags], changes: dict[str, Any]) -> Any:
         return None
 
 
-def without_effect(config: type[Flags], shared: type[Flags], outcome: Callable[[Any], list[Tensor]]) -> list[str]:
+def without_effect(
+    config: type[Flags], shared: type[Flags], outcome: Callable[[Any], list[Tensor]]
+) -> list[str]:
     """The options that change nothing, and are not refused, beside each choice of others."""
     options, found = own_options(config, shared), []
     for setting in settings_of(config, options):
@@ -136,7 +157,11 @@ def without_effect(config: type[Flags], shared: type[Flags], outcome: Callable[[
             changed = [made(config, setting | {flag.name: value}) for value in other_values(flag)]
             taken = [one for one in changed if one is not None]
             if taken and all(same(plain, outcome(one)) for one in taken):
-                found.append(" ".join([flag.name, *(f"with {name}={value}" for name, value in setting.items())]))
+                found.append(
+                    " ".join(
+                        [flag.name, *(f"with {name}={value}" for name, value in setting.items())]
+                    )
+                )
     return found
 
 
@@ -146,19 +171,26 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @cache
 def rollouts() -> tuple[Microbatch, PackedModel, SecondModel]:
-    """A row of random responses, with the log-probs of a policy, of what sampled and of a reference."""
+    """A row of random responses, with the log-probs of a policy, of what sampled and of a
+    reference.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[int]:
         return torch.randint(3, 48, (length,), generator=generator).tolist()
 
-    prompts, responses = [ids(3) for _ in range(P)], [[ids(2 + k + p) for k in range(K)] for p in range(P)]
+    prompts, responses = (
+        [ids(3) for _ in range(P)],
+        [[ids(2 + k + p) for k in range(K)] for p in range(P)],
+    )
     (row,) = pack(prompts, responses, Packing(1000))
     policy, other = PackedModel(random_model("llama")), PackedModel(random_model("llama"))
     with torch.no_grad():
         for weight in other.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
-        old = labeled_logprobs(policy, row) + 0.1 * torch.randn(len(row.labels), generator=generator)
+        old = labeled_logprobs(policy, row) + 0.1 * torch.randn(
+            len(row.labels), generator=generator
+        )
     sampler, ref = (old + 0.3 * torch.randn(len(old), generator=generator) for _ in range(2))
     rewards = torch.randn(P, K, generator=generator)
     known = {"sampler_token_logprobs": sampler, "loss_mask": torch.arange(P * K).view(P, K) % 3 > 0}
@@ -167,7 +199,9 @@ def rollouts() -> tuple[Microbatch, PackedModel, SecondModel]:
 
 
 def trained(config: OnlineConfig, microbatch: Microbatch) -> list[Tensor]:
-    """What a configuration's objective gives for a row: rates, loss, gradient, and what it moves by itself."""
+    """What a configuration's objective gives for a row: rates, loss, gradient, and what it moves by
+    itself.
+    """
     _, policy, reference = rollouts()
     objective = config.build()
     objective.reference_values = reference.map_rows
@@ -177,7 +211,9 @@ def trained(config: OnlineConfig, microbatch: Microbatch) -> list[Tensor]:
     if "old_values" in prepared.prepared:  # as if the critic had moved since
         far = 20 * torch.linspace(-1, 1, len(microbatch.row.labels))
         prepared = replace(prepared, prepared={**prepared.prepared, "old_values": far})
-    loss, _ = objective.loss(policy, prepared, objective.divisor(microbatch.row, microbatch.loss_mask))
+    loss, _ = objective.loss(
+        policy, prepared, objective.divisor(microbatch.row, microbatch.loss_mask)
+    )
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
     before = [weight.detach().clone() for weight in weights]
@@ -195,26 +231,40 @@ def trained(config: OnlineConfig, microbatch: Microbatch) -> list[Tensor]:
 def test_each_option_of_an_objective_changes_what_it_trains_or_is_refused(name):
     """Those that belong to its loss. What belongs to the loop works for each objective."""
     microbatch = rollouts()[0]
-    assert without_effect(OBJECTIVES[name], OnlineConfig, lambda config: trained(config, microbatch)) == []
+    assert (
+        without_effect(OBJECTIVES[name], OnlineConfig, lambda config: trained(config, microbatch))
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", OFFLINE_OBJECTIVES)
 def test_each_option_of_fixed_preferences_changes_the_loss(name):
     config, groups = OFFLINE_OBJECTIVES[name], pairs()
     sums = kto_sums if config is KTOConfig else fixed_pair_sums
-    assert without_effect(config, PreferenceConfig, lambda config: [sums(config, groups)[0].detach()]) == []
+    assert (
+        without_effect(config, PreferenceConfig, lambda config: [sums(config, groups)[0].detach()])
+        == []
+    )
 
 
 def pairs() -> Groups:
     """Two pairs, or a desirable and an undesirable response."""
     logprobs, ref = -torch.arange(1.0, 9) / 8, torch.tensor([[-0.1, -1.5], [-2.0, -1.0]])
-    known = {"ref": ref, "rewards": torch.tensor([[1.0, 0.0]] * 2), "loss_mask": torch.ones(2, 2, dtype=torch.bool)}
+    known = {
+        "ref": ref,
+        "rewards": torch.tensor([[1.0, 0.0]] * 2),
+        "loss_mask": torch.ones(2, 2, dtype=torch.bool),
+    }
     kind = {"desirable": torch.tensor([[True], [False]]), "reference_point": torch.zeros(2, 1)}
     return Groups(logprobs, torch.arange(0, 9, 2), 2, known | kind | {"share": torch.ones(2, 1)})
 
 
 # What the loop hands to losses for an option, and the objectives that refuse this option.
-WITHOUT_RATIO = {name for name in OBJECTIVES if name.startswith("online_")} | {"copg", "distillation", "nash_md"}
+WITHOUT_RATIO = {name for name in OBJECTIVES if name.startswith("online_")} | {
+    "copg",
+    "distillation",
+    "nash_md",
+}
 HANDED = {
     "mask_truncated": (True, set(), lambda batch: replace(batch, loss_mask=None)),
     "sampler_ratio_cap": (
@@ -227,7 +277,11 @@ HANDED = {
         WITHOUT_RATIO | {"ppg", "reinforce", "rloo"},
         lambda batch: replace(batch, old_token_logprobs=batch.sampler_token_logprobs),
     ),
-    "missing_eos_penalty": (1.0, {"distillation"}, lambda batch: replace(batch, rewards=batch.rewards.flip(1))),
+    "missing_eos_penalty": (
+        1.0,
+        {"distillation"},
+        lambda batch: replace(batch, rewards=batch.rewards.flip(1)),
+    ),
 }
 
 
@@ -241,5 +295,7 @@ def test_what_an_option_hands_to_a_loss_changes_it_or_the_option_is_refused(opti
             with pytest.raises(UserError, match=option):
                 config(**settings)
             continue
-        first, second = (trained(config(**settings), batch) for batch in (microbatch, change(microbatch)))
+        first, second = (
+            trained(config(**settings), batch) for batch in (microbatch, change(microbatch))
+        )
         assert not same(first, second), name

@@ -22,9 +22,15 @@ def study() -> Study:
 
 def test_the_studys_tables_are_what_the_runs_give(study):
     page = verdicts.README.read_text()
-    tables = {"verdicts": verdicts.table(study), "beta": kl_coefs.table(study), "sums": arithmetic.table()}
+    tables = {
+        "verdicts": verdicts.table(study),
+        "beta": kl_coefs.table(study),
+        "sums": arithmetic.table(),
+    }
     for name, table in tables.items():
-        assert between_markers(page, name, markdown(table)) == page, "run: python -m benchmarks.frontier.report"
+        assert between_markers(page, name, markdown(table)) == page, (
+            "run: python -m benchmarks.frontier.report"
+        )
 
 
 def test_the_front_pages_results_are_the_studys(study):
@@ -32,8 +38,13 @@ def test_the_front_pages_results_are_the_studys(study):
     number = r"−?\d\.\d\d"
     stated = {tuple(one) for one in re.findall(rf"({number}) \[({number}), ({number})\]", results)}
     known = {found.estimate[:3] for found in verdicts.verdicts(study)}
-    sums = re.findall(rf"({number}) \[({number}), ({number})\]", markdown(arithmetic.table()).replace("+", ""))
-    written = {tuple(f"{value:.2f}".replace("-", "−").replace("−0.00", "0.00") for value in one) for one in known}
+    sums = re.findall(
+        rf"({number}) \[({number}), ({number})\]", markdown(arithmetic.table()).replace("+", "")
+    )
+    written = {
+        tuple(f"{value:.2f}".replace("-", "−").replace("−0.00", "0.00") for value in one)
+        for one in known
+    }
     assert written <= stated
     assert stated <= written | set(sums)
     runs = (RESULTS / "runs.jsonl").read_text().count("\n")
@@ -43,6 +54,10 @@ def test_the_front_pages_results_are_the_studys(study):
 def test_the_front_pages_range_of_what_offsets_cost_is_the_plots(study):
     ends = readme_plot.ends(study)
     without = ends["0"].mean
-    costs = [1 - ends[f"{deviation:g}"].mean / without for deviation in readme_plot.DEVIATIONS if deviation]
+    costs = [
+        1 - ends[f"{deviation:g}"].mean / without
+        for deviation in readme_plot.DEVIATIONS
+        if deviation
+    ]
     said = f"it costs PPO {100 * min(costs):.0f} to {100 * max(costs):.0f}% of its result"
     assert said in " ".join(FRONT_PAGE.split())
