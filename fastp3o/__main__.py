@@ -77,7 +77,14 @@ def main() -> None:
             from fastp3o.cli import parse, parse_chosen
 
         chosen, action = imported(STAGES[command][0]), STAGES[command][1]
-        config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
+        of_function = (
+            imported("objectives.config.function:FunctionConfig") if command == "online" else None
+        )
+        config = (
+            parse_chosen(chosen, of_function=of_function)
+            if isinstance(chosen, dict)
+            else parse(chosen)
+        )
         # Its import takes seconds, and makes objects that stay: collecting garbage meanwhile adds a
         # third.
         gc.disable()

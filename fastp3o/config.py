@@ -263,7 +263,13 @@ class Flags:
                 raise UserError(
                     f"--{flag.name} must not be empty or contain null bytes or unpaired surrogates, got {value!r}"
                 )
-            if flag.name == "objective" and value != flag.default:
+            # A function in the place of an objective's name is required, and the only one without a
+            # default.
+            if (
+                flag.name == "objective"
+                and not flag.metadata.get("required")
+                and value != flag.default
+            ):
                 raise UserError(f"--objective is {flag.default} in these options, got {value!r}")
         self.check_needs()
 

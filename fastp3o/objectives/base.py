@@ -251,13 +251,17 @@ class GroupwiseObjective(Objective):
     outputs: tuple[str, ...] = ()
     sampler_ratio_cap: float = 0.0
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads `sampler_tokens`."""
+        return bool(self.sampler_ratio_cap)
+
     @abstractmethod
     def sums(self, groups: Groups) -> LossAndMetrics:
         """The loss of some prompts, summed, and its metrics.
 
         groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `loss_mask` [P, K] and
-            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_tokens` [n], by what
-            sampled.
+            `Microbatch.prepared`; if it `reads_sampler` also `sampler_tokens` [n], by what sampled.
         """
 
     def loss(
@@ -274,7 +278,7 @@ class GroupwiseObjective(Objective):
                 microbatch.rewards.shape[:2], dtype=torch.bool, device=microbatch.rewards.device
             )
         token_tensors = {"ref_tokens": microbatch.ref_token_logprobs}
-        if self.sampler_ratio_cap:
+        if self.reads_sampler:
             token_tensors["sampler_tokens"] = microbatch.known_sampler_logprobs()
         responses = {
             "ref": microbatch.ref_logprobs,

@@ -23,6 +23,7 @@ from fastp3o.data.errors import RecordError
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.function import FunctionConfig, named_objective
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import RelativeReward
@@ -60,8 +61,9 @@ class Objects(TypedDict, total=False):
     (dicts), in the layouts of files; of evaluations also a dict of several by name. environment: a
     class that answers the policy's turns. tools: functions that the policy may call, with type
     hints and docstrings. reward: a function or a loaded reward model, or several of them, whose
-    weights are in the configuration's `reward_weights`. peft_config: a LoraConfig of peft, in the
-    place of the options of LoRA.
+    weights are in the configuration's `reward_weights`. objective: of a `FunctionConfig`, a
+    function of groups of responses (fastp3o/objectives/README.md). peft_config: a LoraConfig of
+    peft, in the place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -74,6 +76,7 @@ class Objects(TypedDict, total=False):
     environment: str | type
     tools: str | Sequence[Callable[..., Any]]
     reward: RewardSource | Sequence[RewardSource]
+    objective: str | Callable[..., Any]
     gold_reward: RewardSource
     peft_config: Any
     on_update: Callback
@@ -90,7 +93,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     started with (`__main__`) are found from Python alone.
 
     objects: model, tokenizer, prompts, eval_prompts, train_data, eval_data, ptx_data, environment,
-    tools, reward, gold_reward, peft_config, on_update, on_evaluation;
+    tools, reward, gold_reward, objective, peft_config, on_update, on_evaluation;
     `help(fastp3o.training.api.Objects)` says what each may be. The last two are called with the
     metrics of each step and each evaluation, and their `step`; the run ends after that step if they
     return True, and its state is saved if they raise. With several processes they are called on the
@@ -172,6 +175,10 @@ def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
     options = {flag.name for flag in fields(config)}
     if others := sorted((objects.keys() & set(OBJECTS)) - options):
         raise UserError(f"{type(config).__name__} has no {', '.join(others)}")
+    if "objective" in objects and not isinstance(config, FunctionConfig):
+        raise UserError(
+            f"objective= goes with a FunctionConfig, and {type(config).__name__} has an objective"
+        )
     for name in CALLBACKS:
         if name in objects and not callable(objects[name]):
             raise UserError(f"{name} must be a function, got a {type(objects[name]).__name__}")
@@ -182,12 +189,16 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
     """The configuration with objects in the place of options. Raises UserError for what cannot
     stand there.
     """
-    named: dict[str, Any] = {name: value for name, value in objects.items() if name in OBJECTS}
+    named: dict[str, Any] = {
+        name: value for name, value in objects.items() if name in (*OBJECTS, "objective")
+    }
     for option, value in named.items():
         if isinstance(value, str):
             continue
         if option == "model":
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
+        elif option == "objective":
+            named[option] = named_objective(value)
         elif option == "environment":
             name = (
                 f"{value.__module__}:{value.__qualname__}"

@@ -83,7 +83,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                     accelerator, old, reference, rows, rewards, loss_mask, noted=noted
                 )
                 # Importance weights π_old / π_sampler, for a sampler that is not quite the policy.
-                if config.sampler_ratio_cap:
+                if config.reads_sampler:
                     minibatches = with_sampler_logprobs(batch.groups, minibatches)
                 # Rewards of turns and tokens are on the scale of the others, but not shifted: one
                 # without keeps 0.

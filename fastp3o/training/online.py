@@ -166,7 +166,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         version=lambda: optimizer.steps,  # servers are asked for it once there is an optimizer
         # Where `RolloutBuffer.require_same_policy` cannot tell.
         probes_always=bool(config.rounds_ahead) or config.truncates,
-        tolerant=bool(config.sampler_ratio_cap),
+        tolerant=config.reads_sampler,
         logprobs_as_drawn=config.temperature != 1 or config.truncates,
         interrupts=config.interrupt_rollouts,
     )
@@ -303,9 +303,9 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
             f"warning: --prompts_per_update ({config.prompts_per_update}) exceeds the {total} prompts, so some repeat "
             "within an update"
         )
-    corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
+    corrected = config.old_logprobs == "sampler" or config.reads_sampler
     if config.truncates and config.assumes_own_samples and not corrected:
-        remedies = "--sampler_ratio_cap" + (
+        remedies = config.sampler_correction + (
             " or --old_logprobs sampler" if config.compares_with_old else ""
         )
         context.accelerator.print(

@@ -276,7 +276,7 @@ def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
         "dapo": (8, {64: 16, 24: 8})
     }
     begins |= {"grpo": (8, {64: 1}), "dr_grpo": (8, {64: 1}), "gspo": (8, {64: 4, 5: 1})}
-    begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8})}
+    begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8}), "sapo": (8, {64: 4})}
     for name, (responses, minibatches) in begins.items():
         for prompts, expected in minibatches.items():
             config = OBJECTIVES[name](**GIVEN, prompts_per_update=prompts)

@@ -165,7 +165,7 @@ class UpdatesConfig(Flags):
     prompts_per_minibatch: int = option(
         8,
         "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
-        "objective's paper (1 unless: GSPO 4, VESPO 8, DAPO and CISPO 16).",
+        "objective's paper (1 unless: GSPO and SAPO 4, VESPO 8, DAPO and CISPO 16).",
         at_least=0,
     )
     responses_per_prompt: int = option(
@@ -235,15 +235,15 @@ class OnlineConfig(
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     objective_class: what trains, `module:class`. assumes_own_samples: whether the gradient is a
-    mean over samples of the policy; if not, any responses serve. reads_rewards: whether the loss
-    does. paper_minibatches: steps of a pass in the objective's paper.
+    mean over samples of the policy; if not, any responses serve. sampler_correction: what weighs
+    responses that are no such samples. paper_minibatches: steps of a pass in the objective's paper.
     """
 
     section = "updates"
     rules: ClassVar[tuple[Rule, ...]] = RULES
     objective_class: ClassVar[str]
     assumes_own_samples: ClassVar[bool] = True
-    reads_rewards: ClassVar[bool] = True
+    sampler_correction: ClassVar[str] = "--sampler_ratio_cap"
     paper_minibatches: ClassVar[int] = 1
 
     prompts: str | InMemory = required(
@@ -374,6 +374,18 @@ class OnlineConfig(
         if not self.minibatch_yields:
             return wanted
         return max(size for size in range(1, wanted + 1) if self.prompts_per_update % size == 0)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the loss reads rewards."""
+        return True
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the log-probs of what sampled, to weigh the difference to the
+        policy.
+        """
+        return bool(self.sampler_ratio_cap)
 
     @property
     def compares_with_old(self) -> bool:

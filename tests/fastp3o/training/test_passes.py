@@ -238,6 +238,7 @@ def known_and_noted(name: str, **changes) -> tuple[Callable, list[Microbatch], P
         ("grpo", {"kl_estimator": "k3"}),
         ("rloo", {}),
         ("gspo", {}),
+        ("sapo", {}),
         ("vespo", {}),
         ("rebel", {}),
         ("ppo", {"kl_coef": 0.0}),
