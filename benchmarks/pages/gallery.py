@@ -85,7 +85,7 @@ def needed(shape: dict[str, Any], config: MemoryConfig) -> float:
         responses_per_prompt=config.responses_per_prompt,
     )
     phases = phases_of(config, sizes(tuple(shape.items()), config.lora_rank), lengths)
-    return max(memory.peak for memory in phases) / 1e9 + CONTEXT
+    return max(memory.peak for memory in phases.values()) / 1e9 + CONTEXT
 
 
 def ways(machine: Machine) -> Iterator[str]:

@@ -2,7 +2,7 @@
 frontier.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -124,17 +124,16 @@ class Evaluation:
             )
             for name, table in wins.items()
         }
-        return self.by_set(means, points, with_deviation.keys()) | logged
+        return self.by_set(means, verdicts, with_deviation.keys()) | logged
 
     def by_set(
         self,
         means: Mapping[str, Tensor],
-        points: Mapping[str, Sequence[np.ndarray]],
+        verdicts: Mapping[str, PromptVerdicts],
         with_deviation: Collection[str],
     ) -> dict[str, float]:
         """Metrics over all prompts and over those of each set, from values of each prompt, [P].
-        points: of each win rate, what was won and how many verdicts there are. with_deviation:
-        names of the means that get one.
+        verdicts: of each win rate. with_deviation: names of the means that get one.
         """
         metrics: dict[str, float] = {}
         sets = {"": range(len(self.prompts))} | {
