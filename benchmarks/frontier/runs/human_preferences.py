@@ -1,7 +1,7 @@
 """Algorithms on a real model and real people's choices, a line of human_preferences.jsonl for each
 cell that it lacks.
 
-bash scripts/human_preferences.sh                      makes the start, the reward model and the judge
+FASTP3O_LONG=1 bash scripts/human_preferences.sh       makes the start, the reward model and the judge
 python -m benchmarks.frontier.runs.human_preferences   a cell is a seed, a weight of the KL and an arm
 """
 
