@@ -6,6 +6,7 @@ Python.
 import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from inspect import cleandoc, get_annotations
@@ -1080,8 +1081,16 @@ class StageConfig(
 
     @cached_property
     def packing(self) -> Packing:
-        """Of rows as they are asked for, until `fit_rows` has found what memory holds."""
+        """How rows are packed: as they are asked for, or what `with_packing` was told."""
         return Packing(self.tokens_per_row or TOKENS_PER_ROW, self.share_prompts)
+
+    def with_packing(self, packing: Packing) -> Self:
+        """The same configuration, whose rows are packed like this. `tokens_per_row` still says what
+        was asked for, since a resumed run may have other memory.
+        """
+        copied = copy(self)
+        vars(copied)["packing"] = packing
+        return copied
 
     @property
     def needs_reference(self) -> bool:

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from fastp3o import __version__
-from fastp3o.config import StageConfig
+from fastp3o.config import Flags, ModelConfig
 from fastp3o.data.sources import FILE_SUFFIXES
 from fastp3o.rewards.config import RewardConfig, cascaded, is_endpoint, is_function
 from fastp3o.run.log import read
@@ -52,7 +52,7 @@ class Training:
     `steps`. evaluations: eval.jsonl.
     """
 
-    config: StageConfig
+    config: ModelConfig
     stage: str
     step: int
     steps: int
@@ -143,7 +143,7 @@ class Training:
         ]
 
 
-def options(config: StageConfig) -> dict[str, Any]:
+def options(config: Flags) -> dict[str, Any]:
     """The numbers and choices that matter, where they are not the default. No text, which may name
     paths or keys.
     """
@@ -162,7 +162,7 @@ def options(config: StageConfig) -> dict[str, Any]:
     return chosen
 
 
-def named_rewards(config: StageConfig) -> list[str]:
+def named_rewards(config: Flags) -> list[str]:
     """The rewards that were maximized: their public names, and their weights where there are
     several.
     """
@@ -222,7 +222,7 @@ def table(first: str, second: str, rows: dict[str, Any]) -> str:
     )
 
 
-def data_names(config: StageConfig) -> list[str]:
+def data_names(config: Flags) -> list[str]:
     values = [str(value) for option in DATA if (value := config.values().get(option))]
     return [
         name.strip()

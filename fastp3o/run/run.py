@@ -596,4 +596,4 @@ class Run:
         training = Training(
             self.config, self.steps.stage, step, self.steps.last, precision, evaluations
         )
-        save_trained(self.optimizer, self.tokenizer, folder, training, files)
+        save_trained(self.optimizer, self.tokenizer, folder, training, self.config.lora_save, files)

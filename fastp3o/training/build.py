@@ -1,6 +1,8 @@
 """Loads what a stage's configuration names: the model that trains, and its reference."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from fastp3o.config import SamplerConfig, StageConfig
 from fastp3o.data.tokens import Continuation, tokenize
@@ -22,18 +24,22 @@ from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rollouts.plan import SampledModel, sampled_here
 from fastp3o.runtime.context import Context
-from fastp3o.training.row_length import fit_rows
+from fastp3o.training.row_length import fitting, further_bytes
 from fastp3o.training.setup import holding
+
+StageT = TypeVar("StageT", bound=StageConfig)
 
 # --- the model that trains ------------------------------------------------------------------------
 
 
 def load_trained(
-    context: Context, config: StageConfig, load: Callable[..., PackedModel]
-) -> tuple[PackedModel, Context]:
-    """The model that trains, whose settings say how its responses end, and its context (`holding`),
-    whose tokenizer gets another token for padding where a reward model needs one. load:
-    `load_policy` or `load_reward_model`.
+    context: Context, config: StageT, load: Callable[..., PackedModel]
+) -> tuple[PackedModel, Context, StageT]:
+    """The model that trains, and what it changes of the run: the context that holds it (`holding`),
+    and the configuration with rows that memory holds beside it (`fitting`).
+
+    load: `load_policy` or `load_reward_model`, which may give the tokenizer another token for
+    padding.
     """
     as_stored = not config.lora_rank  # adapters get the dtype of the weights that are there
     options = {
@@ -64,8 +70,20 @@ def load_trained(
         model.recompute_activations()
     if config.compile_layers:
         model.compile_layers()
-    fit_rows(context, config, model)
-    return model, context
+    # A CPU's memory holds less than a GPU's beside what else runs there, so rows are shorter where
+    # nobody has named their length.
+    if config.tokens_per_row is None and context.device.type == "cpu":
+        bytes_of = partial(
+            further_bytes,
+            context,
+            model,
+            trainable_layers=config.trainable_layers,
+            optimizer=config.optimizer,
+            checkpointing=config.gradient_checkpointing,
+            second_model=config.needs_reference and not config.lora_rank,
+        )
+        config = config.with_packing(fitting(context, config.packing, bytes_of))
+    return model, context, config
 
 
 # --- the reference --------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     """
     # Models, data, rewards and a resumed state are loaded here, and what cannot work is refused.
     loop = set_up(config, caller)
+    config = loop.config  # with the length of packed rows that memory holds
     run, policy, reference, objective = loop.run, loop.policy, loop.reference, loop.objective
     accelerator, optimizer = run.accelerator, run.optimizer
 
@@ -77,7 +78,14 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 loss_mask = finished(batch.groups) if config.mask_truncated else None
                 # Where an update makes one step, its loss has the old log-probs, and no pass is
                 # made for them.
-                old = old_logprobs(config, objective, policy, batch.groups)
+                old = old_logprobs(
+                    config.old_logprobs,
+                    objective,
+                    policy,
+                    batch.groups,
+                    steps=config.steps_per_update,
+                    has_dropout=config.lora_dropout > 0,
+                )
                 noted = config.old_logprobs == "sampler"
                 minibatches = make_microbatches(
                     accelerator, old, reference, rows, rewards, loss_mask, noted=noted

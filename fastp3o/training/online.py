@@ -111,8 +111,15 @@ class OnlineLoop:
     def learning_rate_search(
         self, update: int, minibatches: Minibatches, steps: int
     ) -> LearningRateSearch:
+        """The search for a learning rate within an update; idle without `--kl_per_update`."""
         return LearningRateSearch(
-            self.run.optimizer, self.config, self.search, update, minibatches, steps
+            self.run.optimizer,
+            self.config.kl_per_update,
+            self.search,
+            update,
+            minibatches,
+            steps,
+            self.config.old_logprobs,
         )
 
     def add_gradients(
@@ -158,7 +165,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
 
     # The policy, whole and on the CPU. What is sampled in its place, a copy or servers, is chosen
     # before the optimizer spreads it over the processes and takes its memory.
-    policy, context = load_trained(context, config, partial(load_policy, trains=True))
+    policy, context, config = load_trained(context, config, partial(load_policy, trains=True))
     sampled = sampled_model(
         config,
         policy,
@@ -220,7 +227,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         for single in single_rewards(rewards).values():
             if isinstance(single, JudgedPairs):
                 single.anchor = anchors
-    buffer = RolloutBuffer(context, config, sampler, prompts)
+    buffer = RolloutBuffer(context, config, config, sampler, prompts, seed=config.seed)
 
     reference = in_context(context, config, reference)
     objective.reference_values = reference.map_rows

@@ -145,7 +145,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     data, sets = load_data(task, context)
-    model, context = load_trained(context, config, task.load_model)
+    model, context, config = load_trained(context, config, task.load_model)
+    task.config = config  # whose rows are as long as memory holds
     task.set_up(context, model, data)
 
     total = len(data["train_data"])
