@@ -58,7 +58,7 @@ OBJECTS = (
     "tools",
     *DATA,
     *REWARDS,
-)  # `train` takes objects in the place of their names
+)  # `train` takes objects in place of their names
 # What the fields' types take, and in words.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -108,7 +108,7 @@ class Rules(TypedDict, total=False):
     needs: what this flag has no effect without. What is about a flag that a configuration does not
     have is ignored. changeable: a resumed run may have another value, since each step reads it
     again. required: there is no run without it. From Python it may come as an object, after the
-    configuration is made. python: what Python may have in the place of the text: a list of what
+    configuration is made. python: what Python may have in place of the text: a list of what
     stands between commas; or what the JSON says, a dict or a list. The field's type names it, for
     editors; the value is text in any case.
     """
@@ -235,7 +235,7 @@ class Flags:
                 raise UserError(rule.words.format_map(values))
 
     def derived(self) -> dict[str, Any]:
-        """Values that options have in the place of what was set, such as one that stands for a
+        """Values that options have in place of what was set, such as one that stands for a
         default that depends on others. Groups add theirs to their parents'.
         """
         return {}
@@ -264,7 +264,7 @@ class Flags:
                 raise UserError(
                     f"--{flag.name} must not be empty or contain null bytes or unpaired surrogates, got {value!r}"
                 )
-            # A function in the place of an objective's name is required, and the only one without a
+            # A function in place of an objective's name is required, and the only one without a
             # default.
             if (
                 flag.name == "objective"
@@ -811,7 +811,7 @@ class ModelConfig(Flags):
         super().__post_init__()
         if self.model_revision and (isinstance(self.model, InMemory) or exists(self.model)):
             raise UserError(
-                f"--model_revision is of a hub's repository, and --model {self.model} is none"
+                f"--model_revision needs the name of a hub repository, and --model {self.model} is not one"
             )
 
     @property

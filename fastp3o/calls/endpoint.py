@@ -74,7 +74,7 @@ class Endpoint:
     be read), too slow or unreachable. Any other status except 200 stops at once. backoff: seconds
     before the first retry, doubled for each further one, and up to half as much again at random.
     longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
-    abandons: whether a request under way is given up once its answer is no longer wanted, rather
+    abandons: whether an unfinished request is given up once its answer is no longer wanted, rather
     than waited for. query: parameters behind the URL, none of them secret.
 
     Raises ValueError on a URL, a key or a proxy that cannot be used.
@@ -189,7 +189,7 @@ class Endpoint:
             )
 
     def without_key(self, text: str) -> str:
-        """The text with stars in the place of the key, if it is long enough to be a secret."""
+        """The text with stars in place of the key, if it is long enough to be a secret."""
         return text.replace(self.key, STARS) if len(self.key) >= SHORTEST_SECRET else text
 
     def excerpt(self, body: bytes) -> str:

@@ -109,7 +109,7 @@ def import_function(name: str, role: str) -> Callable:
 
 
 def is_file(name: str) -> bool:
-    """Whether a function's name has the path of a file in the place of its module."""
+    """Whether a function's name has the path of a file in place of its module."""
     module = name.partition(":")[0]
     return "/" in module or (module.endswith(".py") and os.path.exists(module))
 
@@ -160,7 +160,7 @@ def call_for_list(
         raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
         *_, (frame, line), (last, _) = traceback.walk_tb(error.__traceback__)
-        # If the function has gone on after the alarm, nobody knows where it was.
+        # If the function has continued after the alarm, it is unknown where it was.
         place = (
             f": it was in {frame.f_code.co_filename}, line {line}"
             if last.f_code.co_name == "ring"

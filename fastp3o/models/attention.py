@@ -44,7 +44,7 @@ flash_attn_varlen_func = installed_flash_attn
 
 logger = get_logger(__name__)
 # transformers treats names with "flash" specially. For a name without a mask function it makes no
-# mask, and does not wait for the device in every pass to see whether positions begin anew
+# mask, and does not wait for the device in every pass to see whether positions begin again
 # somewhere.
 NAME = "fastp3o_segments"
 # Head size that both libraries take.
@@ -341,7 +341,7 @@ def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softc
     pieces = zip(query.split(segments.query_lengths, dim=2), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
     if softcap or query.is_cuda:
-        # The backward pass computes a block's products anew: kept, they would take memory by the
+        # The backward pass computes a block's products again: kept, they would take memory by the
         # square of its length.
         recomputed: dict[str, Any] = {
             "use_reentrant": False,
@@ -378,9 +378,13 @@ def causal_blocks(query, key, value, window, softcap) -> Iterator[tuple[Tensor, 
     is [queries, keys]: the products of all heads with a softcap, else a mask; a whole segment needs
     none.
     """
-    (_, heads, queries, _), keys = query.shape, key.shape[2]
-    whole, end = not softcap and is_whole(queries, keys, window), keys - queries
-    size = queries if whole else max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1)))
+    _, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    size = queries
+    if softcap or not is_whole(queries, keys, window):
+        products = keys * heads if softcap else keys  # of one query
+        size = max(1, LARGEST_BLOCK // products)
+    end = keys - queries  # of the keys that the block before this one sees
     for block in query.split(size, dim=2):
         first = 0 if window is None else max(0, end - window + 1)
         end += block.shape[2]

@@ -55,9 +55,9 @@ class FunctionObjective(GroupwiseObjective):
         """
         assert self.config.function is not None
         named = {name: getattr(groups, name) for name in self.outputs}
-        given = {name: groups[name] for name in self.config.tensors if name not in named}
+        tensors = {name: groups[name] for name in self.config.tensors if name not in named}
         try:
-            value = self.config.function(replace(groups, tensors=given), **given, **named)
+            value = self.config.function(replace(groups, tensors=tensors), **tensors, **named)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -128,7 +128,7 @@ class FunctionObjective(GroupwiseObjective):
         return {what: value.detach().double() for what, value in values.items()}
 
     def random_group(self, generator: torch.Generator) -> Groups:
-        """A group with numbers in the place of all that a function may take."""
+        """A group with numbers in place of all that a function may take."""
         K = self.config.responses_per_prompt
         lengths = torch.randint(1, LONGEST + 1, (K,), generator=generator)
         n = int(lengths.sum())

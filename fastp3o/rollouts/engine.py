@@ -228,15 +228,15 @@ def prefill(
 ) -> None:
     """Puts keys and values of the prompts into the cache. pad: to a multiple of TILE."""
     cache.begin([len(ids) - 1 for ids in prompts])
-    given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
-    for row in rows_to_cache(given, tokens_per_row, pad, policy.model.device):
+    to_store = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
+    for row in rows_to_cache(to_store, tokens_per_row, pad, policy.model.device):
         cache.prompt_of_token = row.number_of_token
         cache.position_of_token = row.position_ids[0, : len(row.number_of_token)]
         store_keys(policy, row, cache, cache.last_layer)
 
 
 class AllStoredError(Exception):
-    """The last layer's keys and values are stored: nobody needs what is left of the pass."""
+    """Ends a forward pass once the keys and values of the last layer are stored."""
 
 
 class KeysOnly(NamedTuple):

@@ -102,9 +102,9 @@ def make_prompts(
     columns = column_values(examples)
     texts, ids = examples["prompt"], examples["prompt_ids"]
     numbers = range(len(texts)) if numbers is None else numbers
-    given = examples.get("given") or [""] * len(texts)
+    records = examples.get("given") or [""] * len(texts)
     return [
-        Prompt(*prompt, {name: values[index] for name, values in columns.items()}, given[index])
+        Prompt(*prompt, {name: values[index] for name, values in columns.items()}, records[index])
         for index, prompt in enumerate(zip(texts, ids, numbers, strict=True))
     ]
 
@@ -158,10 +158,11 @@ def lengths(groups: Sequence[Group]) -> Tensor:
     """[P, K] fp32: the number of the policy's tokens in each response, including the
     end-of-sequence.
     """
-    spans = [[response.spans for response in group.responses] for group in groups]
-    return torch.tensor(
-        [[sum(end - start for start, end in one) for one in group] for group in spans]
-    ).float()
+
+    def tokens(response: Response) -> int:
+        return sum(end - start for start, end in response.spans)
+
+    return torch.tensor([list(map(tokens, group.responses)) for group in groups]).float()
 
 
 def finished(groups: Sequence[Group]) -> Tensor:

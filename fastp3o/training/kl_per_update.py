@@ -219,7 +219,7 @@ def with_policy_logprobs(optimizer: Optimizer, microbatches: list[Microbatch]) -
 def told_of_slowness(moved: float, target: float, rate: float) -> str:
     return (
         f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {rate:.2g}, rises by "
-        f"{RISE - 1:.0%} an update at most by now. To restart the search, --resume with another --learning_rate"
+        f"{RISE - 1:.0%} an update at most from now on. To restart the search, --resume with another --learning_rate"
     )
 
 
@@ -231,7 +231,7 @@ def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
     policy = optimizer.model
     logprobs = torch.cat(policy_logprobs(policy, [microbatch.row for microbatch in microbatches]))
     if isinstance(policy, FSDPModule):
-        policy.reshard()  # no backward pass does it, and a reference may follow the own parts
+        policy.reshard()  # no backward pass does, and a reference may follow this process's shards
     kls = step_kl(
         logprobs, torch.cat([microbatch.policy_token_logprobs for microbatch in microbatches])
     ).double()

@@ -369,12 +369,12 @@ def rollout_memory(
 
 
 def product_bytes(precision: Precision) -> int:
-    """Of an element of a product."""
+    """Bytes of an element of a product."""
     return (precision.autocast or precision.weights).itemsize
 
 
 def stream_bytes(model: Model, precision: Precision) -> int:
-    """Of an element of the residual stream."""
+    """Bytes of an element of the residual stream."""
     return 4 if model.finer else precision.weights.itemsize
 
 

@@ -106,7 +106,7 @@ def trackers_of(config: StageConfig) -> list[str]:
 
 def holding(context: Context, config: StageConfig, model: PackedModel) -> Context:
     """The context in which a model trains, which is whole and in fp32 yet: with another precision
-    where fp16, which nobody has named, does not hold it in a trial of a few tokens. All processes
+    where fp16, which was not asked for, overflows in a trial of a few tokens. All processes
     get the same. Raises UserError if fp16 was named, and warns if it just holds the trial.
     """
     precision, accelerator = context.precision, context.accelerator

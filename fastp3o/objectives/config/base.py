@@ -363,9 +363,7 @@ class OnlineConfig(
         return values
 
     def largest_minibatch(self) -> int:
-        """The prompts of a minibatch where nobody has named a number that divides those of an
-        update.
-        """
+        """The prompts of a minibatch where none is set that divides the prompts of an update."""
         wanted = self.prompts_per_minibatch
         wanted = wanted or self.prompts_per_update // gcd(
             self.prompts_per_update, self.paper_minibatches

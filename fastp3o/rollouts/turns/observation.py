@@ -87,7 +87,7 @@ def chat_observations(
         except RecordError as error:
             raise UserError(
                 f"the chat template of {name} changes a reply once a message of role {role} follows it (it leaves out "
-                f"thinking, or writes marks anew), or refuses that: expected {error.expected}, got {error.got}. "
+                f"thinking, or rewrites marks), or refuses that: expected {error.expected}, got {error.got}. "
                 f"Trajectories only grow, and cannot be written with it: --chat_template names one that keeps replies"
             ) from error
         ids = continuation.ids([turns.between], INSIDE, control=True)[0]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fastp3o.models.loading import load_policy
 from fastp3o.objectives.base import Microbatch, mean_kl
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import kl_per_update
 from fastp3o.training.loop import train
