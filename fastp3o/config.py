@@ -52,13 +52,14 @@ LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
+# `train` takes objects in place of their names.
 OBJECTS = (
     "model",
     "environment",
     "tools",
     *DATA,
     *REWARDS,
-)  # `train` takes objects in place of their names
+)
 # What the fields' types take, and in words.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -172,9 +173,8 @@ class Flags:
     named: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     summary: ClassVar[str] = ""
-    section: ClassVar[str] = (
-        "objective"  # of the help, for the options that a class is the first to have
-    )
+    # Of the help, for the options that a class is the first to have.
+    section: ClassVar[str] = "objective"
     further_needs: ClassVar[Mapping[str, Needs]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
 
@@ -358,9 +358,8 @@ def plain_value(name: str, value: Any, hint: Any) -> Any:
         raise UserError(f"--{name} must be {words}, got {value!r:.80}")
     if type(value) in KINDS:
         return value
-    return (
-        str.__str__(fspath(value)) if kind is str else kind(value)
-    )  # str() of an enum would be its name
+    # str() of an enum would be its name.
+    return str.__str__(fspath(value)) if kind is str else kind(value)
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:

@@ -37,9 +37,8 @@ class FunctionInterruptedError(KeyboardInterrupt):
 
 def told(error: BaseException) -> str:
     """The place where users' code raised an error, and its message."""
-    *_, (frame, line) = traceback.walk_tb(
-        error.__traceback__
-    )  # `extract_tb` obeys sys.tracebacklimit
+    # `extract_tb` obeys sys.tracebacklimit.
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
 

@@ -551,8 +551,8 @@ class Encoder:
         prompts = self.tokenize([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
         keys = []
         for entry, prompt_ids in zip(batch, prompts, strict=True):
-            # What responses continue: nothing, text, or a special token, behind which a text may begin
-            # again.
+            # What responses continue: nothing, text, or a special token, behind which a text may
+            # begin again.
             last = prompt_ids[-1] if prompt_ids else BEGINNING
             if last not in self.continuation.begins:
                 last = INSIDE

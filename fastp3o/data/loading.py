@@ -225,9 +225,8 @@ class Loader:
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
         self.examples: Counter[str] = Counter()  # by their file
         self.repeated: Counter[str] = Counter()
-        self.continued: set[str] = (
-            set()
-        )  # variables with which the template leaves replies as they are
+        # Variables with which the template leaves replies as they are.
+        self.continued: set[str] = set()
 
     # --- the data set -----------------------------------------------------------------------------
 

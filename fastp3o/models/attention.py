@@ -59,9 +59,8 @@ FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce
 # Elements of a segment's queries up to which a CPU pads all segments of a row to its longest, and
 # computes them in one call: it takes less time than the calls for each.
 LARGEST_PADDED = 2**13
-LARGEST_BLOCK = (
-    2**24
-)  # products of queries and keys that are in memory at once, where a kernel does not hide them
+# Products of queries and keys that are in memory at once, where a kernel does not hide them.
+LARGEST_BLOCK = 2**24
 
 
 # --- attention of a layer over segments -----------------------------------------------------------
@@ -282,9 +281,8 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
         softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return (
-        result[0] if isinstance(result, tuple) else result
-    )  # some builds of flash-attn 3 return sums, too
+    # Some builds of flash-attn 3 return sums, too.
+    return result[0] if isinstance(result, tuple) else result
 
 
 @torch.compiler.assume_constant_result

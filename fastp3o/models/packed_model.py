@@ -131,9 +131,8 @@ class PackedModel(nn.Module):
             if number < len(parts):
                 states.append(hidden[part.again if isinstance(part, Part) else 0 :])
             else:
-                states[-1] = (
-                    states[-1] + 0.0 * hidden[:1]
-                )  # made only to be in step with other processes
+                # Made only to be in step with other processes.
+                states[-1] = states[-1] + 0.0 * hidden[:1]
         return torch.cat(states)
 
     def check_reach(self, tokens: int, *, context: int = 0) -> None:

@@ -18,9 +18,8 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.runtime.shares import local_part
 
-TokenValues = Callable[
-    [PackedModel, PackedRow], Tensor
-]  # a model's values of a row's labeled tokens, [N, ...]
+# A model's values of a row's labeled tokens, [N, ...].
+TokenValues = Callable[[PackedModel, PackedRow], Tensor]
 
 
 class Reference(ABC):
@@ -170,8 +169,8 @@ class InContext(Reference):
             labeled=[group.labeled for group in groups],
         )
         longer = [row.to(rows[0].labels.device) for row in longer]
-        # The longer rows hold the groups in another order: their values are taken apart by groups, and
-        # put together as the caller's rows have them.
+        # The longer rows hold the groups in another order: their values are taken apart by groups,
+        # and put together as the caller's rows have them.
         by_number: dict[int, Tensor] = {}
         for row, values in zip(longer, self.reference.map_rows(longer, compute), strict=True):
             lengths = row.cu_seqlens_on_host[:: row.responses_per_prompt].diff().tolist()

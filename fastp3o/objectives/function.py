@@ -159,8 +159,10 @@ class FunctionObjective(GroupwiseObjective):
 def joined(parts: Sequence[Groups]) -> Groups:
     """Groups one after the other, as a row has them."""
     first, second = parts
-    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors}
-    outputs = {name: torch.cat([getattr(part, name) for part in parts]) for name in OUTPUTS}
-    logprobs = torch.cat([part.token_logprobs for part in parts])
-    offsets = torch.cat([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]])
-    return Groups(logprobs, offsets, first.responses_per_group, tensors, **outputs)
+    return Groups(
+        torch.cat([first.token_logprobs, second.token_logprobs]),
+        torch.cat([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]]),
+        first.responses_per_group,
+        {name: torch.cat([first.tensors[name], second.tensors[name]]) for name in first.tensors},
+        **{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in OUTPUTS},
+    )

@@ -113,9 +113,8 @@ class FunctionReward(UserFunction):
             self.function = lambda prompts, texts, **more: function(
                 prompts=prompts, completions=texts, **more
             )
-        self.passes = (
-            False  # whether None leaves a response to the next reward of a cascade, as NaN
-        )
+        # Whether None leaves a response to the next reward of a cascade, as NaN.
+        self.passes = False
         self.of_tokens: list[
             Any
         ] = []  # the answers of the last call that are lists, None in place of others

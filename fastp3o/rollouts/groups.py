@@ -29,9 +29,8 @@ class Prompt(NamedTuple):
 
     text: str
     ids: list[int]
-    number: int = (
-        0  # among all prompts that the processes sample together; random numbers depend on it
-    )
+    # Among all prompts that the processes sample together; random numbers depend on it.
+    number: int = 0
     columns: Mapping[str, Any] = {}  # further fields of the prompt's record, for rewards
     given: str = ""  # as the record has it, in JSON, for rewards that take messages; empty where no reward does
 
@@ -53,9 +52,8 @@ class Response(NamedTuple):
     ids: list[int]  # with the end-of-sequence if it was sampled
     text: str  # what prompt and ids decode to behind the prompt, without special tokens: see `Continuation.text`
     finished: bool  # whether it ended with an end-of-sequence; of a trajectory: whether the environment says so
-    logprobs: Sequence[float] | None = (
-        None  # log π of its own tokens in nats by the sampler; None if it computes none
-    )
+    # Log π of its own tokens in nats by the sampler; None if it computes none.
+    logprobs: Sequence[float] | None = None
     turns: tuple[Turn, ...] = ()  # of a trajectory
 
     @property

@@ -27,9 +27,8 @@ CITATION = """@article{wu2023pairwise,
   journal = {arXiv preprint arXiv:2310.00212},
   year = {2023}
 }"""
-HUB_NAME = re.compile(
-    r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?"
-)  # of a model, or of a data set and its configuration
+# Of a model, or of a data set and its configuration.
+HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")
 PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 LICENSE = ("license", "license_name", "license_link")  # in a card's metadata
 DATA = ("train_data", "prompts", "ptx_data")
@@ -155,9 +154,8 @@ def options(config: Flags) -> dict[str, Any]:
             isinstance(value, str) and "choices" in flag.metadata
         )
         matters = flag.name in ALWAYS or (flag.default is not MISSING and value != flag.default)
-        if (
-            plain and matters and flag.name not in ("resume", "precision")
-        ):  # the precision stands above
+        if plain and matters and flag.name not in ("resume", "precision"):
+            # The precision stands above.
             chosen[flag.name] = value
     return chosen
 
@@ -255,7 +253,8 @@ def ancestry(model: str) -> tuple[str | None, dict[str, Any]]:
         OSError,
         ValueError,
         yaml.YAMLError,
-    ):  # no folder, no card, or one that is not in the hub's form
+    ):
+        # No folder, no card, or one that is not in the hub's form.
         stated = None
     stated = stated if isinstance(stated, dict) else {}
     base = stated.get("base_model")

@@ -153,9 +153,8 @@ class Run:
         self.hang_watch = HangWatch(config.hang_minutes, context.mesh)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
-        self.unread: Callable[[], None] | None = (
-            None  # settles the step whose outcome the host has not read
-        )
+        # Settles the step whose outcome the host has not read.
+        self.unread: Callable[[], None] | None = None
         self.last = steps.last  # number of the last step, an earlier one once the run is to end
         self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
 
@@ -265,10 +264,9 @@ class Run:
                 if error is not None:
                     raise error
             finally:
-                # After an error, processes may not wait for one another: each places what it has
-                # written alone.
                 if self.pending is not None:
                     self.pending.close()
+                # After an error of one process, the others may not come: none waits for them here.
                 if self.accelerator.num_processes == 1:
                     self.states.place()
                 else:
@@ -329,9 +327,8 @@ class Run:
                 raise NotFiniteError(
                     f"{where}; the weights are already non-finite as well. {self.remedy()}"
                 ) from error
-            if (
-                self.progress.step == 0 and not self.moved
-            ):  # there is nothing that the start does not have
+            if self.progress.step == 0 and not self.moved:
+                # There is nothing that the start does not have.
                 self.reporter.close()
                 raise type(error)(
                     f"{where}; nothing was trained before that. {self.remedy()}"
@@ -401,8 +398,8 @@ class Run:
         saved or evaluated. begun: when its work began. metrics: 0-d, on the device. host_metrics:
         the others.
         """
-        # What tells of this step is launched on the device behind its work, so that the host reads it
-        # later without waiting for the steps after it.
+        # What tells of this step is launched on the device behind its work, so that the host reads
+        # it later without waiting for the steps after it.
         self.read_late_step()
         outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
         steps, learning_rate = self.optimizer.steps, self.optimizer.learning_rate

@@ -422,9 +422,8 @@ def as_the_command() -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as inside:
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 inside.enter_context(torch.autocast(device, enabled=False))
-            if (
-                torch.get_default_device().type != "cpu"
-            ):  # this makes each call into torch a little slower
+            if torch.get_default_device().type != "cpu":
+                # This makes each call into torch a little slower.
                 inside.enter_context(torch.device("cpu"))
             yield
     finally:

@@ -60,8 +60,8 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                     batch = loop.buffer.resampled(
                         update, batch, loop.score, takes_pairs=objective.takes_pairs
                     )
-                # A reward that compares gives each pair a weight. A loss that reads scores takes the
-                # means over a response's comparisons in their place.
+                # A reward that compares gives each pair a weight. A loss that reads scores takes
+                # the means over a response's comparisons in their place.
                 if batch.pair_rewards is None or not objective.takes_pairs:
                     rewards = objective.scaler(batch.rewards["reward"])
                 else:

@@ -33,9 +33,8 @@ class Update:
 
     number: int
     batch: RolloutBatch
-    round_metrics: dict[
-        str, float
-    ]  # of the rollouts, of what rewards log, and of the search for a learning rate
+    # Of the rollouts, of what rewards log, and of the search for a learning rate.
+    round_metrics: dict[str, float]
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]

@@ -27,9 +27,8 @@ from fastp3o.rollouts.groups import Group, pack_groups, token_ids
 from fastp3o.runtime.finiteness import require_finite
 from fastp3o.runtime.shares import Share
 
-RowLogprobs = Callable[
-    [Sequence[PackedRow]], Sequence[Tensor]
-]  # log-probs of rows' tokens, [N] fp32 for each row
+# Log-probs of rows' tokens, [N] fp32 for each row.
+RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]
 
 
 # --- rows of an update ----------------------------------------------------------------------------
@@ -81,9 +80,8 @@ def make_microbatches(
     rows, row_tables = to_device((on_host, tables), accelerator.device)
     room = [unknown_logprobs(row) for row in rows] if noted or old is None else []
     old_logprobs = room if old is None else old(rows)
-    if (
-        old is not None and accelerator.device.type == "cpu"
-    ):  # where the losses would take it for a caller's mistake
+    if old is not None and accelerator.device.type == "cpu":
+        # Where the losses would take it for a caller's mistake.
         require_finite(accelerator, "an old log-probability", torch.cat([*old_logprobs]))
     noted_logprobs: Sequence[Tensor | None] = room or [None] * len(rows)
     microbatches = (

@@ -192,8 +192,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     # A critic, if the objective has one, is there before the optimizer lists what trains.
     objective.add_to(policy)
 
-    # Rewards: a function or an endpoint is tried on the first example, so that a broken one ends the
-    # run before anything is sampled.
+    # Rewards: a function or an endpoint is tried on the first example, so that a broken one ends
+    # the run before anything is sampled.
     rewards = load_rewards(
         context,
         config,
@@ -330,8 +330,8 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
             f"warning: --prompts_per_update ({config.prompts_per_update}) exceeds the {total} prompts, so some repeat "
             "within an update"
         )
-    # An estimate over samples of another distribution than the policy's is biased, unless importance
-    # weights correct it.
+    # An estimate over samples of another distribution than the policy's is biased, unless
+    # importance weights correct it.
     corrected = config.old_logprobs == "sampler" or config.reads_sampler
     if config.truncates and config.assumes_own_samples and not corrected:
         remedies = config.sampler_correction + (
@@ -357,7 +357,7 @@ def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut,
     load = partial(load_prompts, **asked_of_evaluations(config))
     held_out, texts = load_held_out(context, config, load, config.eval_prompts), None
     if config.ptx_data:
-        # Texts of the mix end as the checkpoint's own responses do.
+        # Texts of the mix end as the checkpoint's responses do.
         ends = checkpoint_ends(
             config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
         )

@@ -68,9 +68,8 @@ def make_context(
     )
     choose_attention(config.attention, accelerator.device)
     if config.deterministic and accelerator.device.type == "cuda":
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it at its first product
+        # cuBLAS reads it at its first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         cast(
             Any, torch.utils.deterministic

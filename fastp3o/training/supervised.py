@@ -179,7 +179,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     this_run = weakref.proxy(run)
 
     for step in run:
-        # 1. The step's examples, which follow from seed and number, and this process's part of them.
+        # 1. The step's examples, which follow from seed and number, and this process's part of
+        #    them.
         chosen = examples_of_step(
             step - 1, batch_size=config.batch_size, total=total, seed=config.seed
         )
@@ -194,16 +195,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         rows = task.prepared_rows(optimizer.model, batch)
         optimizer.recent.extend(rows)
 
-        # 3. The step: the mean loss over what all processes count, in as many passes as the process
-        #    with most rows makes, since sharded weights are gathered by all of them.
-        count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
-        passes = Passes(
-            pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean")
-        )
-        gradients = add_gradients(optimizer, passes, task.loss_on_device)
-        metrics = mean_over_steps(
-            context.accelerator, [gradients | optimizer.step(gradients["loss"])]
-        )
+        # 3. The step.
+        metrics = make_step(task, optimizer, rows)
 
         # 4. The report, which is written while the device computes the next step: the host does not
         #    wait for this one.
@@ -212,3 +205,15 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.share.count
         run.report_later(step, begun, metrics, host_metrics, tokens=tokens, shown=shown)
+
+
+def make_step(task: SupervisedTask, optimizer: Optimizer, rows: list) -> dict[str, Tensor]:
+    """Makes an optimizer step on the mean loss over what all processes count. Returns its metrics,
+    0-d.
+    """
+    accelerator = task.context.accelerator
+    count = torch.full((), float(sum(map(task.count, rows))), device=task.context.device)
+    # Each process makes as many passes as the one with most rows, since all gather sharded weights.
+    passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(count, "mean"))
+    gradients = add_gradients(optimizer, passes, task.loss_on_device)
+    return mean_over_steps(accelerator, [gradients | optimizer.step(gradients["loss"])])

@@ -76,9 +76,8 @@ class NCCLTransfer:
         self.queue: Queue[dict[str, Tensor] | None] = Queue()
         self.running: Future[None] = Future()
         self.deadline = time.monotonic() + self.servers.time_limit
-        device = (
-            torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        )  # each thread has its own
+        # Each thread has its own.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
         def run() -> None:
             try:
