@@ -33,7 +33,7 @@ STAGES = {
     "sft": ("training.config:SFTConfig", "training.sft:train"),
     "reward": ("training.config:RewardModelConfig", "training.reward_model:train"),
     "p3o": ("objectives.config.p3o:P3OConfig", "training.loop:train"),
-    "online": ("objectives.online:OBJECTIVES", "training.loop:train"),
+    "online": ("objectives.config.online:OBJECTIVES", "training.loop:train"),
     "ppo": ("objectives.config.ppo:PPOConfig", "training.loop:train"),
     "online_dpo": ("objectives.config.preferences:OnlineDPOConfig", "training.loop:train"),
     "preference": (

@@ -158,7 +158,7 @@ def truth(text: str) -> bool:
 
 
 def refused(arguments: Sequence[str], names: Sequence[str]) -> str:
-    """What is wrong with arguments that no option takes, with what is meant in the place of each.
+    """What is wrong with arguments that no option takes, with what is meant in place of each.
     names: of options.
     """
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]

@@ -6,6 +6,7 @@ Python.
 import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from inspect import cleandoc, get_annotations
@@ -51,13 +52,14 @@ LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
+# `train` takes objects in place of their names.
 OBJECTS = (
     "model",
     "environment",
     "tools",
     *DATA,
     *REWARDS,
-)  # `train` takes objects in the place of their names
+)
 # What the fields' types take, and in words.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -107,7 +109,7 @@ class Rules(TypedDict, total=False):
     needs: what this flag has no effect without. What is about a flag that a configuration does not
     have is ignored. changeable: a resumed run may have another value, since each step reads it
     again. required: there is no run without it. From Python it may come as an object, after the
-    configuration is made. python: what Python may have in the place of the text: a list of what
+    configuration is made. python: what Python may have in place of the text: a list of what
     stands between commas; or what the JSON says, a dict or a list. The field's type names it, for
     editors; the value is text in any case.
     """
@@ -171,9 +173,8 @@ class Flags:
     named: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     summary: ClassVar[str] = ""
-    section: ClassVar[str] = (
-        "objective"  # of the help, for the options that a class is the first to have
-    )
+    # Of the help, for the options that a class is the first to have.
+    section: ClassVar[str] = "objective"
     further_needs: ClassVar[Mapping[str, Needs]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
 
@@ -234,7 +235,7 @@ class Flags:
                 raise UserError(rule.words.format_map(values))
 
     def derived(self) -> dict[str, Any]:
-        """Values that options have in the place of what was set, such as one that stands for a
+        """Values that options have in place of what was set, such as one that stands for a
         default that depends on others. Groups add theirs to their parents'.
         """
         return {}
@@ -263,7 +264,7 @@ class Flags:
                 raise UserError(
                     f"--{flag.name} must not be empty or contain null bytes or unpaired surrogates, got {value!r}"
                 )
-            # A function in the place of an objective's name is required, and the only one without a
+            # A function in place of an objective's name is required, and the only one without a
             # default.
             if (
                 flag.name == "objective"
@@ -357,9 +358,8 @@ def plain_value(name: str, value: Any, hint: Any) -> Any:
         raise UserError(f"--{name} must be {words}, got {value!r:.80}")
     if type(value) in KINDS:
         return value
-    return (
-        str.__str__(fspath(value)) if kind is str else kind(value)
-    )  # str() of an enum would be its name
+    # str() of an enum would be its name.
+    return str.__str__(fspath(value)) if kind is str else kind(value)
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
@@ -810,7 +810,7 @@ class ModelConfig(Flags):
         super().__post_init__()
         if self.model_revision and (isinstance(self.model, InMemory) or exists(self.model)):
             raise UserError(
-                f"--model_revision is of a hub's repository, and --model {self.model} is none"
+                f"--model_revision needs the name of a hub repository, and --model {self.model} is not one"
             )
 
     @property
@@ -1080,8 +1080,16 @@ class StageConfig(
 
     @cached_property
     def packing(self) -> Packing:
-        """Of rows as they are asked for, until `fit_rows` has found what memory holds."""
+        """How rows are packed: as they are asked for, or what `with_packing` was told."""
         return Packing(self.tokens_per_row or TOKENS_PER_ROW, self.share_prompts)
+
+    def with_packing(self, packing: Packing) -> Self:
+        """The same configuration, whose rows are packed like this. `tokens_per_row` still says what
+        was asked for, since a resumed run may have other memory.
+        """
+        copied = copy(self)
+        vars(copied)["packing"] = packing
+        return copied
 
     @property
     def needs_reference(self) -> bool:

@@ -37,9 +37,8 @@ class FunctionInterruptedError(KeyboardInterrupt):
 
 def told(error: BaseException) -> str:
     """The place where users' code raised an error, and its message."""
-    *_, (frame, line) = traceback.walk_tb(
-        error.__traceback__
-    )  # `extract_tb` obeys sys.tracebacklimit
+    # `extract_tb` obeys sys.tracebacklimit.
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
 
@@ -109,7 +108,7 @@ def import_function(name: str, role: str) -> Callable:
 
 
 def is_file(name: str) -> bool:
-    """Whether a function's name has the path of a file in the place of its module."""
+    """Whether a function's name has the path of a file in place of its module."""
     module = name.partition(":")[0]
     return "/" in module or (module.endswith(".py") and os.path.exists(module))
 
@@ -160,7 +159,7 @@ def call_for_list(
         raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
         *_, (frame, line), (last, _) = traceback.walk_tb(error.__traceback__)
-        # If the function has gone on after the alarm, nobody knows where it was.
+        # If the function has continued after the alarm, it is unknown where it was.
         place = (
             f": it was in {frame.f_code.co_filename}, line {line}"
             if last.f_code.co_name == "ring"

@@ -191,7 +191,7 @@ class Loader:
     do not say otherwise. ends: what ends responses of the model; by default what the tokenizer
     alone says. clock: that the template reads, by default the process's. observation_role: of
     messages that will follow replies, which the template must write with a record's variables.
-    tools: schemas of the run's functions, which every prompt of messages has in the place of its
+    tools: schemas of the run's functions, which every prompt of messages has in place of its
     own field `tools`. all_turns: an example of each assistant's turn in `messages` that follows a
     user's or a tool's.
     """
@@ -225,9 +225,8 @@ class Loader:
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
         self.examples: Counter[str] = Counter()  # by their file
         self.repeated: Counter[str] = Counter()
-        self.continued: set[str] = (
-            set()
-        )  # variables with which the template leaves replies as they are
+        # Variables with which the template leaves replies as they are.
+        self.continued: set[str] = set()
 
     # --- the data set -----------------------------------------------------------------------------
 

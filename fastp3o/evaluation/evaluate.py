@@ -43,7 +43,7 @@ class PromptVerdicts(NamedTuple):
     longer: np.ndarray
 
     def of(self, places: range) -> "PromptVerdicts":
-        """Those of some prompts."""
+        """The verdicts of some prompts."""
         return PromptVerdicts(*(part[places.start : places.stop] for part in self))
 
 

@@ -13,11 +13,12 @@ PAIRS = ("rso", "rs_dpo", JUDGED, "revised_pairs")
 REVISED = ("revised", "revised_pairs")
 NOTHING = "none"
 TOURNAMENT = "tournament"
+# Which responses are compared follows from the choice itself.
 PAIRS_OF_ITS_OWN = (
     TOURNAMENT,
     JUDGED,
     *REVISED,
-)  # which responses are compared follows from the choice itself
+)
 REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 
 

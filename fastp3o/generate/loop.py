@@ -20,7 +20,7 @@ from fastp3o.evaluation.judge import load_judge
 from fastp3o.generate.config import TOURNAMENT, GenerateConfig
 from fastp3o.generate.read_back import reads_back
 from fastp3o.generate.report import Generated, summary, write_kept
-from fastp3o.generate.revision import revising
+from fastp3o.generate.revision import read_principles, revising
 from fastp3o.generate.samples import SamplesFile, make_samples
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.ends import checkpoint_ends
@@ -102,7 +102,10 @@ def generate(config: GenerateConfig) -> Generated:
         speed = (
             0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
         )
-        generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
+        generated = on_main_process(
+            accelerator,
+            lambda: write_kept(config, config, samples, folder / KEPT, seed=config.seed),
+        )
         generated.tokens_per_second = speed
     finally:
         release(folder)
@@ -140,7 +143,16 @@ def load_models(
     if config.principles:
         chats = isinstance(json.loads(prompts[0]["given"])["prompt"], list)
         room = (policy.longest_sequence or LARGEST_INT) - config.max_prompt_tokens - len(prefix.ids)
-        config = revising(config, chats=chats, room=room)
+        config = config.with_values(
+            **revising(
+                read_principles(config.principles),
+                rounds=config.revisions,
+                turn_tokens=config.max_response_tokens,
+                chats=chats,
+                room=room,
+                seed=config.seed,
+            )
+        )
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_frozen(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)

@@ -242,9 +242,8 @@ def from_checkpoint(
             labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
             return name.value.copied(model_class, name.value.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
-            GenerationConfig.from_pretrained(
-                str(name), **at(name)
-            )  # transformers ignores one that it cannot read
+            # Transformers ignores one that it cannot read.
+            GenerationConfig.from_pretrained(str(name), **at(name))
         # First, since transformers would load other formats.
         stored = {dtype for file in weight_files(name) for dtype in dtypes_of_floats(file)}
         dtype = (

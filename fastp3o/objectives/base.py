@@ -36,26 +36,22 @@ class Microbatch:
     # [P, K] fp32, scaled; [P, K, K] where the reward compares and the objective takes that
     # (`takes_pairs`)
     rewards: Tensor
-    old_token_logprobs: (
-        Tensor  # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`)
-    )
+    # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`).
+    old_token_logprobs: Tensor
     ref_token_logprobs: Tensor  # [N] fp32, by the reference; zeros without one
     # [N] fp32: the update's first loss leaves the policy's log-probs here, NaN until then. None:
     # nothing needs that. If it is `old_token_logprobs`, they have no pass of their own, since the
     # update makes one step.
     noted_token_logprobs: Tensor | None = field(default=None, kw_only=True)
-    sampler_token_logprobs: Tensor | None = field(
-        default=None, kw_only=True
-    )  # [N] fp32, by what sampled, if needed
-    loss_mask: Tensor | None = field(
-        default=None, kw_only=True
-    )  # [P, K] bool, takes part in the loss; None: all do
+    # [N] fp32, by what sampled, if needed.
+    sampler_token_logprobs: Tensor | None = field(default=None, kw_only=True)
+    # [P, K] bool, takes part in the loss; None: all do.
+    loss_mask: Tensor | None = field(default=None, kw_only=True)
     # [N] fp32, scaled: parts of `rewards` that come at these tokens; None: all of it comes at a
     # response's last
     token_rewards: Tensor | None = field(default=None, kw_only=True)
-    prepared: Mapping[str, Tensor] = field(
-        default_factory=dict, kw_only=True
-    )  # added by `Objective.prepare`
+    # Added by `Objective.prepare`.
+    prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @cached_property
     def old_logprobs(self) -> Tensor:

@@ -55,9 +55,9 @@ class FunctionObjective(GroupwiseObjective):
         """
         assert self.config.function is not None
         named = {name: getattr(groups, name) for name in self.outputs}
-        given = {name: groups[name] for name in self.config.tensors if name not in named}
+        tensors = {name: groups[name] for name in self.config.tensors if name not in named}
         try:
-            value = self.config.function(replace(groups, tensors=given), **given, **named)
+            value = self.config.function(replace(groups, tensors=tensors), **tensors, **named)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -128,7 +128,7 @@ class FunctionObjective(GroupwiseObjective):
         return {what: value.detach().double() for what, value in values.items()}
 
     def random_group(self, generator: torch.Generator) -> Groups:
-        """A group with numbers in the place of all that a function may take."""
+        """A group with numbers in place of all that a function may take."""
         K = self.config.responses_per_prompt
         lengths = torch.randint(1, LONGEST + 1, (K,), generator=generator)
         n = int(lengths.sum())
@@ -159,8 +159,10 @@ class FunctionObjective(GroupwiseObjective):
 def joined(parts: Sequence[Groups]) -> Groups:
     """Groups one after the other, as a row has them."""
     first, second = parts
-    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors}
-    outputs = {name: torch.cat([getattr(part, name) for part in parts]) for name in OUTPUTS}
-    logprobs = torch.cat([part.token_logprobs for part in parts])
-    offsets = torch.cat([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]])
-    return Groups(logprobs, offsets, first.responses_per_group, tensors, **outputs)
+    return Groups(
+        torch.cat([first.token_logprobs, second.token_logprobs]),
+        torch.cat([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]]),
+        first.responses_per_group,
+        {name: torch.cat([first.tensors[name], second.tensors[name]]) for name in first.tensors},
+        **{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in OUTPUTS},
+    )

@@ -246,9 +246,8 @@ class Optimizer:
         read(tensors := self.tensors())
         for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {})
-            if isinstance(
-                state.get("step"), int
-            ):  # bitsandbytes has a number, of which the tensor is a copy
+            if isinstance(state.get("step"), int):
+                # bitsandbytes has a number, of which the tensor is a copy.
                 state["step"] = int(tensors[f"step.{name}"])
         if self.masters is not None:
             self.masters.round()
@@ -269,9 +268,8 @@ class Optimizer:
         """Restores that state. AdamW's settings stay as they are configured now, also a learning
         rate that is new.
         """
-        if (rates := state.get("rates")) and rates[0] == self.optimizer.defaults[
-            "lr"
-        ]:  # older states have none
+        if (rates := state.get("rates")) and rates[0] == self.optimizer.defaults["lr"]:
+            # Older states have none.
             self.schedule.base_lrs[0] = rates[1]
         if state["steps"]:
             before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}

@@ -173,10 +173,13 @@ class LanguageJudgeConfig(RemoteConfig):
         changeable=True,
     )
 
-    def check_complete(self) -> None:
-        super().check_complete()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.judge_url and not self.judge_model:
             raise UserError("--judge_url has no effect without --judge_model")
+
+    def check_complete(self) -> None:
+        super().check_complete()
         if any(map(is_judge, self.single_scorers)) and not self.judge_model:
             raise UserError(
                 "--reward judge asks a language model: give --judge_model, and --judge_url if it is served"
@@ -251,7 +254,7 @@ class RewardConfig(RemoteConfig):
 
 
 class ComparisonConfig(Flags):
-    """Rewards that compare the responses to a prompt, in the place of scoring each."""
+    """Rewards that compare the responses to a prompt, in place of scoring each."""
 
     section = "rewards"
     comparisons: Compared = option(

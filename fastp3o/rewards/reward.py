@@ -188,7 +188,7 @@ class WeightedSum:
 
 
 def single_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
-    """The rewards, and in the place of sums their parts, as `name/part`."""
+    """The rewards, and in place of sums their parts, as `name/part`."""
     singles: dict[str, Reward] = {}
     for name, reward in rewards.items():
         parts = reward.rewards if isinstance(reward, WeightedSum) else {}
@@ -209,37 +209,47 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     for name, single in singles.items():
         try:
             values[name] = single(groups)
-            if isinstance(single, EnvironmentReward) and len(single.weights) > 1:
-                values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
-            if isinstance(single, Cascade):
-                values |= {
-                    f"{name}/{part}_answered": table for part, table in single.answered.items()
-                }
-            if isinstance(single, JudgedPairs):
-                values[f"{name}_answered"] = single.answered
-            if isinstance(single, ComparisonCascade):
-                shares = single.answered_by.items()
-                values |= {
-                    f"{name}/{part}_answered": torch.full_like(values[name], share)
-                    for part, share in shares
-                }
-            logged = [entry for function in functions_in(single) for entry in function.logged]
-            if clash := taken.intersection(
-                f"{name.partition('/')[0]}/{metric}" for metric, _ in logged
-            ):
-                raise FunctionError(
-                    f"{name} logs what would be {min(clash)}, a metric of the run: rename it"
-                )
+            values |= further_tables(name, single, values[name], groups)
+            require_new_names(name, single, taken)
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
-    if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
+    failed = gather_object([type(failure)(str(failure)) for failure in failures])
+    if failed:
         raise failed[0] from (failures[0] if failures else None)
-    sums = {
-        name: reward.sum([values[f"{name}/{part}"] for part in reward.rewards])
-        for name, reward in rewards.items()
-        if isinstance(reward, WeightedSum)
-    }
+    sums = {}
+    for name, reward in rewards.items():
+        if isinstance(reward, WeightedSum):
+            sums[name] = reward.sum([values[f"{name}/{part}"] for part in reward.rewards])
     return sums | values
+
+
+def further_tables(
+    name: str, reward: Reward, values: Tensor, groups: list[Group]
+) -> dict[str, Tensor]:
+    """What a reward tells beside its values, [P, K] each: the parts of what an environment gives,
+    and which responses each part of a cascade, or a judge, has answered.
+    """
+    tables: dict[str, Tensor] = {}
+    if isinstance(reward, EnvironmentReward) and len(reward.weights) > 1:
+        tables |= {f"{name}/{part}": table for part, table in reward.parts(groups).items()}
+    if isinstance(reward, Cascade):
+        tables |= {f"{name}/{part}_answered": table for part, table in reward.answered.items()}
+    if isinstance(reward, JudgedPairs):
+        tables[f"{name}_answered"] = reward.answered
+    if isinstance(reward, ComparisonCascade):
+        for part, share in reward.answered_by.items():
+            tables[f"{name}/{part}_answered"] = torch.full_like(values, share)
+    return tables
+
+
+def require_new_names(name: str, reward: Reward, taken: set[str]) -> None:
+    """Raises FunctionError if a reward function logs a metric under the name of one of the run."""
+    prefix = name.partition("/")[0]
+    logged = [entry for function in functions_in(reward) for entry in function.logged]
+    if clash := taken.intersection(f"{prefix}/{metric}" for metric, _ in logged):
+        raise FunctionError(
+            f"{name} logs what would be {min(clash)}, a metric of the run: rename it"
+        )
 
 
 # --- checks and logs ------------------------------------------------------------------------------

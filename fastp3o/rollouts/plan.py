@@ -54,7 +54,7 @@ class SampledModel:
     """A model to sample from. copy: sampled in its place, if it is spread over processes, if its
     weights are finer than its passes, or if it has adapters; None if it is sampled itself.
     optional: a copy that memory may have no room for. publisher: brings it to servers, which sample
-    in the place of both; None without.
+    in place of both; None without.
     """
 
     model: PackedModel

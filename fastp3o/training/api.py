@@ -53,7 +53,7 @@ RewardSource = str | Callable[..., Any] | PreTrainedModel
 
 
 class Objects(TypedDict, total=False):
-    """Objects in the place of options; each is also taken as what the command takes.
+    """Objects in place of options; each is also taken as what the command takes.
 
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the
     run trains a copy; it must stay as it is until the run ends. tokenizer: its tokenizer, by
@@ -63,7 +63,7 @@ class Objects(TypedDict, total=False):
     hints and docstrings. reward: a function or a loaded reward model, or several of them, whose
     weights are in the configuration's `reward_weights`. objective: of a `FunctionConfig`, a
     function of groups of responses (fastp3o/objectives/README.md). peft_config: a LoraConfig of
-    peft, in the place of the options of LoRA.
+    peft, in place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -186,7 +186,7 @@ def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
-    """The configuration with objects in the place of options. Raises UserError for what cannot
+    """The configuration with objects in place of options. Raises UserError for what cannot
     stand there.
     """
     named: dict[str, Any] = {
@@ -422,9 +422,8 @@ def as_the_command() -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as inside:
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 inside.enter_context(torch.autocast(device, enabled=False))
-            if (
-                torch.get_default_device().type != "cpu"
-            ):  # this makes each call into torch a little slower
+            if torch.get_default_device().type != "cpu":
+                # This makes each call into torch a little slower.
                 inside.enter_context(torch.device("cpu"))
             yield
     finally:

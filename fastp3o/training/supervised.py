@@ -112,9 +112,12 @@ class SupervisedTask(ABC, Generic[Row]):
         """
         sums = MetricSums()
         for row, (loss, metrics) in zip(rows, losses, strict=True):
-            sums.add(with_count({"loss": loss}, self.count(row)) | metrics)
+            summed_loss = with_count({"loss": loss}, self.count(row))
+            sums.add(summed_loss | metrics)
         means = mean_over_steps(self.context.accelerator, [sums.read()])
-        return dict(zip(means, torch.stack([*means.values()]).tolist(), strict=True))
+        # The host waits for the device once.
+        values = torch.stack([*means.values()]).tolist()
+        return dict(zip(means, values, strict=True))
 
 
 def load_data(
@@ -142,10 +145,12 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     evaluations in `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if
     loss or gradients are not finite.
     """
+    # Data come before the model, so that an error in them is reported within seconds.
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     data, sets = load_data(task, context)
-    model, context = load_trained(context, config, task.load_model)
+    model, context, config = load_trained(context, config, task.load_model)
+    task.config = config  # whose rows are as long as memory holds
     task.set_up(context, model, data)
 
     total = len(data["train_data"])
@@ -153,6 +158,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     optimizer = Optimizer(
         context.accelerator, model, context.precision, config, steps, mesh=context.mesh
     )
+    # Columns that take long to compute, such as a reference's log-probs, are computed once there is
+    # a run that can be stopped meanwhile.
     complete = cache(lambda: task.complete(this_run.stop_or_save))
 
     def evaluation() -> dict[str, float]:
@@ -172,26 +179,41 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     this_run = weakref.proxy(run)
 
     for step in run:
+        # 1. The step's examples, which follow from seed and number, and this process's part of
+        #    them.
         chosen = examples_of_step(
             step - 1, batch_size=config.batch_size, total=total, seed=config.seed
         )
         with run.saved_after_error(step):
             batch = own_part(context.share, complete()["train_data"][chosen])
+        # The model has not moved in this step yet, so a state can be saved.
         run.stop_or_save()
         run.hang_watch.at("update", short=True)
         begun = Moment(context.device)
+
+        # 2. Packed rows. If fp16 overflows later, these rows tell where.
         rows = task.prepared_rows(optimizer.model, batch)
         optimizer.recent.extend(rows)
-        count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
-        passes = Passes(
-            pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean")
-        )
-        gradients = add_gradients(optimizer, passes, task.loss_on_device)
-        metrics = mean_over_steps(
-            context.accelerator, [gradients | optimizer.step(gradients["loss"])]
-        )
+
+        # 3. The step.
+        metrics = make_step(task, optimizer, rows)
+
+        # 4. The report, which is written while the device computes the next step: the host does not
+        #    wait for this one.
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.packing.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.share.count
         run.report_later(step, begun, metrics, host_metrics, tokens=tokens, shown=shown)
+
+
+def make_step(task: SupervisedTask, optimizer: Optimizer, rows: list) -> dict[str, Tensor]:
+    """Makes an optimizer step on the mean loss over what all processes count. Returns its metrics,
+    0-d.
+    """
+    accelerator = task.context.accelerator
+    count = torch.full((), float(sum(map(task.count, rows))), device=task.context.device)
+    # Each process makes as many passes as the one with most rows, since all gather sharded weights.
+    passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(count, "mean"))
+    gradients = add_gradients(optimizer, passes, task.loss_on_device)
+    return mean_over_steps(accelerator, [gradients | optimizer.step(gradients["loss"])])

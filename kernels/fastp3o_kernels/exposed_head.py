@@ -33,11 +33,12 @@ NOT_REDUCED = (
 # Each family names differently what divides logits, multiplies them, and then caps them.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and MiniCPM3, Inkling
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1, Muse
+# Gemma, RecurrentGemma, xLSTM.
 SOFTCAPS = (
     "final_logit_softcapping",
     "logits_soft_cap",
     "output_logit_soft_cap",
-)  # Gemma, RecurrentGemma, xLSTM
+)
 
 # Products that every soft cap in use bends, and tokens to look at.
 LARGEST_PRODUCT = 100.0

@@ -104,9 +104,8 @@ def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: range) -> None:
     filled = list(prompts)
     for row in filled[1:]:
         short, long = sorted((prompts[row], prompts[filled[0]]), key=len)
-        padding, prompt = long.split(
-            [len(long) - len(short), len(short)]
-        )  # of rows that end where they are wide
+        # Of rows that end where they are wide.
+        padding, prompt = long.split([len(long) - len(short), len(short)])
         if not torch.equal(short, prompt) or (padding != padding[:1]).any():
             raise ValueError(
                 f"rows {filled[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "

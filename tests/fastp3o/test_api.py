@@ -591,7 +591,7 @@ def test_a_run_begins_with_a_revision_and_says_so(tiny_model, workplace, tmp_pat
     }
     train(DPOConfig(model="owner/base", model_revision="2" * 40, **pairs))
     assert metrics("dpo", "eval.jsonl")[0]["k2"] < 1e-9  # the reference, too
-    with pytest.raises(UserError, match="model_revision is of a hub's repository"):
+    with pytest.raises(UserError, match="model_revision needs the name of a hub repository"):
         train(config, model=tiny_model)
 
 

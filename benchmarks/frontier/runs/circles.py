@@ -20,7 +20,7 @@ from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.rollouts.groups import make_prompts, texts
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.run.names import EVALUATIONS

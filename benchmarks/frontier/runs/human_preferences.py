@@ -29,8 +29,8 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.models.tokenizer import load_tokenizer
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.preferences import DPOConfig
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.packing.seeds import derived_seed
 from fastp3o.rewards.comparisons import RelativeReward

@@ -150,7 +150,7 @@ RULES = (
 
 
 class UpdatesConfig(Flags):
-    """How many updates there are, and how large each is."""
+    """How many updates there are, how large each is, and when its rollouts are sampled."""
 
     section = "updates"
     updates: int = option(
@@ -175,6 +175,18 @@ class UpdatesConfig(Flags):
     )
     inner_epochs: int = option(
         4, "Passes over each update's rollouts (first author: 4).", at_least=1
+    )
+    rounds_ahead: int = option(
+        0,
+        "Sample rollouts this many updates before they train, from the policy as it is then. 1 lets vLLM servers "
+        "sample while the update before trains; other samplers gain no time. 0 samples from the current policy.",
+        at_least=0,
+    )
+    dynamic_sampling: int = option(
+        0,
+        "Maximum number of resampling rounds for prompts whose responses all have the same reward; 0 disables "
+        "resampling.",
+        at_least=0,
     )
 
 
@@ -291,12 +303,6 @@ class OnlineConfig(
         above=0,
         changeable=True,
     )
-    rounds_ahead: int = option(
-        0,
-        "Sample rollouts this many updates before they train, from the policy as it is then. 1 lets vLLM servers "
-        "sample while the update before trains; other samplers gain no time. 0 samples from the current policy.",
-        at_least=0,
-    )
     interrupt_rollouts: bool = option(
         False,
         "Continue unfinished responses with the new weights instead of waiting for them.",
@@ -306,13 +312,6 @@ class OnlineConfig(
         False,
         "Exclude responses without an end-of-sequence from the loss; they still count in the baselines of others.",
     )
-    dynamic_sampling: int = option(
-        0,
-        "Maximum number of resampling rounds for prompts whose responses all have the same reward; 0 disables "
-        "resampling.",
-        at_least=0,
-    )
-
     eval_batch_size: int = option(
         64, "Prompts evaluated at once on one device.", at_least=1, changeable=True
     )
@@ -364,9 +363,7 @@ class OnlineConfig(
         return values
 
     def largest_minibatch(self) -> int:
-        """The prompts of a minibatch where nobody has named a number that divides those of an
-        update.
-        """
+        """The prompts of a minibatch where none is set that divides the prompts of an update."""
         wanted = self.prompts_per_minibatch
         wanted = wanted or self.prompts_per_update // gcd(
             self.prompts_per_update, self.paper_minibatches

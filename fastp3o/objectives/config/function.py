@@ -13,11 +13,12 @@ from fastp3o.sources import InMemory
 
 # What a function gets by the names of its parameters, beside the groups, which come first.
 OF_TOKENS = ("old_tokens", "ref_tokens", "sampler_tokens")  # [n]: log-probs, constants
+# [n], of the same pass as the policy's log-probs (`TokenOutputs`).
 OUTPUTS = (
     "entropy",
     "mean_logit",
     "is_top",
-)  # [n], of the same pass as the policy's log-probs (`TokenOutputs`)
+)
 OF_RESPONSES = ("old", "ref", "rewards", "loss_mask")  # [P, K], constants
 TENSORS = (*OF_TOKENS, *OUTPUTS, *OF_RESPONSES)
 

@@ -195,11 +195,11 @@ class GSPOConfig(ClippedConfig, OnlineConfig, objective="gspo"):
     kl_coef: float = 0.0
 
 
-# --- a soft gate in the place of clipping ---------------------------------------------------------
+# --- a soft gate in place of clipping ---------------------------------------------------------
 
 
 class SAPOConfig(PolicyGradientConfig, OnlineConfig, objective="sapo"):
-    """SAPO (arXiv 2511.20347): a sigmoid of token ratios in the place of clipping; otherwise as
+    """SAPO (arXiv 2511.20347): a sigmoid of token ratios in place of clipping; otherwise as
     GRPO, without a KL.
     """
 

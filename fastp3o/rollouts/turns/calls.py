@@ -11,13 +11,14 @@ from fastp3o.packing.packed_row import Ids
 
 # As Hermes, Qwen and others write calls.
 BEGIN, END = "<tool_call>", "</tool_call>"
+# Calls that are no JSON object.
 UNREADABLE = (
     ValueError,
     TypeError,
     LookupError,
     AttributeError,
     RecursionError,
-)  # calls that are no JSON object
+)
 FIELD = "tool_calls"  # of a message, in which a response template has the calls
 
 

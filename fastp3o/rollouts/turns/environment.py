@@ -71,7 +71,7 @@ class Environments:
     name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take.
     survives: whether an environment whose `step` raises, is late or gives a wrong answer ends its
     trajectory alone, and not the run. read_calls: of a turn, for environments whose `step` gets
-    these in the place of its text. weights: of rewards, by name. columns: of the prompts' records
+    these in place of its text. weights: of rewards, by name. columns: of the prompts' records
     that `reset` asks for.
     """
 

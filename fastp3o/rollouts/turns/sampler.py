@@ -208,8 +208,8 @@ class TrajectorySampler:
             # policy.
             goes_on = not step.done and len(trajectory.turns) < self.max_turns
             room = self.longest - len(trajectory.ids)
-            text, given = step.observation, trajectory.prompt.given
-            observed = self.observed(text, trajectory.ids[-1], room, given) if goes_on else None
+            text, record = step.observation, trajectory.prompt.given
+            observed = self.observed(text, trajectory.ids[-1], room, record) if goes_on else None
             trajectory.over = observed is None
             if observed is not None:
                 trajectory.ids = trajectory.ids + observed

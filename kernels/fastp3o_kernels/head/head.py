@@ -166,9 +166,8 @@ class HeadDtypes(NamedTuple):
     bf16.
     """
 
-    rounded: (
-        torch.dtype
-    )  # of hidden states and weight after rounding: autocast's dtype, or their own
+    # Of hidden states and weight after rounding: autocast's dtype, or their own.
+    rounded: torch.dtype
     multiplied: torch.dtype  # of the operands of the logits' product
     dlogits: torch.dtype  # of the gradients of logits, and of all operands of their products
     logits: torch.dtype  # of logits, log-probs and sums over tokens

@@ -36,9 +36,8 @@ class Pairs:
     old_logprobs: Tensor | None  # [P, K]; None: the policy's own
     ref_logprobs: Tensor  # [P, K]
     rewards: Tensor  # [P, K]; or [P, K, K], the difference of each pair, of which i < j is read
-    old_token_logprobs: Tensor | None = (
-        None  # [N], where single tokens are clipped; None: the policy's own
-    )
+    # [N], where single tokens are clipped; None: the policy's own.
+    old_token_logprobs: Tensor | None = None
     valid_responses: Tensor | None = None  # [P, K] bool
     sampler_logprobs: Tensor | None = None  # [P, K]; None: pairs have no importance weights
     # Of the sum over all prompts or tokens, also where these are a part of them; once checked 0-d

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9

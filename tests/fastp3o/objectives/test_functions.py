@@ -17,7 +17,7 @@ from fastp3o import FunctionConfig, RLOOConfig, SAPOConfig, UserError, train
 from fastp3o.calls.function import FunctionError
 from fastp3o.cli import parse_chosen
 from fastp3o.objectives.config.function import TENSORS
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.run.code import code_fingerprint
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training import build

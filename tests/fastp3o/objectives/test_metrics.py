@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.runtime.shares import Share
 from fastp3o.training import microbatches

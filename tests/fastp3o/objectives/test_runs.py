@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fastp3o.models.loading import load_policy
 from fastp3o.objectives.base import Microbatch, mean_kl
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import kl_per_update
 from fastp3o.training.loop import train
@@ -336,16 +336,13 @@ def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
         next_learning_rate=lambda: schedule.base_lrs[0],
         set_peak_learning_rate=lambda rate: schedule.base_lrs.__setitem__(0, rate),
     )
-    settings = SimpleNamespace(
-        kl_per_update=1.0, old_logprobs="policy", learning_rate=0.01 if first else 0.02
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kl_per_update, "kl_moved", lambda *_: (70 * sum(map(operator.mul, rates, norms))) ** 2
         )
-        state = kl_per_update.Search(settings.learning_rate)
+        state = kl_per_update.Search(0.01 if first else 0.02)
         search = kl_per_update.LearningRateSearch(
-            optimizer, settings, state, 1, [[None]], len(norms)
+            optimizer, 1.0, state, 1, [[None]], len(norms), "policy"
         )
         for norm in norms:
             search.before_step()

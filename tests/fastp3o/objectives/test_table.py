@@ -20,8 +20,8 @@ from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES, KTOConfig, PreferenceConfig
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.objectives.preferences import fixed_pair_sums, kto_sums
 from fastp3o.packing.pack import Packing, pack
 from fastp3o_kernels import Groups

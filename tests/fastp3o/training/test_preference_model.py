@@ -19,7 +19,7 @@ from fastp3o.evaluation.circular import circular_share
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.preference import leads_of_groups, log_odds, log_odds_of_groups
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import make_prompts

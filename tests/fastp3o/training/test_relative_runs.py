@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fastp3o import UserError, train
 from fastp3o.evaluation.length_controlled import length_controlled
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.preferences import DPOConfig
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rewards.function import compares_siblings
 from tests.fastp3o.runs import (
