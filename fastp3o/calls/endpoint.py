@@ -108,11 +108,8 @@ class Endpoint:
         try:
             # Made here once, rather than in all threads that ask first.
             client(os.getpid(), self.proxied)
-        except (
-            httpx.InvalidURL,
-            ValueError,
-            ImportError,
-        ) as error:  # a SOCKS proxy needs another package
+        except (httpx.InvalidURL, ValueError, ImportError) as error:
+            # a SOCKS proxy needs another package
             raise UserError(f"the environment's proxy for https cannot be used: {error}") from error
 
     def post(

@@ -81,10 +81,8 @@ def import_function(name: str, role: str) -> Callable:
         with restored():
             imported = importlib.import_module(module)
             function = getattr(imported, attribute)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a module is a program of the user's and may raise anything
+    except (Exception, SystemExit) as error:
+        # a module is a program of the user's and may raise anything
         kind = (
             "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         )
@@ -169,9 +167,8 @@ def call_for_list(
     except SystemExit as error:
         ended = f"ended the program (sys.exit, status {error.code!r}) instead of returning"
         raise FunctionError(f"{name} {ended}") from error
-    except (
-        BaseException
-    ) as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
+    except BaseException as error:
+        # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         raise FunctionError(f"{name} failed in {told(error)}") from error
     wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:

@@ -380,9 +380,8 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has not ended after {TIME_LIMIT:g} s, for field '{field}'"
             ) from error
-        except (
-            Exception
-        ) as error:  # a template is a program of the model's author and may raise anything
+        except Exception as error:
+            # a template is a program of the model's author and may raise anything
             refusal = Found(f"its refusal: {error}")
             raise RecordError(field, "messages that the chat template accepts", refusal) from error
 

@@ -210,9 +210,8 @@ def choose_attention(name: AttentionName, device: torch.device) -> None:
         else:
             activate_flash_attention_impl(name.upper())
             flash_attn_varlen_func = None
-    except (
-        Exception
-    ) as error:  # whatever a package raises that is missing, or built for another torch
+    except Exception as error:
+        # whatever a package raises that is missing, or built for another torch
         raise UserError(f"--attention {name}: {error}") from error
 
 

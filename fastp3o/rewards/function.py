@@ -115,9 +115,8 @@ class FunctionReward(UserFunction):
             )
         # Whether None leaves a response to the next reward of a cascade, as NaN.
         self.passes = False
-        self.of_tokens: list[
-            Any
-        ] = []  # the answers of the last call that are lists, None in place of others
+        # the answers of the last call that are lists, None in place of others
+        self.of_tokens: list[Any] = []
 
     def check(self, prompt: Prompt, siblings: int = 1) -> None:
         """Asks for the reward of a response to a prompt, the word "response"; or of as many

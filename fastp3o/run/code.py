@@ -50,9 +50,8 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif isinstance(value, ModuleType):
         yield value.__name__.encode()
     else:
-        yield re.sub(
-            r" at 0x[0-9a-fA-F]+", "", repr(value)
-        ).encode()  # addresses are others in each process
+        # addresses are others in each process
+        yield re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)).encode()
 
 
 def parts_of_function(function: FunctionType, seen: dict[int, Any]) -> Iterator[bytes]:

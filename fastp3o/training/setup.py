@@ -71,9 +71,8 @@ def make_context(
         # cuBLAS reads it at its first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        cast(
-            Any, torch.utils.deterministic
-        ).fill_uninitialized_memory = False  # a pass over every buffer
+        # a pass over every buffer
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     processes = accelerator.num_processes
     for flag, total in divisible.items():
         if total % processes:

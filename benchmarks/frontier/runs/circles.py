@@ -46,9 +46,8 @@ ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "comparisons, Nash-MD": ("comparisons", "nash_md", {"learning_rate": 3e-4}),
     "comparisons, online IPO": ("comparisons", "online_ipo", {"learning_rate": 3e-4}),
 }
-KL_COEF = (
-    0.1  # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
-)
+# of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
+KL_COEF = 0.1
 SETTINGS: dict[str, Any] = circles.LENGTHS | {
     **{
         "updates": 20,

@@ -57,9 +57,8 @@ def call_reader(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, 
             message = tokenizer.parse_response(text(ids), prefix=text(before), tools=list(schemas))
             calls = message.get(FIELD, [])
             return [read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-        except (
-            Exception
-        ) as error:  # a response template is a program of the model's author and may raise anything
+        except Exception as error:
+            # a response template is a program of the model's author and may raise anything
             return [Call("", {}, f"the calls of this turn cannot be read: {text_of(error)}")]
 
     return read

@@ -96,9 +96,8 @@ class Publisher:
         self.published: int | None = None
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
-        self.answers: dict[
-            str, list[list[Completion]]
-        ] = {}  # to the last probe, by server, of each prompt
+        # to the last probe, by server, of each prompt
+        self.answers: dict[str, list[list[Completion]]] = {}
         on_main_process(
             self.accelerator, lambda: self.servers.require_usable(config.longest_sequence)
         )

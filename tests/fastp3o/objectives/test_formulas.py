@@ -406,9 +406,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-8)
     found = torch.autograd.grad(loss, weights)
     for gradient, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(
-            gradient, right, rtol=1e-4, atol=1e-7
-        )  # the norms compute in fp32
+        # the norms compute in fp32
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-7)
     assert not any(metric.requires_grad for metric in metrics.values())
     assert all(
         metric.shape == (() if name.endswith("_max") else (2,)) for name, metric in metrics.items()

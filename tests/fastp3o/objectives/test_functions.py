@@ -245,9 +245,8 @@ def test_a_function_may_weigh_what_sampled(tiny_model, workplace):
         return -(ratios[-1] * groups.token_logprobs).sum()
 
     train(settings(tiny_model, "run", updates=1, top_p=0.9, save_every=0), objective=weighed)
-    assert (
-        torch.cat(ratios[3:]).max() < 1 - 1e-3
-    )  # each token was likelier where the unlikely ones were cut off
+    # each token was likelier where the unlikely ones were cut off
+    assert torch.cat(ratios[3:]).max() < 1 - 1e-3
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -118,9 +118,8 @@ def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
         for kl in (1.0, 2.0, 6.0)
     ]
     assert mean_kl([rows[:1], rows[1:]], lambda sums: sums) == 3.0
-    assert (
-        mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5
-    )  # of another process
+    # of another process
+    assert mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -216,9 +215,8 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
     train(
         config(tiny_model, "stays", kl_coef=0.0, reference=tiny_model, precision="bf16", **settings)
     )
-    assert (
-        0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2
-    )  # of samples, so it may be below 0
+    # of samples, so it may be below 0
+    assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2
 
 
 def test_a_learning_rate_that_is_not_named_is_found():

@@ -79,9 +79,8 @@ def test_fixed_preferences_have_oracle_and_run_by_their_table():
 
 def test_the_page_of_ratios_names_every_objective_that_trains_on_rewards():
     text = (FOLDER / "off_policy.md").read_text()
-    one_line = {
-        name for name in OBJECTIVES if name.startswith("online_")
-    }  # `online_dpo`, `online_ipo`, ...
+    # `online_dpo`, `online_ipo`, ...
+    one_line = {name for name in OBJECTIVES if name.startswith("online_")}
     assert OBJECTIVES.keys() - one_line - {"distillation"} <= set(re.findall(r"`(\w+)", text))
 
 
