@@ -179,27 +179,22 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     this_run = weakref.proxy(run)
 
     for step in run:
-        # 1. The step's examples, which follow from seed and number, and this process's part of
-        #    them.
+        # 1. The step's examples, which follow from seed and number: this process's part.
         chosen = examples_of_step(
             step - 1, batch_size=config.batch_size, total=total, seed=config.seed
         )
         with run.saved_after_error(step):
             batch = own_part(context.share, complete()["train_data"][chosen])
-        # The model has not moved in this step yet, so a state can be saved.
         run.stop_or_save()
         run.hang_watch.at("update", short=True)
         begun = Moment(context.device)
 
-        # 2. Packed rows. If fp16 overflows later, these rows tell where.
+        # 2. Packed rows, and the step on them. If fp16 overflows later, these rows tell where.
         rows = task.prepared_rows(optimizer.model, batch)
         optimizer.recent.extend(rows)
-
-        # 3. The step.
         metrics = make_step(task, optimizer, rows)
 
-        # 4. The report, which is written while the device computes the next step: the host does not
-        #    wait for this one.
+        # 3. The report, written while the device computes the next step: the host does not wait.
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.packing.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}

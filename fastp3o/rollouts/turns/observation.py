@@ -66,8 +66,7 @@ def chat_observations(
 
     A turn ends with the token with which the template ends a reply; where the policy has stopped at
     another one, that token comes first in the observation. Raises UserError for a template that
-    writes earlier messages otherwise once others follow them: what was sampled would not be what
-    the template writes.
+    writes earlier messages otherwise once others follow them: what was sampled would not be that.
     """
     if tokenizer.chat_template is None:
         raise UserError(
