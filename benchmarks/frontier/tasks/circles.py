@@ -138,3 +138,11 @@ def worst_case(raters: Raters, ours: np.ndarray, replies: np.ndarray) -> float:
     beaten = raters.preferred(replies[:, :, None], first[:, None]).mean(axis=2)
     best = np.take_along_axis(replies, torch.from_numpy(beaten).argmax(1).numpy()[:, None, None], axis=1)
     return win_rate(raters, second, best)
+
+
+def largest_style(features: np.ndarray) -> float:
+    """The share of the style that a policy names most, a mean over prompts: 1 if it always names the same to a prompt.
+    Features [P, n, 3].
+    """
+    counted = [np.unique(of_prompt[:, 1:].round(6), axis=0, return_counts=True)[1].max() for of_prompt in features]
+    return float(np.mean(counted)) / features.shape[1]
