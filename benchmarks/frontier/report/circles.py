@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.frontier.report.measures import NOT_MEASURED
-from benchmarks.frontier.runs.circles import ARMS, DEGREES, START, recorded
+from benchmarks.frontier.runs.circles import ARMS, AVERAGED, DEGREES, START, averaged_name, recorded
 
 Line = dict[str, Any]
 ON_SCORES = next(iter(ARMS))
@@ -12,17 +12,17 @@ ON_SCORES = next(iter(ARMS))
 
 def table() -> list[list[str]]:
     """A line a policy and degree that has run, means over languages. Header first."""
-    rows = [["circles", "policy", "KL", "against the start", f"against {ON_SCORES}", "worst case"]]
+    rows = [["circles", "policy", "KL", "against the start", f"against {ON_SCORES}", "worst case", "largest style"]]
     for degree in sorted(DEGREES):
         lines = [line for line in recorded() if line["degree"] == degree]
-        for name in (START, *ARMS) if lines else ():
-            moved = (
-                NOT_MEASURED if name == START else f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}"
-            )
+        for name in (START, *ARMS, *map(averaged_name, AVERAGED)) if lines else ():
+            trained = name in ARMS
+            moved = f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}" if trained else NOT_MEASURED
             measured: list[Callable[[Line], float]] = [
                 lambda line, of=name: line["win_rates"][of][START],
                 lambda line, of=name: line["win_rates"][of][ON_SCORES],
                 lambda line, of=name: line["worst_case"][of],
+                lambda line, of=name: line["largest_style"][of],
             ]
             rows.append([f"{degree:g}", name, moved, *(f"{mean(lines, measure):.2f}" for measure in measured)])
     return rows

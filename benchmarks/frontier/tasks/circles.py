@@ -46,7 +46,7 @@ class Raters:
         self.mean, self.deviation = first.mean(), (first - second).std() / np.sqrt(2)
 
     def responses(self, prompts: list[str], rng: np.random.Generator) -> list[str]:
-        """The language's own response to each prompt: any of the styles, and words in it, whatever the prompt's style."""
+        """The language's own response to each prompt: one of the styles, whatever the prompt's, and words in it."""
         styles = rng.integers(PLACES, size=len(prompts))
         styled = [NAMED.sub(f"style{style}", prompt) for prompt, style in zip(prompts, styles, strict=True)]
         words = self.language.continued(styled, WORDS_OF_RESPONSE, rng)
@@ -59,7 +59,7 @@ class Raters:
         return (weights * np.sqrt(counts)).sum(axis=1)
 
     def features(self, prompts: list[str], responses: list[str]) -> np.ndarray:
-        """u, c₀ and c₁ of each response, [n, 3]. A response that names no style first is in the middle of the circle."""
+        """u, c₀ and c₁ of each response, [n, 3]. One that names no style first is in the middle of the circle."""
         angles = 2 * np.pi * np.arange(PLACES) / PLACES
         on_circle = np.sqrt(2) * np.column_stack([np.cos(angles), np.sin(angles)])[self.place_of_style]
         places = np.zeros((len(responses), 2))
