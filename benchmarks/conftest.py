@@ -8,10 +8,14 @@ import torch
 from benchmarks.layer_ways import LAYERS
 from benchmarks.measure import release
 from benchmarks.peers import AbsentError
-from benchmarks.shapes import DTYPES, TOKENS
+from benchmarks.shapes import DTYPES, TOKENS, typed
 from benchmarks.training_shapes import LENGTHS, RESPONSES
 
 pytest_plugins = ["benchmarks.recording"]
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return typed(val) if isinstance(val, str | tuple) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,7 +34,7 @@ def order(item: pytest.Item) -> tuple[bool | int, ...]:
     dtype = DTYPES.index(parameters.get("dtype", DTYPES[0]))
     explains, peers = "without_gradients" in item.name, "of_peers" in item.name
     whole = any(word in item.name for word in ("rollouts", "iteration"))
-    slow = any(word in item.name for word in ("compile", "static", "QuACK", "Liger scaled", "Liger cross-entropy"))
+    slow = any(word in item.name for word in ("compile", "static", "QuACK", "Liger_scaled", "Liger_cross-entropy"))
     more_peers = peers and tokens > 0
     later = whole and "policy-350-40-None-2" not in item.name
     lengths, K = (parameters.get(name, first) for name, first in (("lengths", LENGTHS[0]), ("K", RESPONSES[0])))

@@ -4,10 +4,12 @@ Log-probs go through the same arithmetic of P3O; Liger's GRPO losses fuse their 
 coefficients of tokens, and both are measured as they are.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from benchmarks.implementations import p3o_of
+from benchmarks.implementations import hidden_compiled, hidden_eager, p3o_of
 from benchmarks.inputs import Inputs
 from benchmarks.shapes import CUDA, RESPONSE_TOKENS
 
@@ -141,3 +143,23 @@ def response_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states [B, T, D], weight [V, D] and labels [B, T] of B responses, as Liger takes them."""
     labels = inputs.labels.view(-1, RESPONSE_TOKENS)
     return inputs.hidden.view(*labels.shape, -1), inputs.weight, labels
+
+
+# What is measured beside fastp3o from hidden states, by the name of its row. Another baseline is a function and a line
+# here: at every head and number of tokens.
+HIDDEN: dict[str, Callable[[Inputs], Tensor]] = {
+    "eager": hidden_eager,
+    "TRL": hidden_trl,
+    "CCE": hidden_cce,
+    "Liger scaled": hidden_liger_scaled,
+}
+# These compile for each head, or take so long that one head must do.
+HIDDEN_FIRST_HEAD: dict[str, Callable[[Inputs], Tensor]] = {
+    "QuACK cross-entropy": hidden_quack,
+    "Liger cross-entropy": hidden_liger_cross_entropy,
+    "torch linear_cross_entropy": hidden_torch,
+    "CCE exact": hidden_cce_exact,
+    "Liger GRPO": hidden_liger_grpo,
+    "torch.compile": hidden_compiled,
+    "CCE torch.compile": hidden_cce_compiled,
+}

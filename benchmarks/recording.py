@@ -15,7 +15,18 @@ import pytest
 import torch
 
 from benchmarks.environment import environment
-from benchmarks.results_file import OUT_OF_TIME, empty, end_running, load, name_of, unbegun, without_the_unbegun, write
+from benchmarks.results_file import (
+    OUT_OF_TIME,
+    PARTS,
+    empty,
+    end_running,
+    joined,
+    load,
+    name_of,
+    unbegun,
+    without_the_unbegun,
+    write,
+)
 
 STARTED = time.monotonic()
 RECORD = pytest.StashKey[dict]()
@@ -60,9 +71,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
         record["running"] = None
         if "benchmark" in item.funcargs:
             record["benchmarks"].append(item.funcargs["benchmark"].extra_info)
+            say(item, figures_of(item.funcargs["benchmark"].extra_info))
     elif not report.passed:
         reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else "failed"
         record_without_figures(record, item, reason)
+        if "benchmarks/" in item.nodeid:
+            say(item, reason)
     if not report.passed and device_is_lost():
         item.config.get_terminal_writer().line(f"{item.nodeid}: {report.longreprtext}")
         file(item.config)
@@ -70,6 +84,30 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
         os._exit(DEVICE_LOST)
     file(item.config)
     return report
+
+
+def figures_of(result: dict) -> str:
+    """The figures of a result on one line: those that tables have, or of rollouts and iterations each way's rate."""
+    if "ms" in result:
+        extra = result.get("extra_gb")
+        figures = [f"{result['ms']:.2f} ms"]
+        figures += [f"{result['ratio_to_bare']:.2f} x bare"] if "ratio_to_bare" in result else []
+        figures += [] if extra is None else [f"{1e3 * extra:,.0f} MB extra"]
+        return ", ".join([*figures, *(f"{name} {value:.1e}" for name, value in result.items() if "_error" in name)])
+    ways = [(name, way) for part in PARTS for name, way in result.get(part, {}).items()]
+    units = {"tokens_per_s": "tokens/s", "seconds": "s"}
+    return ", ".join(f"{name} {way[key]:.3g} {unit}" for name, way in ways for key, unit in units.items() if key in way)
+
+
+def say(item: pytest.Item, what: str) -> None:
+    """Prints a row as soon as it is measured, in the place of pytest's dot."""
+    if terminal := item.config.pluginmanager.get_plugin("terminalreporter"):
+        terminal.write(f"\n{name_of(item.nodeid)}: {what}", flush=True)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    has_row = "benchmarks/" in report.nodeid and report.when == "call" and not report.failed
+    return (report.outcome, "", "") if has_row else None
 
 
 def record_without_figures(record: dict, item: pytest.Item, reason: str) -> None:
@@ -93,6 +131,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    record = config.stash[RECORD]
+    if record["benchmarks"]:  # also after Ctrl-C
+        from benchmarks.report import summary
+
+        terminalreporter.line("\n" + summary([record | {"benchmarks": joined(record["benchmarks"])}]))
+    if path := config.getoption("--results"):
+        terminalreporter.line(f"\n{path}: python -m benchmarks.report FILE shows it, --resume goes on")
     if left := unbegun(config.stash[RECORD]):
         terminalreporter.line(f"{left} tests were left out for lack of time")
 

@@ -1,6 +1,7 @@
 """The heads that are measured, and the numbers of tokens N."""
 
 import os
+import re
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ import torch
 class HeadSizes(NamedTuple):
     hidden: int
     vocabulary: int
+
+    def __str__(self) -> str:
+        return f"D{self.hidden}-V{self.vocabulary}"
 
 
 CUDA = torch.cuda.is_available()
@@ -27,6 +31,13 @@ TOKENS = [8192, 32768, 2048] if LARGE else [32] if TRIAL else [512, 2048]
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32, torch.bfloat16]
 DTYPE = DTYPES[0]
 RESPONSE_TOKENS = 8 if TRIAL else 128
+
+
+def typed(value: object) -> str:
+    """A parameter as a part of a test's id, which `-k` takes: letters, digits, dots, hyphens and underscores."""
+    if isinstance(value, tuple) and not isinstance(value, HeadSizes):
+        return "-".join(map(typed, value))
+    return re.sub(r"[^\w.-]+", "_", str(value)).strip("_")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from benchmarks.host_work import launches_by_name
 from benchmarks.layer_ways import LAYERS, policy_with
 from benchmarks.measure import Case, measure, milliseconds
 from benchmarks.rollout_ways import END, ENGINE, by_engine
-from benchmarks.shapes import DTYPE, TRIAL, dtype_name
+from benchmarks.shapes import DTYPE, TRIAL, dtype_name, typed
 from benchmarks.test_packing import LAYOUTS
 from benchmarks.test_rollouts import CASES, random_prompts
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
@@ -36,7 +36,7 @@ def ways_and_shapes() -> list:
     """All shapes as runs compute, the first of them in every way."""
     shapes = [(lengths, K) for lengths in LENGTHS for K in RESPONSES]
     return [
-        pytest.param(layers, lengths, K, id=f"{layers}-{lengths}-{K}")
+        pytest.param(layers, lengths, K, id=typed((layers, lengths, K)))
         for layers in LAYERS
         for lengths, K in shapes
         if layers == "fastp3o" or (lengths in COMPARED[0] and K in COMPARED[1])

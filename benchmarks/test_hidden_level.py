@@ -18,27 +18,11 @@ from benchmarks import bare_operations, implementations, peers
 from benchmarks.goals import BY_TORCH
 from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
-from benchmarks.shapes import CUDA, DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name
+from benchmarks.shapes import CUDA, DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name, typed
 from fastp3o_kernels import onednn
 
 BOTH = "forward and backward"
 OURS = {"fastp3o": implementations.hidden_fastp3o, "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs}
-EVERYWHERE = {
-    "eager": implementations.hidden_eager,
-    "TRL": peers.hidden_trl,
-    "CCE": peers.hidden_cce,
-    "Liger scaled": peers.hidden_liger_scaled,
-}
-# These compile for each head, or take so long that one head must do.
-FIRST_HEAD = {
-    "QuACK cross-entropy": peers.hidden_quack,
-    "Liger cross-entropy": peers.hidden_liger_cross_entropy,
-    "torch linear_cross_entropy": peers.hidden_torch,
-    "CCE exact": peers.hidden_cce_exact,
-    "Liger GRPO": peers.hidden_liger_grpo,
-    "torch.compile": implementations.hidden_compiled,
-    "CCE torch.compile": peers.hidden_cce_compiled,
-}
 # Heads and tokens at which a choice of products is judged, on any CPU.
 CHOSEN_AT = [(HeadSizes(256, 8192), 512), (HeadSizes(1024, 4096), 512), (HeadSizes(256, 8192), 2048)]
 CHOSEN_AT += [(HeadSizes(256, 50304), 512), (HeadSizes(512, 32000), 1024)]
@@ -56,7 +40,7 @@ BUDGETS = [1_000_000_000, 2_000_000_000, 4_500_000_000, 5_000_000_000]
 
 
 def named(implementations: dict[str, Callable]) -> list:
-    return [pytest.param(name, function, id=name) for name, function in implementations.items()]
+    return [pytest.param(name, function, id=typed(name)) for name, function in implementations.items()]
 
 
 @cache
@@ -109,22 +93,26 @@ def run_both(benchmark, name, compute_loss, inputs, passes=BOTH) -> None:
     )
 
 
+def id_of(value: str | torch.dtype) -> str:
+    return typed(value) if isinstance(value, str) else dtype_name(value)
+
+
 def names_and_dtypes() -> list[tuple[str, torch.dtype]]:
-    first = [(name, DTYPE) for name in OURS | EVERYWHERE]
+    first = [(name, DTYPE) for name in OURS | peers.HIDDEN]
     return first + [(name, dtype) for dtype in DTYPES[1:] for name in ("fastp3o", "eager")]
 
 
-@pytest.mark.parametrize(("name", "dtype"), names_and_dtypes(), ids=lambda value: str(value).removeprefix("torch."))
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), names_and_dtypes(), ids=id_of)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward(benchmark, name, dtype, head, tokens):
-    inputs, compute_loss = fresh_inputs(head, tokens, dtype), (OURS | EVERYWHERE)[name]
+    inputs, compute_loss = fresh_inputs(head, tokens, dtype), (OURS | peers.HIDDEN)[name]
     run_both(benchmark, name, compute_loss, inputs)
     if tokens == min(TOKENS) and dtype == DTYPE and is_of_p3o(name):
         benchmark.extra_info |= errors(compute_loss, inputs)
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", OURS)
 def test_ragged_pairs(benchmark, name, head, tokens):
@@ -133,7 +121,7 @@ def test_ragged_pairs(benchmark, name, head, tokens):
 
 @pytest.mark.skipif(CUDA, reason="a GPU has no choice of products")
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-@pytest.mark.parametrize("shape", CHOSEN_AT, ids=str)
+@pytest.mark.parametrize("shape", CHOSEN_AT)
 @pytest.mark.parametrize(("name", "over"), [*((name, PRODUCTS) for name in OF_CHOICE), ("fastp3o", BY_TORCH)])
 def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name, over):
     """Over three products, as PyTorch and fastp3o with torch's products; and over the latter's time, which a wrong
@@ -150,8 +138,8 @@ def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name,
     benchmark.extra_info["choice"] = onednn.choice()._asdict()
 
 
-@pytest.mark.parametrize(("name", "compute_loss"), named(FIRST_HEAD))
-@pytest.mark.parametrize("head", HEADS[:1], ids=str)
+@pytest.mark.parametrize(("name", "compute_loss"), named(peers.HIDDEN_FIRST_HEAD))
+@pytest.mark.parametrize("head", HEADS[:1])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, tokens):
     inputs = fresh_inputs(head, tokens)
@@ -160,7 +148,7 @@ def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, toke
         benchmark.extra_info |= errors(compute_loss, inputs)
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
     inputs = fresh_inputs(head, tokens).a_third_clipped()
@@ -168,7 +156,7 @@ def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_frozen_head(benchmark, head, tokens, dtype):
     inputs = fresh_inputs(head, tokens, dtype)
@@ -183,7 +171,7 @@ def test_fastp3o_with_a_frozen_head(benchmark, head, tokens, dtype):
 
 
 @pytest.mark.parametrize("budget", BUDGETS[::-1])
-@pytest.mark.parametrize("head", HEADS[-2:], ids=str)
+@pytest.mark.parametrize("head", HEADS[-2:])
 def test_fastp3o_within_a_budget(benchmark, head, budget):
     inputs = fresh_inputs(head, TOKENS[0])
     within = partial(implementations.hidden_fastp3o, memory_budget=budget)

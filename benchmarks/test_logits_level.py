@@ -80,7 +80,7 @@ def gradient_error(compute_loss: LossOf, inputs: Inputs) -> float:
 
 
 @pytest.mark.parametrize(("name", "compute_loss"), named(OURS | OTHERS))
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward(benchmark, name, compute_loss, head, tokens):
     inputs = fresh_inputs(head, tokens)
@@ -90,7 +90,7 @@ def test_forward_and_backward(benchmark, name, compute_loss, head, tokens):
 
 
 @pytest.mark.parametrize(("name", "compute_loss"), named(FIRST_HEAD))
-@pytest.mark.parametrize("head", HEADS[:1], ids=str)
+@pytest.mark.parametrize("head", HEADS[:1])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, tokens):
     run_both(benchmark, name, compute_loss, fresh_inputs(head, tokens))
@@ -98,7 +98,7 @@ def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, toke
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_forward_and_backward_alone(benchmark, passes, dtype, head, tokens):
     logits = Logits(fresh_inputs(head, tokens, dtype))

@@ -18,11 +18,11 @@ from benchmarks.host_work import Operations
 from benchmarks.measure import measure
 from benchmarks.objectives import OBJECTIVES, WAYS, make_problem
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.shapes import CUDA, HEADS, TOKENS
+from benchmarks.shapes import CUDA, HEADS, TOKENS, typed
 from benchmarks.test_hidden_level import fresh_inputs, make_case
 
 TYPICAL = statistics.median if CUDA else min
-PEERS = [pytest.param(way, name, id=f"{way}-{name}") for way, names in WAYS.items() for name in names]
+PEERS = [pytest.param(way, name, id=typed((way, name))) for way, names in WAYS.items() for name in names]
 
 
 def run_both(benchmark, way: str, name: str, compute_loss) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
-from benchmarks.shapes import DEVICE, DTYPE, dtype_name
+from benchmarks.shapes import DEVICE, DTYPE, dtype_name, typed
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives.base import Microbatch
@@ -131,9 +131,11 @@ def policy() -> PackedModel:
 
 
 # The suite fails where fastp3o does.
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else f"fastp3o {layout}")
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else typed(f"fastp3o {layout}")
+)
 @pytest.mark.parametrize("K", RESPONSES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_training(benchmark, policy, layout, K, lengths):
     """The layout is timed in turns with plain packing: `ratio_to_bare` is the time over its time."""
     groups = random_groups(lengths, K)

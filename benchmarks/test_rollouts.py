@@ -24,7 +24,7 @@ from benchmarks.measure import milliseconds
 from benchmarks.peers import AbsentError
 from benchmarks.recording import device_is_lost
 from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
-from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, TRIAL, dtype_name
+from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, TRIAL, dtype_name, typed
 from benchmarks.training_shapes import TINY, llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import Ids
@@ -210,7 +210,7 @@ class Measurement:
 def cases_and_ways(ours: bool) -> list:
     """Each way in the cases that it can do; fastp3o's engine comes with `generate`, which all are compared with."""
     return [
-        pytest.param(case, way, id="-".join(map(str, (*case, way))))
+        pytest.param(case, way, id=typed((*case, way)))
         for case in CASES
         for way in possible_ways(case)
         if way != "generate" and ours == ("fastp3o" in way)

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fastp3o.errors import naming_the_extra
+
 # That of fastp3o_kernels, whose import takes torch's seconds; a test compares them.
 __version__ = "0.1.0"
 
@@ -20,7 +22,8 @@ __all__ = sorted(HOME)
 def __getattr__(name: str) -> Any:
     if name not in HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(HOME[name]), name)
+    with naming_the_extra():
+        return getattr(importlib.import_module(HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from fastp3o import __version__
+from fastp3o.errors import naming_the_extra
 from fastp3o.script import run_script
 
 COMMANDS = {
@@ -60,7 +61,8 @@ def main() -> None:
     sys.argv[:2] = [f"fastp3o {asked}", *chosen]
 
     def run() -> None:
-        from fastp3o.cli import parse, parse_chosen
+        with naming_the_extra():
+            from fastp3o.cli import parse, parse_chosen
 
         chosen, action = imported(STAGES[command][0]), STAGES[command][1]
         config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
@@ -84,7 +86,8 @@ def stage_of_objective(name: str) -> str:
 def imported(place: str) -> Any:
     """The object that `module:name` says, of a module of this package."""
     module, _, name = place.partition(":")
-    return getattr(import_module(f"fastp3o.{module}"), name)
+    with naming_the_extra():
+        return getattr(import_module(f"fastp3o.{module}"), name)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-try:
-    import yaml
-except ModuleNotFoundError as error:  # the first package that only the trainer needs
-    raise ModuleNotFoundError("fastp3o's trainer needs further packages: pip install '.[trainer]'") from error
+import yaml
 
 from fastp3o.config import Flags, ObjectiveConfig, bounds, field_type, text_of
 from fastp3o.script import DEBUG_HELP

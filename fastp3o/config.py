@@ -170,8 +170,8 @@ class Flags:
         cls.__doc__ = "\n\n".join([cls.summary, "Options:", *helps])
 
     def __new__(cls, **values: Any) -> Self:
-        names = {flag.name for flag in fields(cls)}
-        for name in values.keys() - names:
+        names = [flag.name for flag in fields(cls)]
+        for name in values.keys() - {*names}:
             raise TypeError(f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}")
         config = super().__new__(cls)
         vars(config)["named"] = frozenset(values)
@@ -238,15 +238,17 @@ class Flags:
 
 class ObjectiveConfig(Flags):
     """Options of an objective, of which `parse_chosen` chooses one: `class DPOConfig(..., objective="dpo")` says the
-    only value that its option `objective` has.
+    only value that its option `objective` has. preset: other defaults of options that it inherits.
     """
 
     objective: str = option("", "Training objective: the loss, with the options that belong to it.")
 
-    def __init_subclass__(cls, objective: str = "") -> None:
-        if objective:
-            cls.__annotations__["objective"] = str
-            cls.objective = objective
+    def __init_subclass__(cls, objective: str = "", preset: Mapping[str, Any] = MappingProxyType({})) -> None:
+        values = {"objective": objective, **preset} if objective else preset
+        types = get_type_hints(cls)
+        for name, default in values.items():
+            cls.__annotations__[name] = types[name]
+            setattr(cls, name, default)
         super().__init_subclass__()
 
 
@@ -631,7 +633,7 @@ class LoadingConfig(Flags):
         return {"trust_remote_code": self.trust_remote_code, "chat_template": self.chat_template}
 
 
-class ModelConfig(LoadingConfig):
+class ModelConfig(Flags):
     """The model, its arithmetic and its rows."""
 
     section = "model"
@@ -692,11 +694,6 @@ class ModelConfig(LoadingConfig):
         """The model at the revision that is asked for."""
         return revised(self.model, self.model_revision)
 
-    @cached_property
-    def packing(self) -> Packing:
-        """Of rows as they are asked for, until `fit_rows` has found what memory holds."""
-        return Packing(self.tokens_per_row or TOKENS_PER_ROW, self.share_prompts)
-
 
 class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
     """A policy that is loaded and sampled."""
@@ -705,7 +702,7 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
-class EnvironmentConfig(PolicyConfig):
+class EnvironmentConfig(Flags):
     """Responses of several turns, which an environment answers."""
 
     section = "turns"
@@ -831,7 +828,7 @@ class RunConfig(Flags):
         return {flag.name for flag in fields(cls) if flag.metadata.get("changeable")}
 
 
-class TrainingRunConfig(RunConfig):
+class TrainingRunConfig(Flags):
     """Options of what a run that trains saves, reports and uploads."""
 
     section = "run"
@@ -897,10 +894,24 @@ STAGE_RULES = (
 )
 
 
-class StageConfig(OptimizerConfig, DataConfig, TrainableConfig, ModelConfig, EvaluationConfig, TrainingRunConfig):
+class StageConfig(
+    OptimizerConfig,
+    DataConfig,
+    TrainableConfig,
+    ModelConfig,
+    LoadingConfig,
+    EvaluationConfig,
+    TrainingRunConfig,
+    RunConfig,
+):
     """Options of all stages that train."""
 
     rules: ClassVar[tuple[Rule, ...]] = STAGE_RULES
+
+    @cached_property
+    def packing(self) -> Packing:
+        """Of rows as they are asked for, until `fit_rows` has found what memory holds."""
+        return Packing(self.tokens_per_row or TOKENS_PER_ROW, self.share_prompts)
 
     @property
     def needs_reference(self) -> bool:

@@ -1,6 +1,8 @@
 """The error that a user can act on."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LONGEST = 10_000  # characters of others' messages that are shown
 
@@ -17,6 +19,23 @@ class UserError(ValueError):
     def __str__(self) -> str:
         message = super().__str__()
         return message if UserError.names_flags else as_arguments(message)
+
+
+class MissingPackageError(UserError, ImportError):
+    """A package is not installed that the trainer needs and the losses do not."""
+
+
+@contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Around imports of the trainer: the error for a package that is missing says what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "fastp3o", "fastp3o_kernels"):
+            raise
+        remedy = "install fastp3o with its extra, such as pip install '.[trainer]' in a clone"
+        raise MissingPackageError(f"fastp3o's trainer needs {missing}, which is not installed: {remedy}") from None
 
 
 def visible(text: str) -> str:

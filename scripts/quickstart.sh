@@ -37,4 +37,5 @@ echo "== Result: the raters' true taste, which no stage has seen, on prompts tha
 "$PYTHON" scripts/before_after.py --before "$RUN/sft/model" --after "$RUN/p3o/model" \
     --prompts "$DATA/prompts.eval.jsonl" --reward make_stories:taste --seed "$SEED" \
     --output "$RUN/before_after.png"
+echo "With your model and data: fastp3o p3o --model NAME --prompts FILE.jsonl --reward FILE.py:FUNCTION --output_dir runs/mine"
 echo "Real text, and a reward model that is soon exploited: bash scripts/quickstart_summaries.sh"

@@ -45,7 +45,7 @@ def concepts() -> dict[str, int]:
         "objectives of fixed preferences": len(OFFLINE_OBJECTIVES),
         "public names of `fastp3o`": len(fastp3o.__all__),
         "public names of `fastp3o_kernels`": len(fastp3o_kernels.__all__),
-        "classes that the deepest configuration is made of": max(len(one.__mro__) - 1 for one in configurations()),
+        "classes from `Flags` down to the deepest configuration": max(map(depth, configurations())),
         "modules that take a whole configuration": len(modules_with_whole_configurations()),
     }
 
@@ -54,6 +54,11 @@ def configurations() -> list[type[Flags]]:
     """What commands are configured by."""
     chosen = [imported(place) for place, _ in STAGES.values()]
     return [one for choice in chosen for one in (choice.values() if isinstance(choice, dict) else [choice])]
+
+
+def depth(config: type[Flags]) -> int:
+    """Classes on the longest way from `Flags` to a configuration, both counted."""
+    return 1 + max((depth(base) for base in config.__bases__ if issubclass(base, Flags)), default=0)
 
 
 def modules_with_whole_configurations() -> list[Path]:

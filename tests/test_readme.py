@@ -99,6 +99,21 @@ def test_scripts_and_commands_that_it_names_exist(page: str):
         assert command in COMMANDS or stage_of_objective(command), command
 
 
+def test_contributing_names_every_test_that_holds_a_rule():
+    """Those at the top level, and whatever reads sources or pages instead of running what is to be tested."""
+    tests = [*(ROOT / "tests").rglob("test_*.py"), ROOT / "tests" / "fastp3o" / "conftest.py"]
+    holding = {
+        str(path.relative_to(ROOT))
+        for path in tests
+        if path.parent.name == "tests"
+        or path.name in ("test_readme.py", "test_pages.py", "conftest.py")
+        or "ast.parse(" in path.read_text()
+    }
+    text = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    section = text.partition("## What CI holds")[2].partition("\n## ")[0]
+    assert holding - set(re.findall(r"`(tests/[\w/]+\.py)`", section)) == set()
+
+
 def test_the_tree_names_folders_that_exist():
     (tree,) = blocks("")
     assert len(tree.splitlines()) <= 10

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from tests.surface import RECORD, concepts, table, tables, tokens_of_code
+from tests.surface import RECORD, concepts, configurations, depth, table, tables, tokens_of_code
 
 
 def test_a_change_of_what_a_user_can_name_is_in_the_record():
@@ -16,6 +16,12 @@ def test_a_change_of_what_a_user_can_name_is_in_the_record():
     if recorded != now:
         warnings.warn(f"tests/{RECORD.name} is of an earlier tree. {remedy}", stacklevel=1)
     assert table("what a user can name", concepts()) in recorded, remedy
+
+
+@pytest.mark.parametrize("config", dict.fromkeys(configurations()), ids=lambda config: config.__name__)
+def test_a_configuration_is_made_of_parts_side_by_side(config):
+    """Parts stand beside each other; what has the options of another and a few more is a preset of it, or a part."""
+    assert depth(config) <= 6
 
 
 PLAIN = "def f(a, b=1):\n    return [a + b]\n"  # def f ( a , b = 1 ) : return [ a + b ]

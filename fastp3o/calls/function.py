@@ -11,7 +11,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fastp3o.calls.event_loop import GRACE, awaited
@@ -61,32 +63,55 @@ def import_function(name: str, role: str) -> Callable:
     """Imports a function; modules of the current directory are found, too.
 
     Args:
-        name: module, as Python imports it, and function, as `module:function`.
+        name: module, as Python imports it or as the path of its file, and function: `module:function`.
         role: what the function is for, in error messages ("reward function").
 
     Raises:
-        ValueError: the name has another form, module or function do not exist, or it is no function.
+        ValueError: the name has another form, module or function do not exist, it is no function, or a module that
+            the file of a path hides is imported already.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UserError(f"the {role} must be given as module:function, got {name!r}")
-    if "/" in module or module.startswith(".") or (module.endswith(".py") and os.path.exists(module)):
-        imported = f"{Path(module).stem}:{attribute}, and start in the file's folder"
-        raise UserError(f"the {role} {name!r} names a file: give its module as Python imports it, {imported}")
-    folder = os.getcwd()
+    folder, module = folder_and_module(module)
     sys.path.insert(0, folder)
     try:
         with restored():
-            function = getattr(importlib.import_module(module), attribute)
+            imported = importlib.import_module(module)
+            function = getattr(imported, attribute)
     except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise UserError(f"cannot load the {role} {name!r}: {kind}{text_of(error)}") from error
+        near = nearest(attribute, sys.modules.get(module)) if isinstance(error, AttributeError) else ""
+        raise UserError(f"cannot load the {role} {name!r}: {kind}{text_of(error)}{near}") from error
     finally:
         with suppress(ValueError):  # the module has removed it
             sys.path.remove(folder)
+    file = getattr(imported, "__file__", None)
+    if is_file(name) and (file is None or not os.path.samefile(file, name.partition(":")[0])):
+        raise UserError(f"cannot load the {role} {name!r}: another module {module} is imported already")
     if not callable(function):
         raise UserError(f"cannot load the {role} {name!r}: it is a {type(function).__name__}, not a function")
     return function
+
+
+def is_file(name: str) -> bool:
+    """Whether a function's name has the path of a file in the place of its module."""
+    module = name.partition(":")[0]
+    return "/" in module or (module.endswith(".py") and os.path.exists(module))
+
+
+def folder_and_module(module: str) -> tuple[str, str]:
+    """The folder that Python looks for a module in, and the module's name there. module: may be the path of a file."""
+    if not is_file(module):
+        return os.getcwd(), module
+    return str(Path(module).parent.absolute()), Path(module).name.removesuffix(".py")
+
+
+def nearest(name: str, module: ModuleType | None) -> str:
+    """The function of a module that a misspelt name is nearest to, as the end of a message."""
+    functions = [other for other, value in vars(module).items() if callable(value)] if module else []
+    near = get_close_matches(name, functions, n=1)
+    return f"; the nearest one is {near[0]}" if near else ""
 
 
 def call_for_list(

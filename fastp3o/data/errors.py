@@ -19,6 +19,9 @@ class RecordError(Exception):
         self.expected = expected
         self.got = got.words if isinstance(got, Found) else describe(got)
 
+    def __str__(self) -> str:
+        return f"{self.reason}, got {self.got}"
+
     @property
     def reason(self) -> str:
         """The problem without what was found, so that records with the same problem count as one reason."""

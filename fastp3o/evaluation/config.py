@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from fastp3o.config import LARGEST_INT, EnvironmentConfig, Rule, option, required
+from fastp3o.config import LARGEST_INT, EnvironmentConfig, PolicyConfig, Rule, option, required
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import ENVIRONMENT_RULES, LanguageJudgeConfig, RemoteConfig, is_judge, reward_names
 from fastp3o.sources import Source
@@ -11,7 +11,7 @@ from fastp3o.sources import Source
 JUDGED = "keep=judged"
 
 
-class SamplingConfig(RemoteConfig, EnvironmentConfig):
+class SamplingConfig(RemoteConfig, EnvironmentConfig, PolicyConfig):
     """The prompts that are responded to, and how their responses are rewarded."""
 
     section = "data"

@@ -224,7 +224,7 @@ class GRPO(Clipped):
 
     def __init__(self, config: configs.ClippedConfig):
         super().__init__(config)
-        self.loss_mean = config.loss_mean if isinstance(config, configs.GRPOConfig) else "sequence"
+        self.loss_mean = config.loss_mean if isinstance(config, configs.TokenMeanConfig) else "sequence"
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return formulas.group_advantages(rewards, scale=self.config.scale_advantages)

@@ -28,7 +28,7 @@ def pair_losses(config: configs.PairLoss, logprobs: Tensor, anchor: Tensor) -> T
     match config:
         case configs.DPOConfig(beta=beta, label_smoothing=smoothing):
             return losses.dpo(logprobs, anchor, beta=beta, label_smoothing=smoothing)
-        case configs.OnlineDPOConfig(kl_coef=beta):
+        case configs.OnlineDPOConfig(kl_coef=beta) | configs.BPOConfig(kl_coef=beta):
             return losses.dpo(logprobs, anchor, beta=beta)
         case configs.IPO(tau=tau):
             return losses.ipo(logprobs, anchor, tau=tau)
@@ -86,19 +86,19 @@ def pair_sums(
     return total, with_count(sums, loss_mask.sum())
 
 
-def fixed_pair_sums(config: configs.PairConfig, groups: Groups) -> LossAndMetrics:
+def fixed_pair_sums(config: configs.PairLoss, groups: Groups) -> LossAndMetrics:
     """`pair_sums` of fixed pairs. `groups` has `ref`, log π_ref [P, K], if that is needed. Further metrics:
     log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2: see `square_kl`. sft_loss:
     the mean negative log-likelihood of the chosen response's tokens, if it has a weight.
     """
 
     def scores_of_both(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        kind = "log_ratio" if config.needs_reference else "logprob"
+        kind = "log_ratio" if config.anchor else "logprob"
         metrics = {f"{kind}_chosen": scores[:, :1], f"{kind}_rejected": scores[:, 1:]}
-        return metrics | ({"k2": square_kl(groups)[:, None]} if config.needs_reference else {})
+        return metrics | ({"k2": square_kl(groups)[:, None]} if config.anchor else {})
 
     total, metrics = pair_sums(config, groups, scores_of_both)
-    if not isinstance(config, configs.PairWithSFTConfig) or not config.sft_coef:
+    if not isinstance(config, configs.LikelihoodConfig) or not config.sft_coef:
         return total, metrics
     sft_loss = -groups.means(groups.token_logprobs)[:, 0].sum()
     return total + config.sft_coef * sft_loss, metrics | with_count({"sft_loss": sft_loss}, len(groups.lengths))

@@ -15,6 +15,7 @@ from typing import Any
 from fastp3o import __version__
 from fastp3o.report.curves import draw_curves
 from fastp3o.report.read import LoggedRun, differing_options, last_evaluations
+from fastp3o.run.log import LoggedGroup, LoggedResponse
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -31,12 +32,12 @@ def page(runs: Sequence[LoggedRun], most_responses: int) -> str:
     counts: list[str] = []
     for number, run in enumerate(runs):
         # A log may be larger than memory.
-        latest: deque[dict[str, Any]] = deque(maxlen=most_responses)
+        latest: deque[tuple[LoggedGroup, LoggedResponse]] = deque(maxlen=most_responses)
         logged = 0
-        for group, response in run.rollouts():
-            latest.append(response_row(number, group, response))
+        for response in run.rollouts():
+            latest.append(response)
             logged += 1
-        rows += latest
+        rows += [response_row(number, *response) for response in latest]
         kept = "all" if len(latest) == logged else f"the last {len(latest):,} of"
         counts.append(f"{run.name}: {kept} {logged:,} logged")
     # "</script>" in a response would end the data.
@@ -53,7 +54,7 @@ def page(runs: Sequence[LoggedRun], most_responses: int) -> str:
     )
 
 
-def response_row(run: int, group: Any, response: Any) -> dict[str, Any]:
+def response_row(run: int, group: LoggedGroup, response: LoggedResponse) -> dict[str, Any]:
     return {
         "run": run,
         "update": group.step,

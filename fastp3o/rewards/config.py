@@ -162,7 +162,7 @@ class LanguageJudgeConfig(RemoteConfig):
             raise UserError("--reward judge asks a language model: give --judge_model, and --judge_url if it is served")
 
 
-class RewardConfig(LanguageJudgeConfig):
+class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     section = "rewards"
@@ -231,8 +231,8 @@ class ComparisonConfig(Flags):
     comparisons: Compared = option(
         "all",
         "Pairs that a reward which compares responses judges, of K responses to a prompt. all: every pair, K (K − 1) / "
-        "2. circular: each response with the next, K. anchor: each with one response of the reference, K. No effect on "
-        "rewards that score.",
+        "2. circular: each response with the next, K. anchor: each with one response of the reference, K. Needs a "
+        "reward that judges pair by pair: a function or judge, no preference model.",
     )
 
 

@@ -52,7 +52,8 @@ def load_rewards(
     responses_per_prompt: int = 2,
 ) -> dict[str, Reward]:
     """`reward`, and `gold`, which evaluations have, where the configuration names them. comparisons: the pairs that are
-    judged by rewards which compare responses. The others are as of `load_named_reward`.
+    judged by rewards which compare responses. The others are as of `load_named_reward`. Raises UserError if a choice of
+    pairs has no effect.
     """
     load = partial(
         load_named_reward, context, config, policy, continues=continues, responses_per_prompt=responses_per_prompt
@@ -64,10 +65,26 @@ def load_rewards(
         rewards["reward"] = loaded[0] if config.weights == [1.0] else WeightedSum(named, config.weights)
     if config.gold_reward and eval_prompts is not None:
         rewards["gold"] = load(config.gold_reward, eval_prompts)
+    require_judged_pairs(rewards.get("reward"), comparisons)
     for single in single_rewards(rewards).values():
-        if isinstance(single, JudgedPairs | ComparisonCascade):
+        if isinstance(single, JudgedPairs):
             single.judged = comparisons
     return rewards
+
+
+def require_judged_pairs(reward: Reward | None, comparisons: Compared) -> None:
+    """Raises UserError if a choice of pairs has no effect: no part of the reward asks about one pair at a time."""
+    parts = [] if reward is None else [*single_rewards({"reward": reward}).values()]
+    if comparisons == "all" or any(isinstance(part, JudgedPairs) for part in parts):
+        return
+    if any(isinstance(part, RelativeReward) for part in parts):
+        why = "a preference model makes all comparisons from one pass over each response, which is linear already"
+    else:
+        why = "--reward scores each response alone"
+    raise UserError(
+        f"--comparisons {comparisons} has no effect without a reward that judges pair by pair (a function of firsts "
+        f"and seconds, or judge): {why}. Leave out --comparisons"
+    )
 
 
 def load_named_reward(

@@ -152,7 +152,7 @@ def policy_sampler(
     settings = sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
     if isinstance(config, EnvironmentConfig) and config.environment:
-        return trajectory_sampler(config, policy, context, batch_size, settings)
+        return trajectory_sampler(config, config, policy, context, batch_size, settings)
     longest, tokenizer = config.max_response_tokens, context.tokenizer
     if policy.publisher is not None:
         return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
@@ -164,26 +164,31 @@ def policy_sampler(
 
 
 def trajectory_sampler(
-    config: EnvironmentConfig, policy: SampledModel, context: Context, batch_size: int, settings: SamplingSettings
+    config: PolicyConfig,
+    turns: EnvironmentConfig,
+    policy: SampledModel,
+    context: Context,
+    batch_size: int,
+    settings: SamplingSettings,
 ) -> Sampler:
     """Builds a sampler of responses of several turns, which the configuration's environment answers."""
     tokenizer = context.tokenizer
     if policy.publisher is not None:
         tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
     ends = Ends(policy.model.model, tokenizer, settings.stops).ids
-    role = config.observation_role
+    role = turns.observation_role
     variables = config.template_settings, context.clock
     observe = plain_observations(tokenizer) if role == "text" else chat_observations(tokenizer, role, ends, *variables)
-    environments = load_environments(config)
-    limits = {"max_turns": config.max_turns, "longest": config.max_response_tokens}
+    environments = load_environments(turns)
+    limits = {"max_turns": turns.max_turns, "longest": config.max_response_tokens}
     if policy.publisher is not None:
-        turns = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=config.max_turn_tokens, settings=settings)
-        return ServedTrajectories(turns, tokenizer, environments, observe, **limits)
+        answers = VLLMSampler(policy.publisher, tokenizer, max_response_tokens=turns.max_turn_tokens, settings=settings)
+        return ServedTrajectories(answers, tokenizer, environments, observe, **limits)
     # First turns share their prompt among K responses; from then on each trajectory is a context of its own.
-    contexts = batch_size * config.responses_per_prompt
+    contexts = batch_size * turns.responses_per_prompt
 
     def trajectories(model: PackedModel) -> Sampler:
-        build = partial(named_sampler, config, model, tokenizer, settings, max_response_tokens=config.max_turn_tokens)
+        build = partial(named_sampler, config, model, tokenizer, settings, max_response_tokens=turns.max_turn_tokens)
         first_turns, later_turns = build(batch_size=batch_size), build(batch_size=contexts)
         options: dict[str, Any] = dict(limits)
         # The engine keeps keys and values from turn to turn; other samplers compute a trajectory again each turn.

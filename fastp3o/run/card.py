@@ -135,7 +135,7 @@ def named_rewards(config: StageConfig) -> list[str]:
 
 
 def public_reward(name: Source) -> str:
-    return f"the Python function `{plain(str(name))}`" if is_function(name) else public_name(str(name))
+    return f"the Python function `{plain(Path(str(name)).name)}`" if is_function(name) else public_name(str(name))
 
 
 def usage(classifies: bool, adapter: bool) -> str:

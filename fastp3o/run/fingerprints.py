@@ -16,6 +16,7 @@ from datasets import Dataset
 from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from fastp3o.calls.function import is_file
 from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, is_judge, reward_names
 from fastp3o.sources import InMemory, ModelSource, revised
@@ -110,7 +111,10 @@ def header_and_blocks(path: Path) -> Iterator[bytes]:
 def function_fingerprint(name: str) -> str:
     """The hash of the source of the function's module; of nothing if it has no source file."""
     module = name.partition(":")[0]
-    if module in sys.modules:  # a notebook or a program has no other way to its own module
+    origin: str | None
+    if is_file(name):
+        origin = module
+    elif module in sys.modules:  # a notebook or a program has no other way to its own module
         origin = getattr(sys.modules[module], "__file__", None)
     else:
         spec = importlib.util.find_spec(module)

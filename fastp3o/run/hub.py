@@ -44,13 +44,14 @@ def repository(config: TrainingRunConfig) -> str:
     return name
 
 
-def upload(config: TrainingRunConfig) -> str | None:
-    """Uploads the finished model as the configuration says, in one commit: `model/`, with `adapter/` inside; or the
-    adapter alone. Returns the address; None if no upload is asked for. Raises HubError, which says how to do it again.
+def upload(folder: Path, config: TrainingRunConfig) -> str | None:
+    """Uploads the finished model of the run in `folder` as the configuration says, in one commit: `model/`, with
+    `adapter/` inside; or the adapter alone. Returns the address; None if no upload is asked for. Raises HubError, which
+    says how to do it again.
     """
     if config.push_to_hub is None:
         return None
-    model, adapter = (config.folder / name for name in (FINISHED_MODEL, ADAPTER))
+    model, adapter = (folder / name for name in (FINISHED_MODEL, ADAPTER))
     root = model if model.exists() else adapter
     shown = from_here(root)
     again = f"`hf upload {config.push_to_hub} {shown}`, or the run's command with --resume, tries again"
@@ -80,6 +81,6 @@ def plain_errors(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reasons = [" ".join(str(cause).split()) for cause in (error, error.__cause__) if cause is not None]
-        reason = ": ".join(reason for reason in reasons if reason) or type(error).__name__
+        reason = ": ".join(filter(None, dict.fromkeys(reasons))) or type(error).__name__
         token = get_token()
         raise HubError(f"{what}: {reason.replace(token, '...') if token else reason}") from None

@@ -137,8 +137,9 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
         flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({now[name]})" for name in contents)
         remedy = "Restore the old content, or use a new --output_dir"
         raise ResumeError(f"--resume: same name, but the content has changed since the run began: {flags}. {remedy}")
-    shown = sorted(changed - {"resume", "output_dir"})
-    lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in shown]
+    shown = sorted(changed - {"resume", "output_dir", "overwrite"})
+    unset = {name: "" if name in config.named else " by default" for name in shown}
+    lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now{unset[name]}" for name in shown]
     lines += [f"resuming with another source of the {name}" for name in others]
     if processes != manifest.processes:
         lines.append(f"resuming on another number of processes: {manifest.processes} before, {processes} now")

@@ -1,12 +1,16 @@
 """Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, and a plot."""
 
 import json
+import os
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from accelerate import Accelerator
 from rich.console import Console
@@ -24,6 +28,8 @@ from fastp3o.run.plot import draw_progress
 
 # Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
+# Drawing the plot at evaluations takes at most this part of a run's time.
+DRAWING_SHARE = 0.02
 IN_NOTEBOOK = "ipykernel" in sys.modules
 
 
@@ -48,10 +54,12 @@ class Reporter:
     ):
         self.accelerator, self.folder, self.stage, self.steps = accelerator, folder, stage, steps
         # None: on terminals only. In a log file every redrawing would be a line; a notebook has a bar of its own.
-        disable = (False if IN_NOTEBOOK else None) if accelerator.is_main_process else True
+        by_stream = has_no_width(sys.stderr) or None
+        disable = (False if IN_NOTEBOOK else by_stream) if accelerator.is_main_process else True
         self.bar = auto.tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
         self.ends_processes = ends_processes
         self.printed_at = time.monotonic()
+        self.next_drawing = 0.0  # by the same clock
         self.unprinted = ""  # the line of the last step, if it was not printed
 
     def step(self, step: int, metrics: dict[str, float], shown: tuple[str, ...]) -> None:
@@ -75,7 +83,11 @@ class Reporter:
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.write(EVALUATIONS, step, metrics)
         self.accelerator.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
-        self.print(f"after step {step}: {with_deviations(metrics)}")
+        self.print(within_terminal(f"after step {step}: {with_deviations(metrics)}"))
+        if step and self.accelerator.is_main_process and time.monotonic() >= self.next_drawing:
+            start = time.monotonic()
+            self.draw()
+            self.next_drawing = time.monotonic() + (time.monotonic() - start) / DRAWING_SHARE
 
     def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -109,6 +121,11 @@ class Reporter:
                 tracker.log({name: "".join(lines)}, step=step)
             elif tracker.name == "wandb":
                 tracker.log_table(name, columns=columns, data=rows, step=step)
+            elif tracker.name == "trackio":  # accelerate's has no log_table
+                import pandas as pd
+                import trackio
+
+                tracker.log({name: trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))}, step=step)
 
     def samples(
         self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]
@@ -137,7 +154,7 @@ class Reporter:
         self.bar.close()
         self.print_last_step()
         if self.accelerator.is_main_process:
-            self.draw()
+            self.print(self.draw())
         # end_training ends the process group. That hangs while a thread of gloo waits for Python's lock to drop the
         # tensors of its last collective. The last collective is this barrier, which has none.
         self.accelerator.wait_for_everyone()
@@ -147,16 +164,35 @@ class Reporter:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
 
-    def draw(self) -> None:
-        """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""
+    def draw(self) -> str:
+        """Draws the run's plot, and returns a line that says where it is. Whatever fails, such as a disk that is full,
+        ends nothing: the line says so.
+        """
         path = self.folder / PROGRESS
         try:
             drawn = draw_progress(self.folder / METRICS, self.folder / EVALUATIONS, path)
         except Exception as error:
-            self.print(f"{from_here(path)} is not drawn: {error}")
-        else:
-            place = from_here(path)
-            self.print(f"progress: {place}" if drawn else f"{place} is not drawn: no step was made")
+            return f"{from_here(path)} is not drawn: {error}"
+        place = from_here(path)
+        return f"progress: {place}" if drawn else f"{place} is not drawn: no step was made"
+
+
+def has_no_width(stream: TextIO) -> bool:
+    """Whether a stream is a terminal of no columns, such as one of CI: a progress bar would be empty there."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns == 0
+    except (OSError, ValueError, AttributeError):  # no terminal
+        return False
+
+
+def within_terminal(line: str) -> str:
+    """A line of metrics, broken between them where a terminal would break a number. In a file it stays one line."""
+    if not sys.stdout.isatty():
+        return line
+    joined = line.replace(" ", "\xa0").replace(",\xa0", ", ")
+    width = shutil.get_terminal_size().columns
+    lines = textwrap.wrap(joined, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def with_deviations(metrics: dict[str, float]) -> str:

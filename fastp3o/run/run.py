@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -183,7 +184,9 @@ class Run:
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
-                address, error = on_main_process(self.accelerator, lambda: result_or_error(lambda: upload(self.config)))
+                address, error = on_main_process(
+                    self.accelerator, lambda: result_or_error(partial(upload, self.config.folder, self.config))
+                )
                 self.finish(address)
                 if error is not None:  # now that all else has ended well
                     raise error
@@ -205,6 +208,8 @@ class Run:
             self.accelerator.print(f"the model is at {address}")
         model, adapter = self.folder / FINISHED_MODEL, self.folder / ADAPTER
         self.accelerator.print(f"model: {from_here(model if model.exists() else adapter)}")
+        if model.exists() and adapter.exists():
+            self.accelerator.print(f"adapter: {from_here(adapter)}")
 
     # --- within a step ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.calls.function import FunctionError
 from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, StageConfig
+from fastp3o.data.errors import RecordError
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.objectives.config.base import OnlineConfig
@@ -118,7 +119,7 @@ def users_error(error: BaseException) -> BaseException | None:
     cause = error.__cause__
     while isinstance(cause, FunctionError):
         cause = cause.__cause__
-    if cause is None:
+    if cause is None or isinstance(cause, RecordError):
         return None
     frame = cause.__traceback__
     while frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):

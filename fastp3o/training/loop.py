@@ -43,7 +43,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 batch = loop.score(groups)
                 # DAPO's dynamic sampling: a prompt whose responses have equal rewards has no gradient.
                 if config.dynamic_sampling:
-                    batch = loop.buffer.resampled(update, batch, loop.score)
+                    batch = loop.buffer.resampled(update, batch, loop.score, takes_pairs=objective.takes_pairs)
                 # Comparisons weigh their own pairs where the loss takes that; their row means are scores to all others.
                 if batch.pair_rewards is None or not objective.takes_pairs:
                     rewards = objective.scaler(batch.rewards["reward"])

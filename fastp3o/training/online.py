@@ -170,7 +170,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     # What samples. Some objectives also sample a mixture of policy and reference, which needs both on the device.
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
-        sampler = with_mixture(context, config, sampler, sampled, sampled_reference)
+        sampler = with_mixture(context, config, config.mixture, sampler, sampled, sampled_reference)
     # What compares responses may compare each with one of the reference's.
     if config.comparisons == "anchor" and sampled_reference is not None:
         anchors = Anchors(policy_sampler(config, sampled_reference, context, config.rollout_batch_size), config.seed)
@@ -201,15 +201,22 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
 
 
 def with_mixture(
-    context: Context, config: MixtureConfig, sampler: Sampler, policy: SampledModel, reference: SampledModel
+    context: Context,
+    config: OnlineConfig,
+    weight: float,
+    sampler: Sampler,
+    policy: SampledModel,
+    reference: SampledModel,
 ) -> Sampler:
-    """Samples the last responses to each prompt from the mixture of policy and reference, the others by `sampler`."""
+    """Samples the last responses to each prompt from the mixture of policy and reference, the others by `sampler`.
+    weight: the reference's, within 0 and 1.
+    """
 
     def mixture(model: PackedModel, other: PackedModel) -> Sampler:
         return MixtureSampler(
             policy=model,
             other=other,
-            weight=config.mixture,
+            weight=weight,
             tokenizer=context.tokenizer,
             settings=sampling_settings(config),
             max_response_tokens=config.max_response_tokens,

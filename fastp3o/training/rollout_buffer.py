@@ -85,17 +85,29 @@ class RolloutBuffer:
             numbers = process_share(list(range(size)), self.context.accelerator)
         return make_prompts(self.examples[[chosen[number] for number in numbers]], numbers)
 
-    def resampled(self, update: int, batch: RolloutBatch, score: Callable[[list[Group]], RolloutBatch]) -> RolloutBatch:
+    def resampled(
+        self,
+        update: int,
+        batch: RolloutBatch,
+        score: Callable[[list[Group]], RolloutBatch],
+        *,
+        takes_pairs: bool = False,
+    ) -> RolloutBatch:
         """Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so it is sampled again,
         until it has others, at most `dynamic_sampling` times. Returns another batch. score: gathers rewards of groups
-        that this process has sampled.
+        that this process has sampled. takes_pairs: whether the loss reads the differences of pairs where there are
+        some. Preferences in a circle have equal row means, and teach a loss that reads the pairs.
         """
         accelerator, config, count = self.context.accelerator, self.config, 0
         groups, rewards = list(batch.groups), {name: table.clone() for name, table in batch.rewards.items()}
         token_rewards = None if batch.token_rewards is None else batch.token_rewards.clone()
         pair_rewards = None if batch.pair_rewards is None else batch.pair_rewards.clone()
         for attempt in range(1, config.dynamic_sampling + 1):
-            again = tied(rewards["reward"]).nonzero().flatten().tolist()
+            if takes_pairs and pair_rewards is not None:
+                teaches_nothing = ~pair_rewards.any(dim=2).any(dim=1)
+            else:
+                teaches_nothing = tied(rewards["reward"])
+            again = teaches_nothing.nonzero().flatten().tolist()
             if not again:
                 break
             count += len(again)

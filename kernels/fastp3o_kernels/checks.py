@@ -51,7 +51,9 @@ def check_whole(name: str, tensor: Tensor) -> None:
     if spread is not None and isinstance(tensor, spread.DTensor):
         raise ValueError(
             f"{name} is a DTensor, spread over processes: compute the loss within the model's forward call, where it "
-            "is whole (`expose_head`). full_tensor() without grad_placements would give it a wrong gradient"
+            "is whole: `expose_head`; with fully_shard, leave the head in the root group. Only where all processes "
+            "have the same tokens (tensor parallelism): Head(weight.to_local(), shard=VocabularyShard.of(weight)). "
+            "full_tensor() without grad_placements would give it a wrong gradient"
         )
 
 

@@ -141,10 +141,10 @@ def test_packing_measures_what_its_goals_are_about_first():
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "benchmarks/test_packing.py", "-p", "no:xdist"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     ids = [line.partition("::")[2] for line in listed.splitlines() if "::" in line]
-    first = "test_training[Lengths(prompt=350, response=40)-2-"
-    layouts = ("fastp3o shared prompts", "padded", "fastp3o plain packing", "fastp3o a response at a time")
+    first = "test_training[350-40-2-"
+    layouts = ("fastp3o_shared_prompts", "padded", "fastp3o_plain_packing", "fastp3o_a_response_at_a_time")
     assert ids[:4] == [f"{first}{layout}]" for layout in layouts]
-    assert all("prompt=350, response=40)-4-" in name for name in ids[4:6])
+    assert all("350-40-4-" in name for name in ids[4:6])
 
 
 def test_parts_name_files_that_exist():

@@ -25,9 +25,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import fastp3o
 from fastp3o import DPOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
 from fastp3o.cli import parse
+from fastp3o.data.errors import RecordError
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.training import loop as online
+from fastp3o.training.api import users_error
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, records, vowels, weights
 from tests.fastp3o.together import together
 
@@ -461,3 +463,11 @@ def test_a_run_asks_for_memory_as_the_command_does_and_leaves_settings_of_the_en
     kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     ran = subprocess.run([sys.executable, "-c", SETTINGS], env=kept | given, capture_output=True, text=True)
     assert ran.stdout.strip() == expected, ran.stderr
+
+
+def test_an_error_of_a_record_is_told_once():
+    error = RecordError("answer", "text", 3)
+    assert str(error) == "field 'answer': expected text, got the number 3"
+    with pytest.raises(UserError) as told:
+        raise error.at("questions.jsonl", 2) from error
+    assert users_error(told.value) is None

@@ -1,5 +1,7 @@
+import importlib
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import fields, is_dataclass
 
@@ -10,7 +12,7 @@ from transformers import SchedulerType
 from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.config import ObjectiveConfig, conditions, option
-from fastp3o.errors import UserError
+from fastp3o.errors import UserError, naming_the_extra
 from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig
 from fastp3o.objectives.config.ppo import PPOConfig
@@ -226,8 +228,13 @@ def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
 
 def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[trainer\]'"):
+    with pytest.raises(ImportError, match=r"needs yaml, .* pip install '\.\[trainer\]'"), naming_the_extra():
         runpy.run_path(cli_file)
+    with pytest.raises(ModuleNotFoundError), naming_the_extra():
+        importlib.import_module("fastp3o.no_such_module")
+    code = "import sys; sys.modules['accelerate'] = None; from fastp3o import train"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.search(r"fastp3o's trainer needs accelerate, .*'\.\[trainer\]'", ended.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -238,6 +245,7 @@ def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
         (P3OConfig, "bf16", "TRL's bf16 is --precision bf16-autocast here"),
         (P3OConfig, "gradient_accumulation_steps", "is not needed: rows of tokens_per_row"),
         (P3OConfig, "update", "the nearest one is --updates"),
+        (P3OConfig, "lr", "the nearest one is --learning_rate"),
         (SFTConfig, "num_generations", "unknown option"),
     ],
 )

@@ -136,6 +136,7 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
         (partial(linear_loss, token_tensors={"old": torch.zeros(5)}), SUMS, "old must begin with [3]"),
         (partial(linear_loss, response_tensors={"r": torch.zeros(1)}), SUMS, "r must begin with [1, 1]"),
         (partial(linear_loss, group_tensors={"r": torch.zeros(3)}), SUMS, "r must begin with [1]"),
+        (partial(linear_loss, response_tensors={"r": [[1.0]]}), SUMS, "r must be a tensor that begins with [1, 1]"),
     ],
 )
 def test_every_operation_checks(function, given, message):

@@ -5,9 +5,24 @@ from importlib import import_module
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from fastp3o.config import EnvironmentConfig, ObjectiveConfig, Rule, StageConfig, option, required
+from fastp3o.config import (
+    EnvironmentConfig,
+    Flags,
+    ObjectiveConfig,
+    PolicyConfig,
+    Rule,
+    StageConfig,
+    option,
+    required,
+)
 from fastp3o.errors import UserError
-from fastp3o.rewards.config import ENVIRONMENT_RULES, ComparisonConfig, PenaltyConfig, RewardConfig
+from fastp3o.rewards.config import (
+    ENVIRONMENT_RULES,
+    ComparisonConfig,
+    LanguageJudgeConfig,
+    PenaltyConfig,
+    RewardConfig,
+)
 from fastp3o.sources import InMemory
 
 if TYPE_CHECKING:
@@ -130,7 +145,58 @@ RULES = (
 )
 
 
-class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonConfig, PenaltyConfig, StageConfig):
+class UpdatesConfig(Flags):
+    """How many updates there are, and how large each is."""
+
+    section = "updates"
+    updates: int = option(
+        500,
+        "Number of updates: one batch of rollouts, then --inner_epochs passes over it.",
+        at_least=1,
+        changeable=True,
+    )
+    prompts_per_update: int = option(32, "Prompts per update, summed over processes (first author: 64).", at_least=1)
+    prompts_per_minibatch: int = option(
+        8,
+        "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
+        "objective's paper (1 unless: GSPO 4, VESPO 8, DAPO and CISPO 16).",
+        at_least=0,
+    )
+    responses_per_prompt: int = option(
+        4, "K: responses to each prompt (paper: 2). More than two form all K (K − 1) / 2 pairs, averaged.", at_least=2
+    )
+    inner_epochs: int = option(4, "Passes over each update's rollouts (first author: 4).", at_least=1)
+
+
+class SamplerCorrectionConfig(Flags):
+    """What is done about a sampler whose probabilities differ from the policy's."""
+
+    section = "updates"
+    old_logprobs: Literal["policy", "sampler"] = option(
+        "policy",
+        "Old log-probs in the ratios. policy: the policy's, computed before an update's steps. sampler: those that "
+        "the sampler reported.",
+    )
+    sampler_ratio_cap: float = option(
+        0.0,
+        "Truncate the importance weights pi_old / pi_sampler at this value, to correct for a sampler that differs "
+        "from the policy (Yao et al. 2025: 2); 0 disables them.",
+        at_least=0,
+    )
+
+
+class OnlineConfig(
+    ObjectiveConfig,
+    SamplerCorrectionConfig,
+    UpdatesConfig,
+    EnvironmentConfig,
+    PolicyConfig,
+    RewardConfig,
+    LanguageJudgeConfig,
+    ComparisonConfig,
+    PenaltyConfig,
+    StageConfig,
+):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     objective_class: what trains, `module:class`. assumes_own_samples: whether the gradient is a mean over samples of
@@ -188,36 +254,6 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonC
         above=0,
         changeable=True,
     )
-    updates: int = option(
-        500,
-        "Number of updates: one batch of rollouts, then --inner_epochs passes over it.",
-        at_least=1,
-        changeable=True,
-    )
-    prompts_per_update: int = option(32, "Prompts per update, summed over processes (first author: 64).", at_least=1)
-    prompts_per_minibatch: int = option(
-        8,
-        "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
-        "objective's paper (1 unless: GSPO 4, VESPO 8, DAPO and CISPO 16).",
-        at_least=0,
-    )
-    responses_per_prompt: int = option(
-        4, "K: responses to each prompt (paper: 2). More than two form all K (K − 1) / 2 pairs, averaged.", at_least=2
-    )
-    inner_epochs: int = option(4, "Passes over each update's rollouts (first author: 4).", at_least=1)
-
-    old_logprobs: Literal["policy", "sampler"] = option(
-        "policy",
-        "Old log-probs in the ratios. policy: the policy's, computed before an update's steps. sampler: those that "
-        "the sampler reported.",
-    )
-    sampler_ratio_cap: float = option(
-        0.0,
-        "Truncate the importance weights pi_old / pi_sampler at this value, to correct for a sampler that differs "
-        "from the policy (Yao et al. 2025: 2); 0 disables them.",
-        at_least=0,
-    )
-
     ptx_data: str | InMemory | None = option(
         None,
         "Texts of a pretraining mix (PPO-ptx), in the layouts of demonstrations. All texts of --split are used, "
@@ -359,7 +395,7 @@ class OnlineConfig(ObjectiveConfig, EnvironmentConfig, RewardConfig, ComparisonC
 # --- options that some objectives share -------------------------------------------------------------------------------
 
 
-class KLConfig(OnlineConfig):
+class KLConfig(Flags):
     """A penalty on the KL."""
 
     kl_coef: float = option(
@@ -384,7 +420,7 @@ class KLConfig(OnlineConfig):
             raise UserError("--target_kl adapts --kl_coef, which must be above 0 to begin with")
 
 
-class RewardScalingConfig(OnlineConfig):
+class RewardScalingConfig(Flags):
     """Scaling of rewards for objectives that see only their differences."""
 
     reward_scaling: Literal["difference", "absolute", "none"] = option(
@@ -401,8 +437,29 @@ class RewardScalingConfig(OnlineConfig):
     )
 
 
-class MixtureConfig(OnlineConfig):
+MIXTURE_RULES = (
+    Rule(
+        ("mixture", "lora_rank", "reference"),
+        lambda config: config.mixture and config.lora_rank and not config.reference,
+        "--mixture samples from a reference of its own: with --lora_rank, name one by --reference",
+    ),
+    Rule(
+        ("mixture", "offload"),
+        lambda config: config.mixture and config.offload,
+        "--mixture and --offload cannot be combined: the reference is sampled from, too",
+    ),
+    Rule(
+        ("mixture", "sampler"),
+        lambda config: config.mixture and config.sampler != "engine",
+        "--mixture needs --sampler engine",
+    ),
+)
+
+
+class MixtureConfig(Flags):
     """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
+
+    rules: ClassVar[tuple[Rule, ...]] = MIXTURE_RULES
 
     mixture: float = option(
         0.0,
@@ -410,12 +467,3 @@ class MixtureConfig(OnlineConfig):
         at_least=0,
         at_most=1,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mixture and self.lora_rank and not self.reference:
-            raise UserError("--mixture samples from a reference of its own: with --lora_rank, name one by --reference")
-        if self.mixture and self.offload:
-            raise UserError("--mixture and --offload cannot be combined: the reference is sampled from, too")
-        if self.mixture and self.sampler != "engine":
-            raise UserError("--mixture needs --sampler engine")

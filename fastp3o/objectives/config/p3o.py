@@ -4,10 +4,10 @@ from typing import ClassVar, Literal
 
 from fastp3o.config import option
 from fastp3o.errors import UserError
-from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, RewardScalingConfig
+from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, OnlineConfig, RewardScalingConfig
 
 
-class P3OConfig(RewardScalingConfig, KLConfig, objective="p3o"):
+class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
     """P3O (arXiv 2310.00212): clipped differences of rewards.
 
     Batch sizes follow our benchmark study; all other defaults follow the first author's code.

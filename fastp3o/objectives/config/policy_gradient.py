@@ -2,8 +2,15 @@
 
 from typing import ClassVar, Literal
 
-from fastp3o.config import option
-from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, RewardScalingConfig
+from fastp3o.config import DataConfig, Flags, option
+from fastp3o.objectives.config.base import (
+    ONE_STEP_RATE,
+    KLConfig,
+    OnlineConfig,
+    RewardScalingConfig,
+    SamplerCorrectionConfig,
+    UpdatesConfig,
+)
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -13,7 +20,7 @@ LossMean = Literal["sequence", "token", "constant"]
 # --- what they share --------------------------------------------------------------------------------------------------
 
 
-class PolicyGradientConfig(RewardScalingConfig, KLConfig):
+class PolicyGradientConfig(RewardScalingConfig, KLConfig, SamplerCorrectionConfig, UpdatesConfig, DataConfig):
     """Advantages, KL and entropy."""
 
     kl_estimator: KLEstimator = option(
@@ -47,7 +54,7 @@ class RatioConfig(PolicyGradientConfig):
 # --- baselines over all responses, without clipping by default --------------------------------------------------------
 
 
-class RLOOConfig(RatioConfig, objective="rloo"):
+class RLOOConfig(RatioConfig, OnlineConfig, objective="rloo"):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
     objective_class: ClassVar[str] = "policy_gradient:RLOO"
@@ -87,12 +94,17 @@ class ClippedConfig(RatioConfig):
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 
-class GRPOConfig(ClippedConfig, objective="grpo"):
-    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses. The paper's KL is k3."""
+# Defaults of GRPO and of its variants, which differ in nothing else but CISPO's loss.
+GRPO = {"learning_rate": ONE_STEP_RATE, "kl_coef": 0.04}
+DR_GRPO = {"learning_rate": ONE_STEP_RATE, "kl_coef": 0.0, "loss_mean": "constant", "scale_advantages": False}
+DAPO = {"learning_rate": 1e-6, "kl_coef": 0.0, "loss_mean": "token", "clip_high": 0.28, "dynamic_sampling": 3}
+GRPO_PLUS = DAPO | {"mask_truncated": True}
+CISPO = DAPO | {"clip_low": 1.0, "clip_high": 4.0}
 
-    objective_class: ClassVar[str] = "policy_gradient:GRPO"
-    learning_rate: float = ONE_STEP_RATE
-    kl_coef: float = 0.04
+
+class TokenMeanConfig(Flags):
+    """How the losses of tokens are averaged."""
+
     loss_mean: LossMean = option(
         "sequence",
         "How token losses are averaged. sequence: over each response's tokens, then over responses. token: over all "
@@ -100,32 +112,40 @@ class GRPOConfig(ClippedConfig, objective="grpo"):
     )
 
 
-class DrGRPOConfig(GRPOConfig, objective="dr_grpo"):
+class GRPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="grpo", preset=GRPO):
+    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses. The paper's KL is k3."""
+
+    objective_class: ClassVar[str] = "policy_gradient:GRPO"
+
+
+class DrGRPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="dr_grpo", preset=DR_GRPO):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
-    kl_coef: float = 0.0
-    loss_mean: LossMean = "constant"
-    scale_advantages: bool = False
+    objective_class: ClassVar[str] = "policy_gradient:GRPO"
 
 
-class DAPOConfig(GRPOConfig, objective="dapo"):
+class DAPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="dapo", preset=DAPO):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
+    objective_class: ClassVar[str] = "policy_gradient:GRPO"
     paper_minibatches: ClassVar[int] = 16
-    learning_rate: float = 1e-6
-    clip_high: float = 0.28
-    kl_coef: float = 0.0
-    loss_mean: LossMean = "token"
-    dynamic_sampling: int = 3
 
 
-class GRPOPlusConfig(DAPOConfig, objective="grpo_plus"):
+class GRPOPlusConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="grpo_plus", preset=GRPO_PLUS):
     """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
 
-    mask_truncated: bool = True
+    objective_class: ClassVar[str] = "policy_gradient:GRPO"
+    paper_minibatches: ClassVar[int] = 16
 
 
-class GSPOConfig(ClippedConfig, objective="gspo"):
+class CISPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="cispo", preset=CISPO):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): DAPO, but clipped ratios weigh log π, up to 5 (ScaleRL, 2510.13786)."""
+
+    objective_class: ClassVar[str] = "policy_gradient:CISPO"
+    paper_minibatches: ClassVar[int] = 16
+
+
+class GSPOConfig(ClippedConfig, OnlineConfig, objective="gspo"):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
     objective_class: ClassVar[str] = "policy_gradient:GSPO"
@@ -135,18 +155,10 @@ class GSPOConfig(ClippedConfig, objective="gspo"):
     kl_coef: float = 0.0
 
 
-class CISPOConfig(DAPOConfig, objective="cispo"):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): DAPO, but clipped ratios weigh log π, up to 5 (ScaleRL, 2510.13786)."""
-
-    objective_class: ClassVar[str] = "policy_gradient:CISPO"
-    clip_low: float = 1.0
-    clip_high: float = 4.0
-
-
 # --- objectives for off-policy responses ------------------------------------------------------------------------------
 
 
-class VESPOConfig(PolicyGradientConfig, objective="vespo"):
+class VESPOConfig(PolicyGradientConfig, OnlineConfig, objective="vespo"):
     """VESPO (arXiv 2602.10693): a response's whole ratio ρ weighs its log π by ρ^k e^(λ (1 − ρ))."""
 
     objective_class: ClassVar[str] = "policy_gradient:VESPO"
@@ -178,7 +190,7 @@ class VESPOConfig(PolicyGradientConfig, objective="vespo"):
     )
 
 
-class REBELConfig(PolicyGradientConfig, objective="rebel"):
+class REBELConfig(PolicyGradientConfig, OnlineConfig, objective="rebel"):
     """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 
     objective_class: ClassVar[str] = "policy_gradient:REBEL"
@@ -192,7 +204,7 @@ class REBELConfig(PolicyGradientConfig, objective="rebel"):
     kl_coef: float = 0.0
 
 
-class CoPGConfig(PolicyGradientConfig, objective="copg"):
+class CoPGConfig(PolicyGradientConfig, OnlineConfig, objective="copg"):
     """CoPG (arXiv 2406.19185): an off-policy gradient, in which each response of a pair is the other one's baseline."""
 
     objective_class: ClassVar[str] = "policy_gradient:CoPG"
@@ -204,7 +216,7 @@ class CoPGConfig(PolicyGradientConfig, objective="copg"):
     kl_estimator: Literal["k1"] = option("k1", "k1: the KL of the policy in each step is part of its rewards.")
 
 
-class OAPLConfig(PolicyGradientConfig, objective="oapl"):
+class OAPLConfig(PolicyGradientConfig, OnlineConfig, objective="oapl"):
     """OAPL (arXiv 2602.19362): regression of log-ratios to what sampled, however old, on optimal advantages."""
 
     objective_class: ClassVar[str] = "policy_gradient:OAPL"

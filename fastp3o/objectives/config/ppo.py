@@ -3,14 +3,14 @@
 from typing import ClassVar, Literal
 
 from fastp3o.config import option
-from fastp3o.objectives.config.base import KLConfig
+from fastp3o.objectives.config.base import KLConfig, OnlineConfig, SamplerCorrectionConfig
 
 PENALTY = ("step_bound=penalty", "step_bound=both")
 
 CLIP = ("step_bound=clip", "step_bound=both")
 
 
-class CriticConfig(KLConfig):
+class CriticConfig(KLConfig, SamplerCorrectionConfig):
     """A critic, and the advantages of tokens that come of it."""
 
     gae_lambda: float = option(
@@ -45,7 +45,7 @@ class CriticConfig(KLConfig):
     )
 
 
-class PPOConfig(CriticConfig, objective="ppo"):
+class PPOConfig(CriticConfig, OnlineConfig, objective="ppo"):
     """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 
     objective_class: ClassVar[str] = "ppo:PPO"

@@ -6,14 +6,17 @@ from typing import ClassVar
 from fastp3o.config import Condition, Flags, Needs, ObjectiveConfig, PolicyConfig, SupervisedConfig, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
-from fastp3o.rewards.config import RewardConfig
+from fastp3o.rewards.config import LanguageJudgeConfig, RewardConfig
 from fastp3o.sources import InMemory
 
 # --- what they share --------------------------------------------------------------------------------------------------
 
 
-class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, SupervisedConfig):
-    """Learning from fixed preferences; objectives add settings. offload: what only evaluations need is on the CPU."""
+class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, LanguageJudgeConfig, SupervisedConfig):
+    """Learning from fixed preferences: a chosen response has a reward of 1, a rejected one 0.
+
+    Objectives add settings. offload: what only evaluations need is on the CPU.
+    """
 
     anchor: ClassVar[str] = "ref"
     offload: ClassVar[bool] = True
@@ -72,12 +75,8 @@ class PairLoss(Flags):
     per_token: ClassVar[bool] = False
 
 
-class PairConfig(PairLoss, PreferenceConfig):
-    """Learning from fixed pairs, whose chosen response has a reward of 1 and whose rejected one has 0."""
-
-
-class PairWithSFTConfig(PairConfig):
-    """Learning from fixed pairs by a loss that has no likelihood of its own."""
+class LikelihoodConfig(Flags):
+    """The likelihood of chosen responses, for losses of fixed pairs that have none of their own."""
 
     sft_coef: float = option(
         0.0,
@@ -113,7 +112,7 @@ class LogisticLoss(PairLoss):
     )
 
 
-class DPOConfig(LogisticLoss, PairWithSFTConfig, objective="dpo"):
+class DPOConfig(LogisticLoss, LikelihoodConfig, PreferenceConfig, objective="dpo"):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
     beta: float = option(
@@ -135,7 +134,7 @@ class IPO(PairLoss):
     )
 
 
-class IPOConfig(IPO, PairWithSFTConfig, objective="ipo"):
+class IPOConfig(IPO, LikelihoodConfig, PreferenceConfig, objective="ipo"):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
     Log-ratios are means over a response's tokens, as the authors advise.
@@ -158,7 +157,7 @@ class SimPO(LogisticLoss):
     )
 
 
-class SimPOConfig(SimPO, PairWithSFTConfig, objective="simpo"): ...
+class SimPOConfig(SimPO, LikelihoodConfig, PreferenceConfig, objective="simpo"): ...
 
 
 class OnlineSimPOConfig(SimPO, FreshPairConfig, objective="online_simpo"): ...
@@ -177,7 +176,7 @@ class ORPO(PairLoss):
     )
 
 
-class ORPOConfig(ORPO, PairConfig, objective="orpo"): ...
+class ORPOConfig(ORPO, PreferenceConfig, objective="orpo"): ...
 
 
 class OnlineORPOConfig(ORPO, FreshPairConfig, objective="online_orpo"): ...
@@ -196,7 +195,7 @@ class CPO(LogisticLoss):
     )
 
 
-class CPOConfig(CPO, PairConfig, objective="cpo"): ...
+class CPOConfig(CPO, PreferenceConfig, objective="cpo"): ...
 
 
 class OnlineCPOConfig(CPO, FreshPairConfig, objective="online_cpo"): ...
@@ -217,7 +216,7 @@ class SLiC(PairLoss):
     )
 
 
-class SLiCConfig(SLiC, PairConfig, objective="slic"): ...
+class SLiCConfig(SLiC, PreferenceConfig, objective="slic"): ...
 
 
 class OnlineSLiCConfig(SLiC, FreshPairConfig, objective="online_slic"): ...
@@ -229,7 +228,7 @@ class APOZero(PairLoss):
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
 
-class APOZeroConfig(APOZero, PairWithSFTConfig, objective="apo_zero"): ...
+class APOZeroConfig(APOZero, LikelihoodConfig, PreferenceConfig, objective="apo_zero"): ...
 
 
 class OnlineAPOZeroConfig(APOZero, FreshPairConfig, objective="online_apo_zero"): ...
@@ -239,7 +238,7 @@ class APODown(APOZero):
     """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
 
 
-class APODownConfig(APODown, PairWithSFTConfig, objective="apo_down"): ...
+class APODownConfig(APODown, LikelihoodConfig, PreferenceConfig, objective="apo_down"): ...
 
 
 class OnlineAPODownConfig(APODown, FreshPairConfig, objective="online_apo_down"): ...
@@ -263,7 +262,7 @@ class DiscoPOP(PairLoss):
     )
 
 
-class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig, objective="discopop"): ...
+class DiscoPOPConfig(DiscoPOP, LikelihoodConfig, PreferenceConfig, objective="discopop"): ...
 
 
 class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig, objective="online_discopop"): ...
@@ -302,7 +301,7 @@ class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
     kl_coef: float = option(1.0, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
 
 
-class BPOConfig(OnlineDPOConfig, objective="bpo"):
+class BPOConfig(FreshPairConfig, objective="bpo"):
     """BPO (arXiv 2406.12168): online DPO against the policy that sampled; --reference is for the reported KL alone."""
 
     anchor: ClassVar[str] = "old"
@@ -310,7 +309,7 @@ class BPOConfig(OnlineDPOConfig, objective="bpo"):
     kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
 
 
-class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig, objective="online_ipo"):
+class OnlineIPOConfig(IPO, MixtureConfig, FreshPairConfig, objective="online_ipo"):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
     @property
@@ -318,7 +317,7 @@ class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig, objective="online_ipo
         return self.responses_per_prompt if self.mixture else 0
 
 
-class NashMDConfig(MixtureConfig, objective="nash_md"):
+class NashMDConfig(MixtureConfig, OnlineConfig, objective="nash_md"):
     """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
 
     objective_class: ClassVar[str] = "preferences:NashMD"

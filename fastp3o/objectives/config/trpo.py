@@ -4,10 +4,11 @@ from typing import ClassVar
 
 from fastp3o.config import PrecisionName, option
 from fastp3o.errors import UserError
+from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.ppo import CriticConfig
 
 
-class TRPOConfig(CriticConfig, objective="trpo"):
+class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
     """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it, with PPO's critic.
 
     The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and minibatches are the critic's.

@@ -155,8 +155,12 @@ class ObjectiveSums:
 
 
 def checked_tensors(hidden: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], why: str) -> Metrics:
-    """The caller's tensors by name, as constants. Raises ValueError for another shape, or device than hidden's."""
+    """The caller's tensors by name, as constants. Raises ValueError for what is no tensor, another shape, or another
+    device than hidden's.
+    """
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor that begins with {list(shape)} ({why}), got {tensor!r:.80}")
         if tensor.shape[: len(shape)] != shape:
             raise ValueError(f"{name} must begin with {list(shape)} ({why}), got {list(tensor.shape)}")
         check_same_device(hidden=hidden, **{name: tensor})

@@ -3,6 +3,7 @@ of functions: what they raise in an event loop, and what they change in the proc
 """
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from fastp3o.calls.function import Background, FunctionError, FunctionInterruptedError, call_for_list, import_function
 from fastp3o.calls.time_limit import TookTooLongError
+from fastp3o.run.fingerprints import function_fingerprint
 from tests.fastp3o.torchrun import ROOT
 
 
@@ -40,12 +42,28 @@ def test_a_function_that_is_not_there_is_named():
         ("no_such_module:f", "judges_for_tests:f"): "cannot load the judge '\\w+:f'",
         ("judges_for_tests:constant",): "it is a int, not a function",
         ("judges_for_tests", ":f"): "must be given as module:function",
-        ("./judges_for_tests.py:f", "judges_for_tests.py:f"): "names a file: .* imports it, judges_for_tests:f, and",
+        ("judges_for_tests:longr", "./judges_for_tests.py:longr"): "no attribute 'longr'; the nearest one is longer$",
+        ("judges_for_tests.py:constants",): "no attribute 'constants'$",
+        ("no_such/file.py:f",): "cannot load the judge 'no_such/file.py:f': No module named 'file'",
     }.items():
         for name in names:
             with pytest.raises(ValueError, match=message):
                 import_function(name, "judge")
             assert sys.path == before
+
+
+def test_the_path_of_a_file_stands_for_its_module(tmp_path: Path):
+    path, inner = list(sys.path), tmp_path / "inner"
+    inner.mkdir()
+    (inner / "judges_within.py").write_text("def first(a, b):\n    return a\n")
+    assert import_function("judges_for_tests.py:longer", "judge") is import_function("judges_for_tests:longer", "judge")
+    for name in ("inner/judges_within.py:first", f"{inner}/judges_within.py:first"):
+        assert import_function(name, "judge")("a", "bb") == "a"
+        assert function_fingerprint(name) == hashlib.sha256((inner / "judges_within.py").read_bytes()).hexdigest()
+    assert sys.path == path
+    (tmp_path / "judges_within.py").write_text("def first(a, b):\n    return b\n")
+    with pytest.raises(ValueError, match="another module judges_within is imported already"):
+        import_function("./judges_within.py:first", "judge")
 
 
 class Panic(BaseException):

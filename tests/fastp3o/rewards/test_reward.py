@@ -14,10 +14,12 @@ import torch
 from fastp3o.calls import event_loop
 from fastp3o.calls import function as user_function
 from fastp3o.calls.function import FunctionError
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_reward_model
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import Group, token_ids
 
 SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
@@ -243,3 +245,11 @@ def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, roll
     assert other.translate(rollouts) == token_ids(rollouts)
     assert same(rollouts).shape == (2, 2)
     assert torch.equal(same(rollouts), other(rollouts))
+
+
+@pytest.mark.parametrize("name", ["mine_of_tests", "mine_of_tests.py"])
+def test_a_function_s_file_without_a_colon_is_no_model_of_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_tests.py").touch()
+    with pytest.raises(UserError, match=f"of mine_of_tests.py it is {name}:FUNCTION"):
+        load_reward(name, None, dtype=torch.float32)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from fastp3o.run.hub import HubError
+from fastp3o.run.hub import HubError, plain_errors
 from fastp3o.training import sft
 from fastp3o.training.config import SFTConfig
 from tests.fastp3o.local_server import LocalHandler, LocalServer
@@ -160,3 +160,8 @@ def test_two_processes_upload_once(workplace, tiny_model, server):
     assert said.count(f"the model is at {server.url}/me/tiny") == 1
     assert server.commits == 1
     assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()
+
+
+def test_a_reason_that_an_error_and_its_cause_share_is_said_once():
+    with pytest.raises(HubError, match=r"^no hub: name unknown$"), plain_errors("no hub"):
+        raise OSError("name unknown") from OSError("name unknown")

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from tqdm import tqdm
 from fastp3o.config import StageConfig
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
+from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run import signals as stopping
 from fastp3o.run import tensors as store
 from fastp3o.run.best import Best
-from fastp3o.run.manifest import ResumeError
+from fastp3o.run.manifest import ResumeError, require_same_run
 from fastp3o.run.run import Run, Steps
 from fastp3o.run.signals import Stops
 from fastp3o.runtime.context import Context
@@ -368,3 +370,27 @@ def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
     printing.start()
     printing.join(5)
     assert not printing.is_alive()
+
+
+def test_a_resumed_run_says_which_changes_nobody_asked_for():
+    given = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
+    before = P3OConfig(**given, learning_rate=1e-3, overwrite=True, updates=3)
+    manifest = SimpleNamespace(config=before.plain(), fingerprints={}, processes=1)
+    lines = require_same_run(manifest, P3OConfig(**given, resume=True, updates=4), {}, 1)
+    assert lines == [
+        "resuming with another kl_per_update: None before, 0.3 now by default",
+        "resuming with another learning_rate: 0.001 before, 1e-06 now by default",
+        "resuming with another updates: 3 before, 4 now",
+    ]
+
+
+@pytest.mark.parametrize("names", [["model"], ["adapter"], ["model", "adapter"]])
+def test_the_last_lines_name_all_that_is_saved(tmp_path, monkeypatch, names):
+    said = []
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        Path(name).mkdir()
+    accelerator = SimpleNamespace(print=said.append)
+    run = SimpleNamespace(best=None, reporter=SimpleNamespace(close=list), accelerator=accelerator, folder=tmp_path)
+    Run.finish(run, None)
+    assert said == (["model: adapter"] if names == ["adapter"] else [f"{name}: {name}" for name in names])

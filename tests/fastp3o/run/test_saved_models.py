@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fastp3o.objectives.config.p3o import P3OConfig
-from fastp3o.run.card import Training
+from fastp3o.run.card import Training, public_reward
 from fastp3o.training import sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 from tests.fastp3o.runs import assert_equal, weights
@@ -134,3 +134,7 @@ def test_a_card_says_what_was_maximized_and_how_the_model_is_used(workplace):
     assert "arXiv:2310.00212" in several
     judging = RewardModelConfig(model="maker/base", output_dir="o", train_data="t")
     assert "from peft import AutoPeftModelForSequenceClassification" in made(judging, classifies=True, adapter=True)
+
+
+def test_a_card_names_a_function_s_file_without_its_folder():
+    assert public_reward("/home/me/rewards.py:f") == "the Python function `rewards.py:f`"

@@ -11,6 +11,7 @@ from fastp3o import UserError, train
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.preferences import DPOConfig
 from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rewards.function import compares_siblings
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
 from tests.fastp3o.together import together
@@ -215,3 +216,38 @@ def test_two_processes_compare_what_one_does(workplace, tiny_model):
             torch.testing.assert_close(weights(f"two/{name}")[key], value, rtol=0, atol=2e-5)
         for one, two in zip(metrics(f"one/{name}", "eval.jsonl"), metrics(f"two/{name}", "eval.jsonl"), strict=True):
             assert two == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.parametrize("comparisons", ["circular", "anchor"])
+def test_a_choice_of_pairs_is_refused_where_no_reward_judges_pair_by_pair(workplace, tiny_model, comparisons):
+    class AllAtOnce(RelativeReward):
+        def matrix(self, groups):
+            return torch.zeros(len(groups), 2, 2)
+
+    expected = f"--comparisons {comparisons} has no effect without a reward that judges pair by pair"
+    for reward, why in ((scores, "scores each response alone"), (AllAtOnce(), "all comparisons from one pass")):
+        with pytest.raises(UserError, match=f"{expected}.*{why}"):
+            run(tiny_model, "refused", reward=reward, comparisons=comparisons)
+    run(tiny_model, "mixed", reward=[scores, better], comparisons=comparisons, updates=1)
+
+
+@pytest.mark.parametrize(("pair_weights", "again"), [("means", 2), ("comparisons", 0)])
+def test_a_circle_is_sampled_again_only_where_the_loss_reads_row_means(workplace, tiny_model, pair_weights, again):
+    class Circle(RelativeReward):
+        def matrix(self, groups):
+            return torch.tensor([[0, 0.5, -0.5], [-0.5, 0, 0.5], [0.5, -0.5, 0]]).repeat(len(groups), 1, 1)
+
+    changes = {"responses_per_prompt": 3, "dynamic_sampling": 2, "updates": 1, "pair_weights": pair_weights}
+    run(tiny_model, "run", reward=Circle(), **changes)
+    assert metrics("run")[0]["sampled_again"] == again
+
+
+@pytest.mark.parametrize("pair_weights", ["means", "comparisons"])
+def test_ties_alone_are_sampled_again_whatever_the_loss_reads(workplace, tiny_model, pair_weights):
+    class Ties(RelativeReward):
+        def matrix(self, groups):
+            return torch.zeros(len(groups), 3, 3)
+
+    changes = {"responses_per_prompt": 3, "dynamic_sampling": 2, "updates": 1, "pair_weights": pair_weights}
+    run(tiny_model, "run", reward=Ties(), **changes)
+    assert metrics("run")[0]["sampled_again"] == 2
