@@ -41,6 +41,9 @@ COMMON = {
 }
 
 
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
 def make_parser(config_class: type[Flags], *, shows_all: bool = False) -> argparse.ArgumentParser:
     """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is the flag --a_b, or
     --a-b. A bool may stand alone (--resume) or take a value (--resume no); one that is True by default has --no_a_b.
@@ -124,6 +127,9 @@ def truth(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected yes or no, true or false, t or f, y or n, 1 or 0, got {text!r}")
 
 
+# --- unknown options --------------------------------------------------------------------------------------------------
+
+
 def refused(arguments: Sequence[str], names: Sequence[str]) -> str:
     """What is wrong with arguments that no option takes, with what is meant in the place of each. names: of options."""
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
@@ -138,6 +144,9 @@ def with_hints(unknown: Sequence[str], names: Sequence[str]) -> str:
     """Unknown names, each with what is meant in its place."""
     hints = [hint(name.removeprefix("--"), names).removeprefix("; ") for name in unknown]
     return ", ".join(f"{name} ({what})" if what else name for name, what in zip(unknown, hints, strict=True))
+
+
+# --- options from arguments -------------------------------------------------------------------------------------------
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
@@ -201,6 +210,9 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
         parser.print_help()
         parser.exit()
     parser.error(f"--objective is missing: one of {', '.join(classes)}")
+
+
+# --- options from a YAML file -----------------------------------------------------------------------------------------
 
 
 def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]:

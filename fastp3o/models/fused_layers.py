@@ -37,6 +37,9 @@ TOLERANCE = 1e-5
 ANGLES = ["q", "k", "cos", "sin"]  # the first parameters of a function that turns queries and keys
 
 
+# --- what is found of a layer -----------------------------------------------------------------------------------------
+
+
 class Norm(NamedTuple):
     """An RMSNorm, with the name of its weight."""
 
@@ -64,6 +67,9 @@ class Wiring(NamedTuple):
     kinds: tuple[Norm, ...]
     keywords: tuple[str, ...]
     unused: frozenset[str]
+
+
+# --- replacing what a layer runs --------------------------------------------------------------------------------------
 
 
 def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
@@ -107,6 +113,9 @@ def without_replaced_parts(layer: nn.Module) -> None:
 
 
 # ---- what the parts compute
+
+
+# --- what runs in its place -------------------------------------------------------------------------------------------
 
 
 def runs_kernels(*tensors: Tensor) -> bool:
@@ -197,6 +206,9 @@ def normed_and_added(branch: Tensor, stream: Tensor, module: Any, norm: Norm) ->
 # ---- which parts compute it
 
 
+# --- finding norms and gates ------------------------------------------------------------------------------------------
+
+
 def norm_of(module: nn.Module) -> Norm | None:
     """The norm that a module computes, if it is one."""
     parameters = module._parameters
@@ -246,6 +258,9 @@ def computes_gate(module: nn.Module, gate: Gate) -> bool:
     return computes_the_same(part, formula, *(numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)))
 
 
+# --- finding rotary positions -----------------------------------------------------------------------------------------
+
+
 @cache
 def with_fused_rotation(kind: Any) -> Callable[..., Any] | None:
     """The forward of an attention with `rotated` in place of the family's function; None if it names none that turns
@@ -284,6 +299,9 @@ def turns(function: Callable[..., Any], *, interleaved: bool) -> bool:
         return rotate(query, key, cos[0], sin[0], interleaved=interleaved, impl="eager")
 
     return computes_the_same(part, formula, numbers(TOKENS, HEADS, HEAD_SIZE), numbers(TOKENS, 1, HEAD_SIZE, seed=1))
+
+
+# --- finding how a layer is wired -------------------------------------------------------------------------------------
 
 
 def wiring_of(layer: nn.Module, norms: Mapping[nn.Module, Norm]) -> Wiring | None:
@@ -348,6 +366,9 @@ def is_idle(module: nn.Module) -> bool:
 
 
 # ---- trials
+
+
+# --- comparing a part with its formula --------------------------------------------------------------------------------
 
 
 class StandIn(nn.Module):

@@ -19,6 +19,9 @@ from fastp3o.errors import UserError
 from fastp3o.files import read_text
 from fastp3o.rewards.verdicts import Verdict, VerdictFile
 
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
 # After MT-Bench's pair-v2 (Zheng et al. 2023, arXiv 2306.05685, figure 5): explain first, then [[A]], [[B]] or [[C]].
 PATTERN = """\
 Compare two responses of AI assistants to the same prompt and decide which is better.
@@ -84,6 +87,9 @@ def read_template(template: str | None, principles: str | None, pattern: str = P
     if missing:
         raise UserError(f"{template} lacks {', '.join(missing)}")
     return whole
+
+
+# --- asking an endpoint -----------------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
@@ -199,6 +205,9 @@ class EndpointJudge:
         known = self.logprobs and verdict is not Verdict.NONE and this is not None and other is not None
         preferred = (this + 1 - other) / 2 if known else None  # type: ignore[operator]
         self.file.add(key, verdict, [answer.text for answer in answers], preferred)
+
+
+# --- reading answers --------------------------------------------------------------------------------------------------
 
 
 def question(prompt: str, first: str, second: str, template: str = TEMPLATE) -> str:

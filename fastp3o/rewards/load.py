@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from fastp3o.config import PolicyConfig, StageConfig
+from fastp3o.config import PolicyConfig, RunConfig
 from fastp3o.errors import UserError
 from fastp3o.models.frozen import load_held
 from fastp3o.models.loading import load_policy, load_reward_model
@@ -199,7 +199,7 @@ def load_judge(context: Context, config: RemoteConfig, policy: PolicyConfig) -> 
 
 def verdict_file(config: LanguageJudgeConfig, policy: PolicyConfig, process: int) -> VerdictFile:
     """The file of a process's verdicts, --verdicts or one in the run's folder, which knows those of all processes."""
-    run = policy if isinstance(policy, StageConfig) else None
+    run = policy if isinstance(policy, RunConfig) else None
     if config.verdicts:
         first = Path(config.verdicts)
     elif run is not None:

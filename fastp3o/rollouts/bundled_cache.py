@@ -33,6 +33,9 @@ PRODUCTS_OF_A_CALL = 2048
 NEXT_WIDTH = 0.5
 
 
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
 class BundledCache(Cache):
     """A Cache in which slot number r works on response r, or on none."""
 
@@ -160,6 +163,9 @@ class BundledCache(Cache):
         return result if self.slot is None else result.index_select(1, self.member)
 
 
+# --- responses of one length of prompt --------------------------------------------------------------------------------
+
+
 class Width:
     """Bundles with the same room for a prompt.
 
@@ -259,6 +265,9 @@ class Width:
         if window is not None:
             seen &= self.steps < first + window
         return seen.log()
+
+
+# --- how prompts are bundled ------------------------------------------------------------------------------------------
 
 
 def by_width(lengths: Sequence[int], room: Room) -> list[list[int]]:

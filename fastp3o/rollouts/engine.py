@@ -43,6 +43,9 @@ STEPS_OF_NUMBERS = 8
 IDLE = 0.15
 
 
+# --- steps of sampling ------------------------------------------------------------------------------------------------
+
+
 class Engine:
     """Samples one batch of prompts after the other in the same memory, as long as it has room for them. static: whether
     shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs, and where slots take
@@ -171,6 +174,9 @@ def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Te
     return transformed(logits, head)
 
 
+# --- prompts into the cache -------------------------------------------------------------------------------------------
+
+
 class CachedRow(NamedTuple):
     """A packed row of T tokens whose keys are to be cached. The first n belong to sequences, the others are padding."""
 
@@ -238,6 +244,9 @@ def rows_to_cache(
             torch.tensor(numbers).repeat_interleave(torch.tensor(list(map(len, parts)))),
         )
         yield to_device(row, device)
+
+
+# --- shapes of the cache ----------------------------------------------------------------------------------------------
 
 
 class LayerShapes:

@@ -26,6 +26,9 @@ FINDING, RISE = 10, 1.1
 NEGLIGIBLE = 0.01
 
 
+# --- what goes from update to update ----------------------------------------------------------------------------------
+
+
 @dataclass
 class Search:
     """The state of the search for a rate, from update to update; saved with the run.
@@ -88,6 +91,9 @@ class Search:
         self.ratio_noise = state["ratio_noise"]
         if state["given"] == self.given:
             self.lessons, self.hidden = state["lessons"], state["hidden"]
+
+
+# --- the search within an update --------------------------------------------------------------------------------------
 
 
 class LearningRateSearch:
@@ -173,6 +179,9 @@ class LearningRateSearch:
                 search.said = True
                 self.optimizer.accelerator.print(told_of_slowness(moved, target, peak))
         self.optimizer.set_peak_learning_rate(peak)
+
+
+# --- measuring the movement -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -40,6 +40,9 @@ class Update:
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
 
 
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     from_policy = config.responses_per_prompt - config.from_mixture
     if not config.rewards:  # minus the KL to the teacher, as it is sampled
@@ -90,6 +93,9 @@ def outlier_warning(outlier: Outlier) -> str:
         f"warning: a reward, or a difference of two, is {outlier.distance:.3g}, far beyond the others: it counts as "
         f"{outlier.bound:.3g} in the deviation that divides rewards (--reward_scaling)"
     )
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tuple[dict[str, float], Tensor]:
@@ -159,6 +165,9 @@ def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> fl
     tokens_of_process = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
     tokens = accelerator.gather(to_device(torch.tensor([tokens_of_process], dtype=torch.float32), accelerator.device))
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
+
+
+# --- rollouts that are logged -----------------------------------------------------------------------------------------
 
 
 def gather_table(optimizer: Optimizer, update: Update, values: Tensor) -> Tensor:

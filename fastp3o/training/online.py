@@ -46,6 +46,8 @@ from fastp3o.training.rivals import Anchors, with_rival
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
+# --- what the loop calls ----------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class OnlineLoop:
@@ -111,6 +113,9 @@ class OnlineLoop:
     def round_metrics(self, update: int) -> dict[str, float]:
         """Metrics of an update's rollouts, and of what reward functions logged about them."""
         return self.buffer.metrics(update) | logged_means({"reward": self.reward})
+
+
+# --- building it ------------------------------------------------------------------------------------------------------
 
 
 def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
@@ -196,8 +201,11 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
-    pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
+    pretraining = None if texts is None else PretrainingMix(optimizer, config, config.seed, config.packing, texts)
     return OnlineLoop(config, run, policy, reference, objective, buffer, reward, pretraining, search)
+
+
+# --- parts that need several of these ---------------------------------------------------------------------------------
 
 
 def with_mixture(
@@ -255,6 +263,9 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
             "warning: truncated sampling (--top_k, --top_p or --min_p) does not draw from the policy, which biases the "
             f"gradient: {remedies} corrects for that (fastp3o/objectives/off_policy.md)"
         )
+
+
+# --- data and evaluations ---------------------------------------------------------------------------------------------
 
 
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:

@@ -25,6 +25,9 @@ LEAST_IN_8_BITS, BLOCK = 4096, 256
 OptimizerName = Literal["adamw", "adamw_8bit"]
 
 
+# --- lengths and shapes -----------------------------------------------------------------------------------------------
+
+
 class Lengths(NamedTuple):
     """A packed row: tokens T, gathered keys U, tokens with labels N."""
 
@@ -107,6 +110,9 @@ class Model:
     def head_gradient(self, item: int) -> int:
         """Bytes of the gradient of the head's weight."""
         return item * self.vocabulary * self.hidden if self.head_trains else 0
+
+
+# --- passes that train ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -208,6 +214,9 @@ def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, ker
     return kept + lengths.keys * 2 * item * model.keys
 
 
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
 def head_plan(model: Model, labeled: int, precision: Precision, budget: int, *, kernels: bool) -> HeadPlan:
     """How so many labeled tokens go through the head. Groups are taken for short."""
     rounded = precision.autocast or precision.weights
@@ -229,6 +238,9 @@ def widened(model: Model, lengths: Lengths, plan: HeadPlan, precision: Precision
     return 4 * model.hidden * (model.vocabulary + lengths.labeled) if wider else 0
 
 
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
     """The memory on each of the processes that share the model. `memory`: an update's, or a frozen model's."""
     item = precision.weights.itemsize
@@ -245,6 +257,9 @@ def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> 
         optimizer=memory.optimizer // shards,
         layer=memory.layer + gradient,
     )
+
+
+# --- models that do not train, and rollouts ---------------------------------------------------------------------------
 
 
 def frozen_memory(
@@ -283,6 +298,9 @@ def rollout_memory(
         layer=layer_pass(model, row, sampled),
         cache=room.tokens * model.layers * 2 * model.keys * item,
     )
+
+
+# --- parts of a layer -------------------------------------------------------------------------------------------------
 
 
 def product_bytes(precision: Precision) -> int:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import labeled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
-from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.base import PretrainingMixConfig
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.seeds import derived_seed, examples_of_step
+from fastp3o.packing.settings import Packing
 from fastp3o.packing.shares import own_part
 from fastp3o.training.microbatches import Passes, add_gradients
 
@@ -27,17 +28,19 @@ class PretrainingMix:
     """
 
     optimizer: Optimizer
-    config: OnlineConfig
+    config: PretrainingMixConfig
+    seed: int
+    packing: Packing
     texts: Dataset
 
     def __call__(self) -> dict[str, Tensor]:
         """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token."""
         accelerator, config = self.optimizer.accelerator, self.config
-        step, seed = self.optimizer.schedule.last_epoch, derived_seed(config.seed, TEXTS)
+        step, seed = self.optimizer.schedule.last_epoch, derived_seed(self.seed, TEXTS)
         chosen = examples_of_step(step, batch_size=config.ptx_batch_size, total=len(self.texts), seed=seed)
         texts = own_part(self.optimizer.share, self.texts[chosen])
         responses = [[ids] for ids in texts["response_ids"]]
-        rows = pack(texts["prompt_ids"], responses, config.packing, label_prompts=True)
+        rows = pack(texts["prompt_ids"], responses, self.packing, label_prompts=True)
         tokens = torch.full((), float(sum(len(row.labels) for row in rows)), device=accelerator.device)
         passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(tokens, "mean"))
         return {"ptx_loss": add_gradients(self.optimizer, passes, self.loss)["ptx_loss"]}

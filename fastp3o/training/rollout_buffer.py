@@ -32,6 +32,9 @@ MARGIN = 5.0
 AGAIN = 2**32 - 3
 
 
+# --- one update's rollouts --------------------------------------------------------------------------------------------
+
+
 class BufferedRollouts:
     """An update's rollouts. sampled_at: the update before whose steps it was sampled. finish: waits for the groups."""
 
@@ -51,6 +54,9 @@ class BufferedRollouts:
                 self.error = error
                 raise
         return self.groups
+
+
+# --- the rollouts of all updates --------------------------------------------------------------------------------------
 
 
 class RolloutBuffer:

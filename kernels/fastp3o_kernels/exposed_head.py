@@ -40,6 +40,9 @@ TOKENS = 3
 TOLERANCE = 0.02
 
 
+# --- a model's forward call -------------------------------------------------------------------------------------------
+
+
 def expose_head(model: Model) -> Model:
     """Makes model(..., head_loss=function) return function(hidden, head): the body's last hidden states, and the
     `Head` that would make logits of them. Everything else stays.
@@ -116,6 +119,9 @@ def called(head_loss: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any)
     return head_loss(hidden, model_head(model))
 
 
+# --- its head ---------------------------------------------------------------------------------------------------------
+
+
 def model_head(model: Any) -> Head:
     """The head of a causal LM, which turns its last hidden states into its logits, by its configuration. Raises
     ValueError if it is not a plain linear layer.
@@ -151,6 +157,9 @@ def first_setting(config: Any, names: tuple[str, ...]) -> float | None:
 def output_layer(model: Any) -> Any:
     """A causal LM's output embeddings, or a reward model's `score`."""
     return getattr(model, "score", None) or model.get_output_embeddings()
+
+
+# --- a trial ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

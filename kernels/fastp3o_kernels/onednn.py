@@ -45,6 +45,9 @@ TIMED, TURNS = (256, 256, 1024), 7
 MARGIN = 3 / 4
 
 
+# --- which products are faster ----------------------------------------------------------------------------------------
+
+
 class Faster(NamedTuple):
     """Whether oneDNN is the faster one for products: of rows with a weight's transpose, as logits and layers are
     computed; of rows with a weight, as their gradient; of transposed rows with rows, as the weight's gradient.
@@ -133,6 +136,9 @@ def seconds(compute: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
 def takes(a: Tensor, columns: int) -> bool:
     """Whether the product of a [..., k] with [k, columns] may be for oneDNN: then `choice` has that of each form."""
     fp32 = a.dtype == torch.float32 and a.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
@@ -189,6 +195,9 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
 
 def put(result: Tensor, place: Tensor, *, accumulate: bool) -> None:
     place.add_(result) if accumulate else place.copy_(result)
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
 
 
 class Linear(nn.Linear):

@@ -185,10 +185,32 @@ class SamplerCorrectionConfig(Flags):
     )
 
 
+class PretrainingMixConfig(Flags):
+    """A pretraining mix (Ouyang et al. 2022, "PPO-ptx")."""
+
+    section = "updates"
+    ptx_data: str | InMemory | None = option(
+        None,
+        "Texts of a pretraining mix (PPO-ptx), in the layouts of demonstrations. All texts of --split are used, "
+        "whatever --limit says. Default: no mix.",
+    )
+    ptx_coef: float = option(
+        1.0,
+        "Weight of the pretraining mix's loss, which is in nats per token.",
+        above=0,
+        needs="ptx_data",
+        changeable=True,
+    )
+    ptx_batch_size: int = option(
+        8, "Texts of the pretraining mix per optimizer step, summed over processes.", at_least=1, needs="ptx_data"
+    )
+
+
 class OnlineConfig(
     ObjectiveConfig,
     SamplerCorrectionConfig,
     UpdatesConfig,
+    PretrainingMixConfig,
     EnvironmentConfig,
     PolicyConfig,
     RewardConfig,
@@ -254,22 +276,6 @@ class OnlineConfig(
         above=0,
         changeable=True,
     )
-    ptx_data: str | InMemory | None = option(
-        None,
-        "Texts of a pretraining mix (PPO-ptx), in the layouts of demonstrations. All texts of --split are used, "
-        "whatever --limit says. Default: no mix.",
-    )
-    ptx_coef: float = option(
-        1.0,
-        "Weight of the pretraining mix's loss, which is in nats per token.",
-        above=0,
-        needs="ptx_data",
-        changeable=True,
-    )
-    ptx_batch_size: int = option(
-        8, "Texts of the pretraining mix per optimizer step, summed over processes.", at_least=1, needs="ptx_data"
-    )
-
     rounds_ahead: int = option(
         0,
         "Sample rollouts this many updates before they train, from the policy as it is then. 1 lets vLLM servers "

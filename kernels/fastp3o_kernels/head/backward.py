@@ -35,6 +35,9 @@ LARGEST_SCALED = 1024.0
 HIGHEST_SCALE = 2.0**64
 
 
+# --- gradients, chunk by chunk ----------------------------------------------------------------------------------------
+
+
 class HeadGradients:
     """Gradients of one evaluation of the head, while it holds hidden states and head.
 
@@ -176,6 +179,9 @@ class HeadGradients:
             kept = [gradient for gradient, dtype in gradients if gradient is not None and gradient.dtype == dtype]
             scale_in_place(kept, factor, triton=self.triton)
         return [converted(gradient, factor, dtype) for gradient, dtype in gradients]
+
+
+# --- rows and scales --------------------------------------------------------------------------------------------------
 
 
 def taking_part(dlogits: Tensor, span: slice, flags: Tensor) -> tuple[Tensor, slice | Tensor]:

@@ -36,6 +36,9 @@ ROWS_IN_PIECES = 512
 ROWS_IN_PLACE = 512
 
 
+# --- a plan -----------------------------------------------------------------------------------------------------------
+
+
 class Chunk(NamedTuple):
     """Whole groups, in one span unless a group is larger than the buffer for logits. The last of several spans fills
     the buffer, where its logits stay for the backward products; those of the others are computed twice.
@@ -90,6 +93,9 @@ def modeled_time(plan: HeadPlan) -> float:
     return products + sum(max(n, WEIGHT_ROWS) for n in fillings) + WEIGHT_ROWS * summed
 
 
+# --- the memory budget ------------------------------------------------------------------------------------------------
+
+
 def budget_on(device: torch.device, given: int | None) -> int:
     """The caller's budget, or that of a GPU's memory."""
     if given is not None or device.type != "cuda":
@@ -100,6 +106,9 @@ def budget_on(device: torch.device, given: int | None) -> int:
 def budget_of(total_memory: int) -> int:
     """A twentieth of so many bytes, within MEMORY_BUDGET and MOST_BUDGET."""
     return min(max(total_memory // 20, MEMORY_BUDGET), MOST_BUDGET)
+
+
+# --- choosing a plan --------------------------------------------------------------------------------------------------
 
 
 def plan_chunks(

@@ -30,6 +30,8 @@ from fastp3o_kernels.rows.eager import sequence_logprobs
 from fastp3o_kernels.rows.logprobs import TokenOutputs, check_outputs, token_outputs
 from fastp3o_kernels.rows.rows import NO_LABEL
 
+# --- what an objective reads and returns ------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, eq=False)
 class Groups:
@@ -96,6 +98,9 @@ class LinearLossOutput(NamedTuple):
     metrics: Metrics
 
 
+# --- sums over chunks -------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class ObjectiveSums:
     """An objective's sums over the chunks of one pass (`ChunkLoss`)."""
@@ -152,6 +157,9 @@ class ObjectiveSums:
 
     def total(self, chunked: ChunkedHead) -> Tensor:
         return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
 
 
 def checked_tensors(hidden: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], why: str) -> Metrics:

@@ -17,6 +17,9 @@ if HAS_TRITON:
     from fastp3o_kernels.layers.norm_kernel import LONGEST, launch_rms_norm, launch_rms_norm_gradient, row_groups
 
 
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
 class NormKind(NamedTuple):
     """x / sqrt(mean x² + eps) * (offset + weight), in fp32.
 
@@ -91,6 +94,9 @@ class AddAndNorm(torch.autograd.Function):
         )
         dbranch = dtotal if copy is None else copy
         return dtotal, None if ctx.branch is None else dbranch, dweight, None, None
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 def rms_norm(
@@ -172,6 +178,9 @@ def norm_and_add(branch: Tensor, stream: Tensor, weight: Tensor, kind: NormKind,
     if runs_kernel(impl, weight, stream, branch):
         return Norm.apply(branch.contiguous(), weight.contiguous(), stream.contiguous(), kind, stream.dtype)
     return (stream + eager_norm(branch, weight, kind._replace(rounds=False))).to(stream.dtype)
+
+
+# --- which implementation, and checks ---------------------------------------------------------------------------------
 
 
 def runs_kernel(impl: str | None, weight: Tensor, x: Tensor, other: Tensor | None = None) -> bool:

@@ -20,6 +20,9 @@ if HAS_TRITON:
     from fastp3o_kernels.p3o.pair_kernel import RESULTS, empty_terms, launch_coefficients, launch_results
 
 
+# --- from token log-probs, with autograd ------------------------------------------------------------------------------
+
+
 class TokenP3OLoss(torch.autograd.Function):
     """Two launches forward, which compute the gradient too. Returns the loss, and RESULTS without a gradient."""
 
@@ -44,6 +47,9 @@ def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
     averaged = {name: count for name, count in (METRICS | SAMPLER_METRICS).items() if name in values}
     counts = {name: values[count] for name, count in averaged.items() if count is not None}
     return P3OLossOutput(loss, {name: values[name] for name in averaged}, counts)
+
+
+# --- public functions -------------------------------------------------------------------------------------------------
 
 
 @graph_break

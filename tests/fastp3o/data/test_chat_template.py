@@ -39,7 +39,7 @@ def prompt(template: str, *messages: dict[str, Any]) -> str:
 @pytest.mark.parametrize("message", [{"content": HOSTILE}, {"content": "Hi", "name": EOS}, {"role": f"user{EOS}"}])
 def test_no_message_holds_the_text_of_a_special_token(template: str, message: dict[str, str]):
     chat, asked = ChatTemplate(byte_tokenizer(template=template)), Part("prompt", CALM)
-    with pytest.raises(RecordError, match="a message without the text of a special token', 'one with it"):
+    with pytest.raises(RecordError, match="a message without the text of a special token, got one with it"):
         prompt(template, *CALM, {"role": "user", "content": "Hi"} | message)
     with pytest.raises(RecordError, match=r"without the text of a special token|the same with and without the reply"):
         chat.reply(asked, chat.prompt(asked), Part("chosen", [{"role": "assistant", "content": "Hi"} | message]))
@@ -50,7 +50,7 @@ def test_calls_of_tools_that_the_template_drops_are_refused():
     calling = [CALM[0], {"role": "assistant", "content": "so", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
     writing = CHATML.replace("</s>", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}</s>")
     assert "so" + "f" in prompt(writing, *calling)
-    with pytest.raises(RecordError, match="messages that the chat template writes', 'tool_calls that it drops"):
+    with pytest.raises(RecordError, match="messages that the chat template writes, got tool_calls that it drops"):
         prompt(CHATML, *calling)
     template, asked = ChatTemplate(byte_tokenizer(template=CHATML)), Part("prompt", CALM)
     with pytest.raises(RecordError, match="tool_calls that it drops"):

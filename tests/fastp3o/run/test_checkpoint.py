@@ -267,7 +267,7 @@ def test_what_takes_effect_is_said_in_one_line_each():
     assert resume(output_dir="moved", prompts="moved with the same contents") == []
     assert resume(learning_rate=0.5, kl_coef=0.1, hashes=HASHES | {"reward function": "9"}, processes=2) == [
         "resuming with another kl_coef: 0.05 before, 0.1 now",
-        "resuming with another kl_per_update: 0.3 before, None now",
+        "resuming with another kl_per_update: 0.3 before, None now by default",
         "resuming with another learning_rate: 1e-06 before, 0.5 now",
         "resuming with another source of the reward function",
         "resuming on another number of processes: 1 before, 2 now",

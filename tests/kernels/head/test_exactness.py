@@ -1,5 +1,7 @@
 """Losses against the paper's formulas in fp64, and kernels and chunks against eager PyTorch: values and gradients."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,6 +62,8 @@ def test_kernels_and_chunks_are_as_exact_as_eager(level, V, dtype, impl, arithme
     assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + size * (1 + abs(expected.loss))
     # The interpreter cuts off where hardware rounds to 16 bits.
     share = 1e-4 + (torch.finfo(dtype).eps if INTERPRET and level == "logits" else 0.0)
+    # Of few tokens one rounding decides, in which eager may be lucky.
+    share += torch.finfo(dtype).eps / 2 / math.sqrt(max(1, sum(lengths)))
     for got, by_eager, target in zip(gradients, eager_gradients, targets, strict=True):
         assert got.dtype == dtype
         assert (got - target).norm() <= 2 * (by_eager - target).norm() + share * target.norm() + size
