@@ -1,4 +1,6 @@
-"""Lower bounds of what is measured, timed in turns with it: the bare matrix products, the bare copy."""
+"""Lower bounds of what is measured, timed in turns with it: the bare matrix products, the bare
+copy.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""Records results (`recording.py`), orders benchmarks by worth, and takes what stops a peer for a result."""
+"""Records results (`recording.py`), orders benchmarks by worth, and takes what stops a peer for a
+result.
+"""
 
 from traceback import clear_frames
 
@@ -23,21 +25,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def order(item: pytest.Item) -> tuple[bool | int, ...]:
-    """A run that ends early has measured what the goals are about, and every peer at the first number of tokens.
+    """A run that ends early has measured what the goals are about, and every peer at the first
+    number of tokens.
 
-    Then come the level of updates, rollouts and iterations, with every layout, way of layers and peer at TL;DR's
-    lengths and K 2 first, the other numbers of tokens, more of the peers, other objectives, and what only explains.
-    What compiles for long comes last of its kind.
+    Then come the level of updates, rollouts and iterations, with every layout, way of layers and
+    peer at TL;DR's lengths and K 2 first, the other numbers of tokens, more of the peers, other
+    objectives, and what only explains. What compiles for long comes last of its kind.
     """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     tokens = TOKENS.index(parameters.get("tokens", TOKENS[0]))
     dtype = DTYPES.index(parameters.get("dtype", DTYPES[0]))
     explains, peers = "without_gradients" in item.name, "of_peers" in item.name
     whole = any(word in item.name for word in ("rollouts", "iteration"))
-    slow = any(word in item.name for word in ("compile", "static", "QuACK", "Liger_scaled", "Liger_cross-entropy"))
+    slow = any(
+        word in item.name
+        for word in ("compile", "static", "QuACK", "Liger_scaled", "Liger_cross-entropy")
+    )
     more_peers = peers and tokens > 0
     later = whole and "policy-350-40-None-2" not in item.name
-    lengths, K = (parameters.get(name, first) for name, first in (("lengths", LENGTHS[0]), ("K", RESPONSES[0])))
+    lengths, K = (
+        parameters.get(name, first)
+        for name, first in (("lengths", LENGTHS[0]), ("K", RESPONSES[0]))
+    )
     further = LENGTHS.index(lengths) > 0, RESPONSES.index(K) > 0
     layers = [*LAYERS].index(parameters.get("layers", "fastp3o"))
     order = explains, "objective" in item.name, more_peers, tokens, whole, *further

@@ -34,7 +34,9 @@ def environment() -> dict[str, object]:
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({torch.get_num_threads()} threads)",
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"CPU ({torch.get_num_threads()} threads)",
         "cuda": torch.version.cuda if cuda else None,
         "processor": processor(),
         "python": platform.python_version(),
@@ -45,8 +47,8 @@ def environment() -> dict[str, object]:
 
 
 def processor() -> str | None:
-    """Name, family and model of the CPU. A name alone is often a cloud's: the family tells how wide the vector units
-    are, on which products depend.
+    """Name, family and model of the CPU. A name alone is often a cloud's: the family tells how wide
+    the vector units are, on which products depend.
     """
     if not CPUINFO.exists():
         return platform.processor() or None
@@ -60,7 +62,9 @@ def described(environment: dict | None) -> str:
     """What a record says of its machine and code, and what it does not."""
     if environment is None:
         return "device, processor, commit and date not recorded"
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
+    packages = ", ".join(
+        f"{name} {version}" for name, version in environment["packages"].items() if version
+    )
     return f"{machine(environment)}; {packages}; {origin(environment)}"
 
 

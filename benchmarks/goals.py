@@ -1,7 +1,8 @@
 """The goals and what the results say of them.
 
-Ratios to a bare operation are of medians measured in turns in one process. A goal is about one device, and no result of
-another reaches it. It holds for every head and number of tokens that was measured; the worst counts.
+Ratios to a bare operation are of medians measured in turns in one process. A goal is about one
+device, and no result of another reaches it. It holds for every head and number of tokens that was
+measured; the worst counts.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ class Finding(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """device: whose results `values` gets. values: what was measured, of which the worst counts. bound: the least
-    value; the largest where `at_most`.
+    """device: whose results `values` gets. values: what was measured, of which the worst counts.
+    bound: the least value; the largest where `at_most`.
     """
 
     device: str
@@ -51,12 +52,18 @@ def ours(results: Results, level: str, passes: str) -> Results:
 
 
 def bandwidth(passes: str) -> Callable[[Results], list[float]]:
-    return lambda results: [1 / result["ratio_to_bare"] for result in ours(results, "logits", passes)]
+    return lambda results: [
+        1 / result["ratio_to_bare"] for result in ours(results, "logits", passes)
+    ]
 
 
-def products(passes: str, holds: Callable[[dict], bool] = lambda _: True) -> Callable[[Results], list[float]]:
+def products(
+    passes: str, holds: Callable[[dict], bool] = lambda _: True
+) -> Callable[[Results], list[float]]:
     """holds: of which heads the goal is."""
-    return lambda results: [result["ratio_to_bare"] for result in ours(results, "hidden", passes) if holds(result)]
+    return lambda results: [
+        result["ratio_to_bare"] for result in ours(results, "hidden", passes) if holds(result)
+    ]
 
 
 def is_large(result: dict) -> bool:
@@ -101,7 +108,9 @@ def larger_than_trl(results: Results) -> list[float]:
     return [
         mine["extra_gb"] / trl["extra_gb"]
         for mine in select(both, implementation=LOGPROBS)
-        for trl in select(both, implementation="TRL", **{key: mine.get(key) for key in ("N", "D", "V", "dtype")})
+        for trl in select(
+            both, implementation="TRL", **{key: mine.get(key) for key in ("N", "D", "V", "dtype")}
+        )
         if mine["extra_gb"] is not None and trl["extra_gb"] is not None
     ]
 
@@ -114,16 +123,22 @@ def reward_gain(results: Results) -> list[float]:
 def extra_over_logits(results: Results) -> list[float]:
     """Over the logits' own bytes, of which the pass moves three times as many."""
     both = ours(results, "logits", "forward and backward")
-    return [1e9 * result["extra_gb"] / (result["bytes"] / 3) for result in both if result["extra_gb"] is not None]
+    return [
+        1e9 * result["extra_gb"] / (result["bytes"] / 3)
+        for result in both
+        if result["extra_gb"] is not None
+    ]
 
 
 def extra_over_need(results: Results) -> list[float]:
-    """Memory beyond inputs and gradients over what a loss needs that computes the logits once: the gradient of all
-    logits in half precision, 2 N V bytes; or, for more tokens, the largest budget, and the 2 V D bytes by which a sum
-    of the weight's gradient in fp32 is larger than the gradient.
+    """Memory beyond inputs and gradients over what a loss needs that computes the logits once: the
+    gradient of all logits in half precision, 2 N V bytes; or, for more tokens, the largest budget,
+    and the 2 V D bytes by which a sum of the weight's gradient in fp32 is larger than the gradient.
     """
     return [
-        1e9 * result["extra_gb"] / min(2 * result["N"] * result["V"], MOST_BUDGET + 2 * result["V"] * result["D"])
+        1e9
+        * result["extra_gb"]
+        / min(2 * result["N"] * result["V"], MOST_BUDGET + 2 * result["V"] * result["D"])
         for result in ours(results, "hidden", "forward and backward")
         if result["extra_gb"] is not None
     ]
@@ -141,8 +156,13 @@ def time_growth(results: Results) -> list[float]:
 
 
 def over_plain(results: Results) -> list[float]:
-    """The speed of rows with shared prompts over that of plain ones, which are timed in turns with them."""
-    return [1 / result["ratio_to_bare"] for result in select(results, **TLDR, implementation="shared prompts")]
+    """The speed of rows with shared prompts over that of plain ones, which are timed in turns with
+    them.
+    """
+    return [
+        1 / result["ratio_to_bare"]
+        for result in select(results, **TLDR, implementation="shared prompts")
+    ]
 
 
 def over_padded(results: Results) -> list[float]:
@@ -170,12 +190,19 @@ def share_of_floor(results: Results) -> list[float]:
 def over_trl(results: Results) -> list[float]:
     """The time of an iteration of TRL's trainers over that of ours."""
     iterations = select(results, level="iteration")
-    trainers = [figures for result in iterations for name, figures in result["trainers"].items() if "TRL" in name]
+    trainers = [
+        figures
+        for result in iterations
+        for name, figures in result["trainers"].items()
+        if "TRL" in name
+    ]
     return [figures["ratio"] for figures in trainers if "absent" not in figures]
 
 
 def share_of_products(kind: str) -> Callable[[Results], list[float]]:
-    """Of an update or of log-probs of (350, 40), the time that the bare products would take, over the time."""
+    """Of an update or of log-probs of (350, 40), the time that the bare products would take, over
+    the time.
+    """
     return lambda results: [
         1 / result["ratio_to_bare"]
         for result in select(results, level="model")
@@ -198,10 +225,31 @@ LOGPROBS = "fastp3o linear_logprobs"
 SLOWER = "never slower than a peer"
 RAGGED = {"prompt": 350, "response": 128, "mean": 40, "K": 2}
 GOALS = [
-    Goal(GPU, "logits → log-probs, forward", "≥ 92% of the copy bandwidth", bandwidth("forward"), 0.92, "{:.0%}"),
+    Goal(
+        GPU,
+        "logits → log-probs, forward",
+        "≥ 92% of the copy bandwidth",
+        bandwidth("forward"),
+        0.92,
+        "{:.0%}",
+    ),
     Goal(GPU, "backward in place", "≥ 92% of it", bandwidth("backward"), 0.92, "{:.0%}"),
-    Goal(GPU, "P3O's loss from logits", "≥ 5 × eager", speedups("logits", "eager".__eq__), 5, "{:.1f} ×"),
-    Goal(GPU, SAME, "≥ 1.5 × torch.compile", speedups("logits", "torch.compile".__eq__), 1.5, "{:.2f} ×"),
+    Goal(
+        GPU,
+        "P3O's loss from logits",
+        "≥ 5 × eager",
+        speedups("logits", "eager".__eq__),
+        5,
+        "{:.1f} ×",
+    ),
+    Goal(
+        GPU,
+        SAME,
+        "≥ 1.5 × torch.compile",
+        speedups("logits", "torch.compile".__eq__),
+        1.5,
+        "{:.2f} ×",
+    ),
     Goal(GPU, "its extra memory", "< 1% of the logits", extra_over_logits, 0.01, "{:.2%}", True),
     Goal(
         GPU,
@@ -212,7 +260,15 @@ GOALS = [
         "{:.2f} ×",
         True,
     ),
-    Goal(GPU, "the same, larger V", "≤ 1.17 × of them", products(BOTH, is_large), 1.17, "{:.2f} ×", True),
+    Goal(
+        GPU,
+        "the same, larger V",
+        "≤ 1.17 × of them",
+        products(BOTH, is_large),
+        1.17,
+        "{:.2f} ×",
+        True,
+    ),
     Goal(
         GPU,
         "the same, any V",
@@ -231,14 +287,53 @@ GOALS = [
         "{:.2f} ×",
     ),
     Goal(GPU, SAME, "never larger than TRL's", larger_than_trl, 1.0, "{:.2f} ×", True),
-    Goal(GPU, "extra memory of P3O's loss", "≤ 1.05 × 2 N V bytes", extra_over_need, 1.05, "{:.2f} ×", True),
+    Goal(
+        GPU,
+        "extra memory of P3O's loss",
+        "≤ 1.05 × 2 N V bytes",
+        extra_over_need,
+        1.05,
+        "{:.2f} ×",
+        True,
+    ),
     Goal(GPU, "its time", "linear in N (within 5%)", time_growth, 1.05, "{:.2f} of linear", True),
-    Goal(GPU, "frozen head", "≤ 1.15 × two bare products", products(f"frozen head, {BOTH}"), 1.15, "{:.2f} ×", True),
-    Goal(GPU, "shared-prompt packing, (350, 40), K 2", "≥ 1.6 × plain packing", over_plain, 1.6, "{:.2f} ×"),
+    Goal(
+        GPU,
+        "frozen head",
+        "≤ 1.15 × two bare products",
+        products(f"frozen head, {BOTH}"),
+        1.15,
+        "{:.2f} ×",
+        True,
+    ),
+    Goal(
+        GPU,
+        "shared-prompt packing, (350, 40), K 2",
+        "≥ 1.6 × plain packing",
+        over_plain,
+        1.6,
+        "{:.2f} ×",
+    ),
     Goal(GPU, SAME, "≥ 3 × padded batches", over_padded, 3, "{:.2f} ×"),
-    Goal(GPU, "update of 1 B, (350, 40)", "≥ 60% of its products' rate", share_of_products("update"), 0.6, "{:.0%}"),
-    Goal(GPU, "log-probs of 1 B, (350, 40)", "≥ 60% of it", share_of_products("log-probs"), 0.6, "{:.0%}"),
-    Goal(GPU, "rollouts, 128 responses of 1 B", "≥ 60% of their floor", share_of_floor, 0.6, "{:.0%}"),
+    Goal(
+        GPU,
+        "update of 1 B, (350, 40)",
+        "≥ 60% of its products' rate",
+        share_of_products("update"),
+        0.6,
+        "{:.0%}",
+    ),
+    Goal(
+        GPU,
+        "log-probs of 1 B, (350, 40)",
+        "≥ 60% of it",
+        share_of_products("log-probs"),
+        0.6,
+        "{:.0%}",
+    ),
+    Goal(
+        GPU, "rollouts, 128 responses of 1 B", "≥ 60% of their floor", share_of_floor, 0.6, "{:.0%}"
+    ),
     Goal(GPU, "iteration of 1 B", "≥ 3 × TRL", over_trl, 3, "{:.2f} ×"),
     Goal(GPU, "reward of a run of 1 B, ten updates", "rises by 0.05", reward_gain, 0.05, "{:+.2f}"),
     Goal(CPU, "P3O's loss from logits", SLOWER, speedups("logits", is_a_peer), 1.0, "{:.2f} ×"),
@@ -258,7 +353,15 @@ GOALS = [
         1.0,
         "{:.2f} ×",
     ),
-    Goal(CPU, "the head, even and ragged", "≤ 1.25 × three products", chosen("three products"), 1.25, "{:.2f} ×", True),
+    Goal(
+        CPU,
+        "the head, even and ragged",
+        "≤ 1.25 × three products",
+        chosen("three products"),
+        1.25,
+        "{:.2f} ×",
+        True,
+    ),
     Goal(
         CPU,
         SAME,
@@ -268,9 +371,23 @@ GOALS = [
         "{:.2f} ×",
         True,
     ),
-    Goal(CPU, "rollouts, ragged (350, 40), K 2", "≥ 3 × generate", over_generate(**RAGGED), 3, "{:.2f} ×"),
+    Goal(
+        CPU,
+        "rollouts, ragged (350, 40), K 2",
+        "≥ 3 × generate",
+        over_generate(**RAGGED),
+        3,
+        "{:.2f} ×",
+    ),
     Goal(CPU, "rollouts, any shape", "≥ 1 × generate", over_generate(), 1, "{:.2f} ×"),
-    Goal(CPU, "update, (350, 40)", "≥ 50% of its products' rate", share_of_products("update"), 0.5, "{:.0%}"),
+    Goal(
+        CPU,
+        "update, (350, 40)",
+        "≥ 50% of its products' rate",
+        share_of_products("update"),
+        0.5,
+        "{:.0%}",
+    ),
     Goal(CPU, "log-probs, (350, 40)", "≥ 50% of it", share_of_products("log-probs"), 0.5, "{:.0%}"),
     Goal(CPU, "a whole iteration", "≥ 3 × TRL", over_trl, 3, "{:.2f} ×"),
 ]
@@ -281,5 +398,7 @@ def goals_table(results: Results) -> list[list[str]]:
     lines = [["device", "what", "goal", "measured", ""]]
     for goal in GOALS:
         measured, met = goal.verdict(results)
-        lines.append([goal.device, goal.what, goal.goal, measured, "" if met == NOT_MEASURED else met])
+        lines.append(
+            [goal.device, goal.what, goal.goal, measured, "" if met == NOT_MEASURED else met]
+        )
     return lines

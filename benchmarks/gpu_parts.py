@@ -2,13 +2,15 @@
 
     python -m benchmarks.gpu_parts [FOLDER] [CALL ...] [--only PART[,PART]] [--device gpu|cpu]
 
-Parts belong to calls, of which each fits one loan of a machine: `first` has what is wanted most, `second` goes on with
-it on the machine that is still warm, `rest` has the other levels and the tests.
+Parts belong to calls, of which each fits one loan of a machine: `first` has what is wanted most,
+`second` goes on with it on the machine that is still warm, `rest` has the other levels and the
+tests.
 
-Each part runs in processes of its own, with their own JSON and log in FOLDER/parts; what all have measured is merged
-into FOLDER/kernels.gpu.json after each result. Run again, it goes on: what has results is not run again, but for the
-parts named by --only. A process that hangs, crashes or loses its GPU is ended, its test is recorded so, and a new
-process goes on with the next. The exit status is 0 if every part has passed. This module needs no torch.
+Each part runs in processes of its own, with their own JSON and log in FOLDER/parts; what all have
+measured is merged into FOLDER/kernels.gpu.json after each result. Run again, it goes on: what has
+results is not run again, but for the parts named by --only. A process that hangs, crashes or loses
+its GPU is ended, its test is recorded so, and a new process goes on with the next. The exit status
+is 0 if every part has passed. This module needs no torch.
 
     FASTP3O_PATIENCE=5    times as long limits, for a slow machine
     FASTP3O_TRIAL=1       sizes and tests that a GPU whose kernels are interpreted has done in minutes
@@ -38,8 +40,8 @@ ENDED = (0, 1, NO_TESTS)
 DEVICE_LOST = 75
 # Seconds after which what ended is looked for.
 LOOK = 0.2
-# Seconds of each call, which its parts' limits fill: two of them and a minute and a half to start are a quarter of an
-# hour.
+# Seconds of each call, which its parts' limits fill: two of them and a minute and a half to start
+# are a quarter of an hour.
 CALLS = {"first": 420.0, "second": 400.0, "rest": 470.0}
 # A case of every kernel, against fp64.
 KERNELS = (
@@ -58,11 +60,12 @@ KERNELS = (
 
 
 class Part(NamedTuple):
-    """commands: of its processes, which run at the same time, by name. seconds: limit of all of them in one run.
+    """commands: of its processes, which run at the same time, by name. seconds: limit of all of
+    them in one run.
 
-    patience: seconds that one test may take; a process that writes no result for so long is ended. least: seconds that
-    a test needs; with less left none begins, and with no room for the first the part does not. A command with {results}
-    in its words writes its JSON there.
+    patience: seconds that one test may take; a process that writes no result for so long is ended.
+    least: seconds that a test needs; with less left none begins, and with no room for the first the
+    part does not. A command with {results} in its words writes its JSON there.
     """
 
     name: str
@@ -87,7 +90,13 @@ def parts(device: str) -> list[Part]:
     body, head = "benchmarks/test_body.py", "benchmarks/test_hidden_level.py"
     mended = "tests/kernels/p3o/test_linear_p3o_loss.py"
     found = [
-        Part("smoke", 45, {"smoke": test(*KERNELS, "tests/fastp3o/test_smoke_on_gpu.py")}, patience=40, call="first"),
+        Part(
+            "smoke",
+            45,
+            {"smoke": test(*KERNELS, "tests/fastp3o/test_smoke_on_gpu.py")},
+            patience=40,
+            call="first",
+        ),
         Part("body", 125, {"body": measure(body, "-k", "not compiled")}, call="first"),
         Part(
             "iteration",
@@ -105,20 +114,47 @@ def parts(device: str) -> list[Part]:
             least=50,
             call="first",
         ),
-        Part("compiled", 100, {"compiled": measure(body, "-k", "compiled")}, patience=90, least=20, call="second"),
+        Part(
+            "compiled",
+            100,
+            {"compiled": measure(body, "-k", "compiled")},
+            patience=90,
+            least=20,
+            call="second",
+        ),
         Part("head", 135, {"head": measure(head)}, call="second"),
-        Part("mended", 30, {"mended": test(mended, "-k", "products_of_pytorch")}, patience=25, call="second"),
+        Part(
+            "mended",
+            30,
+            {"mended": test(mended, "-k", "products_of_pytorch")},
+            patience=25,
+            call="second",
+        ),
         Part("packing", 60, {"packing": measure("benchmarks/test_packing.py")}, call="second"),
-        Part("rollouts", 75, {"rollouts": measure("benchmarks/test_rollouts.py")}, patience=75, call="second"),
+        Part(
+            "rollouts",
+            75,
+            {"rollouts": measure("benchmarks/test_rollouts.py")},
+            patience=75,
+            call="second",
+        ),
         Part("logits", 45, {"logits": measure("benchmarks/test_logits_level.py")}),
         Part("objectives", 35, {"objectives": measure("benchmarks/test_objectives.py")}),
         Part("tests", 60, gpu_tests(device), patience=50),
     ]
     sanitizer = shutil.which("compute-sanitizer")
     if device == "gpu" and sanitizer:
-        found.append(Part("sanitizer", 40, {"sanitizer": (sanitizer, "--error-exitcode", "9", *PYTEST, *KERNELS)}))
+        found.append(
+            Part(
+                "sanitizer",
+                40,
+                {"sanitizer": (sanitizer, "--error-exitcode", "9", *PYTEST, *KERNELS)},
+            )
+        )
     return [
-        part._replace(**{limit: times * getattr(part, limit) for limit in ("seconds", "patience", "least")})
+        part._replace(
+            **{limit: times * getattr(part, limit) for limit in ("seconds", "patience", "least")}
+        )
         for part in found
     ]
 
@@ -137,9 +173,18 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
             "tests-others": test(f"{rooms}/test_checks.py"),
             "tests-stages": test(stages, "-k", "first_ratio and fp16"),
         }
-    others = ("test_checks", "test_losses", "test_response_tokens", "test_exposed_head", "test_drop_in")
+    others = (
+        "test_checks",
+        "test_losses",
+        "test_response_tokens",
+        "test_exposed_head",
+        "test_drop_in",
+    )
     return {
-        **{f"tests-{room}": test(f"{rooms}/{room}") for room in ("rows", "head", "p3o", "decoding", "layers")},
+        **{
+            f"tests-{room}": test(f"{rooms}/{room}")
+            for room in ("rows", "head", "p3o", "decoding", "layers")
+        },
         "tests-others": test(*(f"{rooms}/{name}.py" for name in others)),
         "tests-attention": test("tests/fastp3o/models/test_attention.py", "-m", "gpu"),
         "tests-stages": test(stages, "-k", "half_precision or first_ratio"),
@@ -148,9 +193,16 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
 
 
 def work_off(
-    name: str, command: Sequence[str], part: Part, folder: Path, deadline: float, stopped: threading.Event
+    name: str,
+    command: Sequence[str],
+    part: Part,
+    folder: Path,
+    deadline: float,
+    stopped: threading.Event,
 ) -> None:
-    """Runs one of a part's commands until its tests have results, in a new process after each one that a test ended."""
+    """Runs one of a part's commands until its tests have results, in a new process after each one
+    that a test ended.
+    """
     results, log = (folder / "parts" / f"{name}.{suffix}" for suffix in ("json", "log"))
     has_tests = "{results}" in " ".join(command)
     command = [word.replace("{results}", str(results)) for word in command]
@@ -175,16 +227,23 @@ def work_off(
             record |= {"failed": [name]}
         elif not has_tests:
             record |= {"finished": [name]}
-        results_file.write(results, record | {"complete": complete and not results_file.unbegun(record)})
+        results_file.write(
+            results, record | {"complete": complete and not results_file.unbegun(record)}
+        )
         if complete or not progress or deadline - time.monotonic() <= part.least:
             return
 
 
 def ended(
-    command: Sequence[str], results: Path, log: Path, part: Part, deadline: float, stopped: threading.Event
+    command: Sequence[str],
+    results: Path,
+    log: Path,
+    part: Part,
+    deadline: float,
+    stopped: threading.Event,
 ) -> tuple[str, int | None]:
-    """Runs a process to its end. Returns what became of it, and its exit status; None if it was killed here, as one is
-    that is out of time or hangs.
+    """Runs a process to its end. Returns what became of it, and its exit status; None if it was
+    killed here, as one is that is out of time or hangs.
     """
     started = time.monotonic()
     seconds = max(deadline - started - part.least, 0.0)
@@ -203,7 +262,10 @@ def ended(
             time.sleep(LOOK)
             if time.monotonic() > deadline or stopped.is_set():
                 return results_file.OUT_OF_TIME, None
-            if min(time.monotonic() - started, time.time() - results.stat().st_mtime) > part.patience:
+            if (
+                min(time.monotonic() - started, time.time() - results.stat().st_mtime)
+                > part.patience
+            ):
                 return f"failed: no result in {part.patience:.0f} seconds", None
     finally:
         if process.poll() is None:
@@ -213,7 +275,10 @@ def ended(
         return f"ended with {status}", status
     if status == DEVICE_LOST:
         return "failed: CUDA refused everything after it", status
-    return f"failed: the process ended with {signal.Signals(-status).name if status < 0 else status}", status
+    return (
+        f"failed: the process ended with {signal.Signals(-status).name if status < 0 else status}",
+        status,
+    )
 
 
 def die_with_parent() -> None:
@@ -224,10 +289,16 @@ def die_with_parent() -> None:
 
 def run_part(part: Part, folder: Path, device: str, deadline: float) -> None:
     deadline = min(deadline, time.monotonic() + part.seconds)
-    waiting = {name: command for name, command in part.commands.items() if not record_of(folder, name)["complete"]}
+    waiting = {
+        name: command
+        for name, command in part.commands.items()
+        if not record_of(folder, name)["complete"]
+    }
     stopped, written = threading.Event(), 0.0
     with ThreadPoolExecutor(len(waiting)) as pool:
-        futures = [pool.submit(work_off, *one, part, folder, deadline, stopped) for one in waiting.items()]
+        futures = [
+            pool.submit(work_off, *one, part, folder, deadline, stopped) for one in waiting.items()
+        ]
         try:
             while not all(future.done() for future in futures):
                 time.sleep(LOOK)
@@ -254,9 +325,11 @@ def merge(folder: Path, device: str) -> Path:
     return path
 
 
-def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequence[str] = ()) -> int:
-    """Runs the parts that have no results, or those named in `only`, and prints what came of all. Returns 0 if these
-    have passed, else 1.
+def run(
+    every: list[Part], folder: Path, device: str, seconds: float, only: Sequence[str] = ()
+) -> int:
+    """Runs the parts that have no results, or those named in `only`, and prints what came of all.
+    Returns 0 if these have passed, else 1.
     """
     started = time.monotonic()
     chosen = [part for part in every if part.name in only] if only else every
@@ -268,7 +341,10 @@ def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequ
     for _ in range(2):
         for part in list(waiting):
             if is_complete(part, folder):
-                print(f"{part.name}: has results, which --only {part.name} would measure again", flush=True)
+                print(
+                    f"{part.name}: has results, which --only {part.name} would measure again",
+                    flush=True,
+                )
                 waiting.remove(part)
                 continue
             left = seconds - (time.monotonic() - started)
@@ -296,7 +372,9 @@ def failures(part: Part, folder: Path) -> list[str]:
 
 
 def line(part: Part, folder: Path, seconds: float | None = None) -> str:
-    """What came of a part, and how many tests ended well (or measured a peer as absent) or found no time."""
+    """What came of a part, and how many tests ended well (or measured a peer as absent) or found no
+    time.
+    """
     records, failed = [record_of(folder, name) for name in part.commands], failures(part, folder)
     word = "failed" if failed else "passed" if is_complete(part, folder) else "unfinished"
     text = f"{part.name}: {word}, {sum(len(set(one['finished']) - set(one['failed'])) for one in records)} done"
@@ -307,9 +385,13 @@ def line(part: Part, folder: Path, seconds: float | None = None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=report.RESULTS, help="Of results.")
-    parser.add_argument("calls", nargs="*", metavar="CALL", help=f"Of {', '.join(CALLS)}; all by default.")
+    parser.add_argument(
+        "calls", nargs="*", metavar="CALL", help=f"Of {', '.join(CALLS)}; all by default."
+    )
     parser.add_argument("--only", default="", help="Parts to run again, with commas between.")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     arguments = parser.parse_args()
@@ -319,7 +401,9 @@ def main() -> None:
     every = [part for part in parts(arguments.device) if part.call in calls]
     only = [name for name in arguments.only.split(",") if name]
     if unknown := set(only) - {part.name for part in every}:
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in every)}")
+        parser.error(
+            f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in every)}"
+        )
     seconds = patience() * sum(CALLS[call] for call in calls)
     sys.exit(run(every, arguments.folder.resolve(), arguments.device, seconds, only))
 

@@ -12,10 +12,17 @@ from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA
 
 aten = torch.ops.aten
-# Position of the left factor among the arguments; the right one follows, transposed for oneDNN's products.
+# Position of the left factor among the arguments; the right one follows, transposed for oneDNN's
+# products.
 LEFT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1}
 ONEDNN = "mkldnn::_linear_pointwise"
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaGraphLaunch",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
 
 
 class Kernel(NamedTuple):
@@ -27,7 +34,9 @@ class Kernel(NamedTuple):
 
 
 class Operations(TorchDispatchMode):
-    """count: torch's operations in this thread. total: floating-point ones of matrix products, 2 a multiply-add."""
+    """count: torch's operations in this thread. total: floating-point ones of matrix products, 2 a
+    multiply-add.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +59,9 @@ class Operations(TorchDispatchMode):
 
 
 def host_work(function: Callable[[], object]) -> dict[str, float]:
-    """Counts, on a GPU, `launches` and the `gpu_ms` in which it worked; on a CPU `operations` of torch."""
+    """Counts, on a GPU, `launches` and the `gpu_ms` in which it worked; on a CPU `operations` of
+    torch.
+    """
     if not CUDA:
         with Operations() as operations:
             function()
@@ -71,12 +82,16 @@ def kernel_ms(averages: Iterable[FunctionEventAvg]) -> float:
 
 def on_device(averages: Iterable[FunctionEventAvg]) -> list[FunctionEventAvg]:
     """Kernels and copies. The host's operations that launched them show the same times again."""
-    return [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    return [
+        event
+        for event in averages
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation
+    ]
 
 
 def launches_by_name(function: Callable[[], object]) -> list[Kernel]:
-    """Each kernel and copy. The host is not profiled, which would slow it down. Raises AbsentError without a GPU that
-    torch's profiler knows.
+    """Each kernel and copy. The host is not profiled, which would slow it down. Raises AbsentError
+    without a GPU that torch's profiler knows.
     """
     if torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
         raise AbsentError("torch's profiler knows no GPU here")
@@ -88,5 +103,8 @@ def launches_by_name(function: Callable[[], object]) -> list[Kernel]:
 
 def by_name(averages: Iterable[FunctionEventAvg]) -> list[Kernel]:
     """The longest first."""
-    found = [Kernel(event.key[:80], event.count, event.self_device_time_total / 1e3) for event in on_device(averages)]
+    found = [
+        Kernel(event.key[:80], event.count, event.self_device_time_total / 1e3)
+        for event in on_device(averages)
+    ]
     return sorted(found, key=lambda kernel: -kernel.ms)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.inputs import Inputs
-from fastp3o_kernels import linear_logprobs, linear_p3o_loss, logits_p3o_loss, onednn, token_p3o_loss
+from fastp3o_kernels import (
+    linear_logprobs,
+    linear_p3o_loss,
+    logits_p3o_loss,
+    onednn,
+    token_p3o_loss,
+)
 
 
 def p3o_of(logprobs: Tensor, inputs: Inputs) -> Tensor:
@@ -28,7 +34,9 @@ def eager_head(hidden: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile at its best: anew for each vocabulary, which it then knows, but not for each number of tokens."""
+    """torch.compile at its best: anew for each vocabulary, which it then knows, but not for each
+    number of tokens.
+    """
     for_any_number = torch.compile(function, dynamic=False)
 
     def run(inputs: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
@@ -43,7 +51,9 @@ compiled_logprobs, compiled_head = compiled(eager_logprobs), compiled(eager_head
 
 
 def logits_fastp3o(logits: Tensor, inputs: Inputs) -> Tensor:
-    return logits_p3o_loss(logits, inputs.labels, inputs.cu_seqlens, *inputs.pairs, inplace_backward=True).loss
+    return logits_p3o_loss(
+        logits, inputs.labels, inputs.cu_seqlens, *inputs.pairs, inplace_backward=True
+    ).loss
 
 
 def logits_eager(logits: Tensor, inputs: Inputs) -> Tensor:

@@ -20,7 +20,9 @@ class Inputs:
     weight: Tensor  # [V, D]
     labels: Tensor  # [N]
     cu_seqlens: Tensor  # [2P + 1] on the device
-    host_cu_seqlens: Tensor  # the same on the CPU, where the head reads them: it would wait for the device's
+    host_cu_seqlens: (
+        Tensor  # the same on the CPU, where the head reads them: it would wait for the device's
+    )
     sums: Tensor  # [P, 2], the policy's own log-probs
     old_logprobs: Tensor  # [P, 2]
     ref_logprobs: Tensor  # [P, 2]
@@ -32,16 +34,25 @@ class Inputs:
 
     def trained(self) -> "Inputs":
         """With fresh leaves."""
-        self.hidden, self.weight = (tensor.detach().requires_grad_() for tensor in (self.hidden, self.weight))
+        self.hidden, self.weight = (
+            tensor.detach().requires_grad_() for tensor in (self.hidden, self.weight)
+        )
         return self
 
     def for_policy(self, sums: Tensor) -> "Inputs":
         """The same moves since the rollout, for a policy of other log-probs [P, 2]."""
         shift = sums - self.sums
-        return replace(self, sums=sums, old_logprobs=self.old_logprobs + shift, ref_logprobs=self.ref_logprobs + shift)
+        return replace(
+            self,
+            sums=sums,
+            old_logprobs=self.old_logprobs + shift,
+            ref_logprobs=self.ref_logprobs + shift,
+        )
 
     def a_third_clipped(self) -> "Inputs":
-        """Every third pair moved past the clip range the way its rewards want it to: its gradient is zero."""
+        """Every third pair moved past the clip range the way its rewards want it to: its gradient
+        is zero.
+        """
         old = self.old_logprobs.clone()
         wanted = torch.sign(self.rewards[::3, :1] - self.rewards[::3, 1:])
         old[::3] = self.sums[::3] - wanted * old.new_tensor([0.5, -0.5])
@@ -49,11 +60,18 @@ class Inputs:
 
     def in_fp64(self) -> "Inputs":
         return replace(
-            self, **{name: value.double() for name, value in vars(self).items() if value.is_floating_point()}
+            self,
+            **{
+                name: value.double()
+                for name, value in vars(self).items()
+                if value.is_floating_point()
+            },
         )
 
 
-def random_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype | None = None, *, ragged: bool = False) -> Inputs:
+def random_inputs(
+    head: HeadSizes, tokens: int, dtype: torch.dtype | None = None, *, ragged: bool = False
+) -> Inputs:
     """Pairs that moved since the rollout, but within the clip range: all of them have a gradient.
 
     dtype: DTYPE if None. ragged: lengths of responses are random, with the same mean.
@@ -68,7 +86,9 @@ def random_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype | None = None
     labels = torch.randint(head.vocabulary, (tokens,), generator=generator, device=DEVICE)
     host_cu_seqlens = torch.arange(0, tokens + 1, RESPONSE_TOKENS, dtype=torch.int32)
     if ragged:
-        cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[: len(host_cu_seqlens) - 2]
+        cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[
+            : len(host_cu_seqlens) - 2
+        ]
         host_cu_seqlens[1:-1] = cuts.sort().values + 1
     cu_seqlens = host_cu_seqlens.to(DEVICE)
     with torch.no_grad():

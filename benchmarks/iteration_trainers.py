@@ -1,15 +1,17 @@
-"""Iterations of fastp3o's P3O and of TRL's GRPO and online DPO: the same model, prompts and lengths, seconds by phase.
+"""Iterations of fastp3o's P3O and of TRL's GRPO and online DPO: the same model, prompts and
+lengths, seconds by phase.
 
-All train with AdamW at one learning rate, a reference model for the KL and one minibatch an epoch: as many
-optimizer steps as epochs. Nobody saves within an iteration. No response ends early, for the tokenizer's
-end-of-sequence is no token of the model, and prompts are of one length, so nobody pads.
+All train with AdamW at one learning rate, a reference model for the KL and one minibatch an epoch:
+as many optimizer steps as epochs. Nobody saves within an iteration. No response ends early, for the
+tokenizer's end-of-sequence is no token of the model, and prompts are of one length, so nobody pads.
 
-On a CPU all is fp32. On a GPU each trains in its default: fastp3o's P3O in fp16 weights with fp32 copies, TRL's in fp32
-weights under bf16 autocast.
+On a CPU all is fp32. On a GPU each trains in its default: fastp3o's P3O in fp16 weights with fp32
+copies, TRL's in fp32 weights under bf16 autocast.
 
-What differs: fastp3o forms packed rows of its default size, checks its rounding and writes its metrics, TRL logs
-nothing; GRPO clips ratios of tokens; online DPO takes no old log-probs, for TRL samples anew for every forward and
-backward pass, two responses to a prompt only. An iteration of it has as many optimizer steps as the others'.
+What differs: fastp3o forms packed rows of its default size, checks its rounding and writes its
+metrics, TRL logs nothing; GRPO clips ratios of tokens; online DPO takes no old log-probs, for TRL
+samples anew for every forward and backward pass, two responses to a prompt only. An iteration of it
+has as many optimizer steps as the others'.
 """
 
 import json
@@ -53,8 +55,9 @@ Seconds = dict[str, float]  # of an iteration: `seconds`; of ours also PHASES, a
 
 
 class Task(NamedTuple):
-    """model: folder with model and tokenizer. prompts: texts. response: tokens of each of the K responses. passes: of a
-    minibatch through TRL's models; fastp3o's rows say by themselves how many.
+    """model: folder with model and tokenizer. prompts: texts. response: tokens of each of the K
+    responses. passes: of a minibatch through TRL's models; fastp3o's rows say by themselves how
+    many.
     """
 
     model: Path
@@ -87,21 +90,27 @@ class Stopwatch:
         self.since = clock()
 
 
-def save_model(config: LlamaConfig, folder: Path, change: Callable[[PreTrainedModel], object] = lambda _: None) -> None:
-    """A random model, and a tokenizer of words w0, w1, ... whose end-of-sequence lies beyond the model's vocabulary.
-    change: is called with the model before it is saved.
+def save_model(
+    config: LlamaConfig, folder: Path, change: Callable[[PreTrainedModel], object] = lambda _: None
+) -> None:
+    """A random model, and a tokenizer of words w0, w1, ... whose end-of-sequence lies beyond the
+    model's vocabulary. change: is called with the model before it is saved.
     """
     V = config.vocab_size
     words = {f"w{index}": index for index in range(V)} | {"<end>": V}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0"
+    ).save_pretrained(folder)
     tokens = {"bos_token_id": None, "eos_token_id": V, "pad_token_id": 0}
     torch.manual_seed(0)
     with DEVICE:
         # On a GPU in half the bytes: whoever loads it says its own dtype.
         dtype = torch.bfloat16 if CUDA else torch.float32
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**config.to_dict() | tokens), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**config.to_dict() | tokens), dtype=dtype
+        )
     change(model)
     model.save_pretrained(folder)
 
@@ -174,7 +183,9 @@ def trl_grpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) ->
     return timed(trainer, stopwatch)
 
 
-def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) -> list[Seconds]:
+def trl_online_dpo(
+    task: Task, iterations: int, folder: Path, stopwatch: Stopwatch
+) -> list[Seconds]:
     if task.K != 2:
         raise AbsentError("two responses to a prompt only")
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -198,15 +209,27 @@ def trainer_figures(task: Task, iterations: int, folder: Path) -> dict[str, obje
         "output_dir": str(folder),
         "max_steps": iterations * EPOCHS,
         "gradient_accumulation_steps": task.passes,
-        **{"learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused"},
+        **{
+            "learning_rate": LEARNING_RATE,
+            "lr_scheduler_type": "constant",
+            "optim": "adamw_torch_fused",
+        },
         **{"bf16": CUDA, "gradient_checkpointing": False, "use_cpu": not CUDA},
-        **{"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
+        **{
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        },
     }
 
 
 def data(task: Task) -> dict[str, object]:
     tokenizer = AutoTokenizer.from_pretrained(task.model, padding_side="left")
-    return {"train_dataset": Dataset.from_dict({"prompt": task.prompts}), "processing_class": tokenizer}
+    return {
+        "train_dataset": Dataset.from_dict({"prompt": task.prompts}),
+        "processing_class": tokenizer,
+    }
 
 
 def timed(trainer: Trainer, stopwatch: Stopwatch) -> list[Seconds]:

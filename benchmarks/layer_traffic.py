@@ -1,9 +1,11 @@
-"""Counts a layer's launches and the bytes that they move, with fused kernels and as transformers has it. No GPU.
+"""Counts a layer's launches and the bytes that they move, with fused kernels and as transformers
+has it. No GPU.
 
     python -m benchmarks.layer_traffic          # results/layer_traffic.json; then python -m benchmarks.report --write
 
-The layer's tensors have sizes and no values. A launch reads its inputs and writes its outputs once; fused kernels tell
-their tensors instead of running. Attention is left out: it is the same both ways. Products are counted apart.
+The layer's tensors have sizes and no values. A launch reads its inputs and writes its outputs once;
+fused kernels tell their tensors instead of running. Attention is left out: it is the same both
+ways. Products are counted apart.
 """
 
 import json
@@ -60,13 +62,16 @@ class Precision(NamedTuple):
     autocast: torch.dtype | None = None
 
 
-PRECISIONS = {"fp16": Precision(torch.float16), "bf16-autocast": Precision(torch.float32, torch.bfloat16)}
+PRECISIONS = {
+    "fp16": Precision(torch.float16),
+    "bf16-autocast": Precision(torch.float32, torch.bfloat16),
+}
 
 
 @dataclass
 class Traffic:
-    """Of one pass. bytes: read and written by all launches but products; kept: held for the backward pass, without the
-    weights, but with autocast's copies of them.
+    """Of one pass. bytes: read and written by all launches but products; kept: held for the
+    backward pass, without the weights, but with autocast's copies of them.
     """
 
     launches: int = 0
@@ -120,7 +125,9 @@ class Told:
         self.counting = counting
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **_: self.counting.add(None, [arg for arg in args if isinstance(arg, Tensor)])
+        return lambda *args, **_: self.counting.add(
+            None, [arg for arg in args if isinstance(arg, Tensor)]
+        )
 
 
 @contextmanager
@@ -147,17 +154,23 @@ class NoAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in ctx.saved_tensors)
+        return tuple(
+            torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in ctx.saved_tensors
+        )
 
 
 def no_attention(module, query, key, value, *_, **__):
     if torch.is_autocast_enabled("cpu"):
-        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+        query, key, value = (
+            tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value)
+        )
     return NoAttention.apply(query, key, value), None
 
 
 def policy_of(sizes: LayerSizes, precision: Precision, *, fused: bool) -> PackedModel:
-    """A policy of one layer, as it runs or as transformers wrote it, on the meta device, without attention."""
+    """A policy of one layer, as it runs or as transformers wrote it, on the meta device, without
+    attention.
+    """
     config = LlamaConfig(
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -166,7 +179,10 @@ def policy_of(sizes: LayerSizes, precision: Precision, *, fused: bool) -> Packed
         num_hidden_layers=1,
         vocab_size=32,
     )
-    with torch.device("meta"), nullcontext() if fused else patch.object(packed_model, "fuse", lambda *_: None):
+    with (
+        torch.device("meta"),
+        nullcontext() if fused else patch.object(packed_model, "fuse", lambda *_: None),
+    ):
         policy = PackedModel(AutoModelForCausalLM.from_config(config, dtype=precision.weights))
     AttentionInterface.register(NO_ATTENTION, no_attention)
     policy.model.set_attn_implementation(NO_ATTENTION)
@@ -176,12 +192,15 @@ def policy_of(sizes: LayerSizes, precision: Precision, *, fused: bool) -> Packed
 def passes(sizes: LayerSizes, precision: Precision, *, fused: bool) -> dict[str, Traffic]:
     """Forward and backward of a packed row, and, without autocast, a decode step."""
     (layer,) = policy_of(sizes, precision, fused=fused).layers()
-    # Autocast takes no notice of the meta device. Fake tensors, without values either, are on a CPU for it.
+    # Autocast takes no notice of the meta device. Fake tensors, without values either, are on a CPU
+    # for it.
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in layer.modules():
             for name, value in module._parameters.items():
                 if value is not None:
-                    module._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype))
+                    module._parameters[name] = nn.Parameter(
+                        torch.empty(value.shape, dtype=value.dtype)
+                    )
         stream = torch.float32 if fused else precision.weights
         row = inputs(sizes, ROW, stream, precision)
         kept: list[Tensor] = []
@@ -200,9 +219,14 @@ def passes(sizes: LayerSizes, precision: Precision, *, fused: bool) -> dict[str,
     return found | ({"decode step": decode} if precision.autocast is None else {})
 
 
-def inputs(sizes: LayerSizes, tokens: int, stream: torch.dtype, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    sizes: LayerSizes, tokens: int, stream: torch.dtype, precision: Precision
+) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream, and the cosines and sines of positions."""
-    angles = [torch.empty(1, tokens, sizes.hidden // sizes.heads, dtype=precision.weights) for _ in range(2)]
+    angles = [
+        torch.empty(1, tokens, sizes.hidden // sizes.heads, dtype=precision.weights)
+        for _ in range(2)
+    ]
     return torch.empty(1, tokens, sizes.hidden, dtype=stream), *angles
 
 
@@ -213,9 +237,13 @@ def autocast(precision: Precision) -> torch.autocast:
 
 def main() -> None:
     layers = []
-    for (name, precision), (size, sizes), fused in product(PRECISIONS.items(), SIZES.items(), (False, True)):
+    for (name, precision), (size, sizes), fused in product(
+        PRECISIONS.items(), SIZES.items(), (False, True)
+    ):
         for phase, traffic in passes(sizes, precision, fused=fused).items():
-            entry = {"model": size, "precision": name, "fused": fused, "pass": phase} | asdict(traffic)
+            entry = {"model": size, "precision": name, "fused": fused, "pass": phase} | asdict(
+                traffic
+            )
             print(json.dumps(entry), flush=True)
             layers.append(entry)
     lines = ",\n".join(map(json.dumps, layers))

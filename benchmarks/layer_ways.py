@@ -1,4 +1,6 @@
-"""The ways in which the layers of one policy compute: as in every run, as transformers wrote them, and compiled."""
+"""The ways in which the layers of one policy compute: as in every run, as transformers wrote them,
+and compiled.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache

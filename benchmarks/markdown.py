@@ -1,4 +1,6 @@
-"""Tables in Markdown, and the generated sections of pages: between <!-- name --> and <!-- /name -->."""
+"""Tables in Markdown, and the generated sections of pages: between <!-- name --> and <!-- /name
+-->.
+"""
 
 import textwrap
 from pathlib import Path
@@ -14,13 +16,16 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def bullet(text: str) -> str:
-    return textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def between_markers(text: str, name: str, section: str) -> str:
     """The text with this section, in lines of its own or within one, as its markers are.
 
-    Raises ValueError where there are none, or where a line begins with a section: Markdown would take it for HTML.
+    Raises ValueError where there are none, or where a line begins with a section: Markdown would
+    take it for HTML.
     """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in text or end not in text:

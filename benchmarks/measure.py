@@ -1,4 +1,6 @@
-"""Times a case in turns with a bare operation, its lower bound, and files the figures under the benchmark's name."""
+"""Times a case in turns with a bare operation, its lower bound, and files the figures under the
+benchmark's name.
+"""
 
 import gc
 import statistics
@@ -18,8 +20,8 @@ ROUNDS = range(1, 1) if TRIAL else range(3, 16)
 # Processor time leaves out other processes, but adds up all threads.
 CLOCK = "processor" if not CUDA and torch.get_num_threads() == 1 else "wall"
 
-# The GPU is kept busy for this long, about 5 ms, while the host queues what is measured: else the first kernels would
-# wait for their launches, a tenth of a forward pass of 0.7 ms.
+# The GPU is kept busy for this long, about 5 ms, while the host queues what is measured: else the
+# first kernels would wait for their launches, a tenth of a forward pass of 0.7 ms.
 QUEUEING_CYCLES = 8_000_000
 
 
@@ -40,7 +42,9 @@ class Case:
 
 
 def milliseconds(function: Callable[[], object], *, queued: bool = False) -> float:
-    """queued: leaves out the host's time to queue what runs on a GPU, which in training it does ahead."""
+    """queued: leaves out the host's time to queue what runs on a GPU, which in training it does
+    ahead.
+    """
     if not CUDA:
         clock = time.process_time if CLOCK == "processor" else time.perf_counter
         start = clock()
@@ -66,11 +70,11 @@ def measure(
     bare_share: float = 1.0,
     typical: Callable[[list[float]], float] = statistics.median,
 ) -> None:
-    """Writes typical times of all rounds to benchmark.extra_info. `bare`: the bare operation; `bare_share`: the part
-    of it that the case must do.
+    """Writes typical times of all rounds to benchmark.extra_info. `bare`: the bare operation;
+    `bare_share`: the part of it that the case must do.
 
-    Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted, which sees nothing of
-    compiled code.
+    Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted,
+    which sees nothing of compiled code.
     """
     times, bare_times, extra = [], [], []
 

@@ -1,6 +1,8 @@
-"""Every objective of pairs of responses, and the ways from hidden states to its gradients: ours, eager, TRL's, Liger's.
+"""Every objective of pairs of responses, and the ways from hidden states to its gradients: ours,
+eager, TRL's, Liger's.
 
-An objective is a function of `Groups` and sums over pairs; of P pairs each way divides the sum by P.
+An objective is a function of `Groups` and sums over pairs; of P pairs each way divides the sum by
+P.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,15 @@ from benchmarks import peers
 from benchmarks.implementations import eager_head
 from benchmarks.inputs import Inputs
 from benchmarks.shapes import RESPONSE_TOKENS
-from fastp3o_kernels import Groups, P3OSettings, linear_logprobs, linear_loss, losses, p3o_loss, token_p3o_loss
+from fastp3o_kernels import (
+    Groups,
+    P3OSettings,
+    linear_logprobs,
+    linear_loss,
+    losses,
+    p3o_loss,
+    token_p3o_loss,
+)
 
 Objective = Callable[[Groups], Tensor]
 
@@ -33,14 +43,18 @@ class Problem(NamedTuple):
 
 
 def make_problem(inputs: Inputs) -> Problem:
-    """Policies that moved within the clip range, so that every token has a gradient; for GRPO+ a fourth is cut off."""
+    """Policies that moved within the clip range, so that every token has a gradient; for GRPO+ a
+    fourth is cut off.
+    """
     device = inputs.hidden.device
     generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         own = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels)
 
     def near(values: Tensor, distance: float) -> Tensor:
-        return values + distance * torch.randn(values.shape, generator=generator, device=device, dtype=values.dtype)
+        return values + distance * torch.randn(
+            values.shape, generator=generator, device=device, dtype=values.dtype
+        )
 
     token_tensors = {"old tokens": near(own, 1e-3), "ref tokens": near(own, 0.1)}
     sums, rewards = inputs.sums, inputs.rewards
@@ -67,8 +81,12 @@ def p3o(clipping: str) -> Objective:
         if clipping != "token":
             return p3o_loss(groups.logprobs, *pairs).loss * len(groups.lengths)
         old = groups["old tokens"]
-        loss = token_p3o_loss(groups.token_logprobs, groups.cu_seqlens, *pairs, old_token_logprobs=old).loss
-        return loss * len(groups.lengths)  # its mean is over tokens, of which all responses have as many
+        loss = token_p3o_loss(
+            groups.token_logprobs, groups.cu_seqlens, *pairs, old_token_logprobs=old
+        ).loss
+        return loss * len(
+            groups.lengths
+        )  # its mean is over tokens, of which all responses have as many
 
     return objective
 
@@ -83,7 +101,9 @@ def mean_objective(loss: Callable[..., Tensor], **options: float) -> Objective:
 
 
 def response_objective(loss: Callable[..., Tensor], *known: str, **options: float) -> Objective:
-    return lambda groups: loss(groups.logprobs, *(groups[name] for name in known), **options).mean(1).sum()
+    return lambda groups: (
+        loss(groups.logprobs, *(groups[name] for name in known), **options).mean(1).sum()
+    )
 
 
 def token_objective(loss: Callable[..., Tensor], advantages: str, *known: str) -> Objective:
@@ -105,7 +125,9 @@ def grpo(groups: Groups) -> Tensor:
 
 
 def ppg(logprobs: Tensor, rewards: Tensor) -> Tensor:
-    return losses.reinforce(logprobs, rewards - rewards.mean(1, keepdim=True)).sum(1) / (rewards.shape[1] - 1)
+    return losses.reinforce(logprobs, rewards - rewards.mean(1, keepdim=True)).sum(1) / (
+        rewards.shape[1] - 1
+    )
 
 
 def grpo_plus(logprobs: Tensor, old: Tensor, advantages: Tensor, complete: Tensor) -> Tensor:
@@ -171,7 +193,9 @@ TRL |= dict.fromkeys(("CPO", "SimPO", "ORPO"), trl_logits)
 
 
 def liger(problem: Problem, name: str, *, compiled: bool = True) -> Tensor:
-    """Liger's chunked loss of the same name and settings; DPO's and KTO's without the reference that it computes."""
+    """Liger's chunked loss of the same name and settings; DPO's and KTO's without the reference
+    that it computes.
+    """
     return LIGER[name](problem, compiled)
 
 
@@ -203,7 +227,9 @@ def liger_grpo(problem: Problem, compiled: bool) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     hidden, weight, labels = peers.response_rows(problem.inputs)
-    old, ref = (problem.token_tensors[f"{policy} tokens"].view(labels.shape) for policy in ("old", "ref"))
+    old, ref = (
+        problem.token_tensors[f"{policy} tokens"].view(labels.shape) for policy in ("old", "ref")
+    )
     advantages = problem.response_tensors["advantages"].flatten()
     loss = LigerFusedLinearGRPOLoss(compiled=compiled, loss_type="grpo")
     known = {"ref_per_token_logps": ref, "old_per_token_logps": old}

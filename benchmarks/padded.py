@@ -1,9 +1,12 @@
-"""Rectangles in place of packed rows, as the first author's trainer made them: what packing is measured against.
+"""Rectangles in place of packed rows, as the first author's trainer made them: what packing is
+measured against.
 
-Prompts end, and responses begin, in the same column; the model runs as transformers has it, with an attention mask, and
-applies its head to every token. A pass is padded to its own longest prompt and response, not to the update's.
+Prompts end, and responses begin, in the same column; the model runs as transformers has it, with an
+attention mask, and applies its head to every token. A pass is padded to its own longest prompt and
+response, not to the update's.
 
-P pairs of a pass, S = 2P sequences, padded to Tp tokens of a prompt and Tr of a response; V vocabulary.
+P pairs of a pass, S = 2P sequences, padded to Tp tokens of a prompt and Tr of a response; V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -52,7 +55,9 @@ def longest(prompts: Sequence[Ids], pairs: Sequence[Sequence[Ids]]) -> tuple[int
 
 
 def split(prompts: Sequence[Ids], pairs: Sequence[Sequence[Ids]], tokens: int) -> list[range]:
-    """Pairs of each pass, in their order, as many as `tokens` hold with their padding; one at least."""
+    """Pairs of each pass, in their order, as many as `tokens` hold with their padding; one at
+    least.
+    """
     passes, first = [], 0
     for last in range(1, len(prompts) + 1):
         # Whether the next pair no longer fits.
@@ -72,6 +77,13 @@ def pair_logprobs(model: PreTrainedModel, batch: Rectangle) -> Tensor:
         position_ids=batch.position_ids,
         use_cache=False,
     ).logits.float()
-    responses, mask = (tensor[:, batch.prompt_length :] for tensor in (batch.input_ids, batch.attention_mask))
-    logprobs = logits[:, batch.prompt_length - 1 : -1].log_softmax(-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1)
+    responses, mask = (
+        tensor[:, batch.prompt_length :] for tensor in (batch.input_ids, batch.attention_mask)
+    )
+    logprobs = (
+        logits[:, batch.prompt_length - 1 : -1]
+        .log_softmax(-1)
+        .gather(-1, responses.unsqueeze(-1))
+        .squeeze(-1)
+    )
     return (logprobs * mask).sum(1).view(-1, 2)

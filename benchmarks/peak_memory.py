@@ -1,4 +1,6 @@
-"""The most memory that tensors took at once within a block, on any device: what operations returned and still lives."""
+"""The most memory that tensors took at once within a block, on any device: what operations returned
+and still lives.
+"""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +29,9 @@ class PeakMemory(TorchDispatchMode):
             if known is None or known.expired():
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
-        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.alive = {
+            key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return results
 

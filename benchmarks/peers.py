@@ -1,7 +1,8 @@
-"""Other libraries' losses on the same inputs. Each is imported when it is called: one that is not installed is absent.
+"""Other libraries' losses on the same inputs. Each is imported when it is called: one that is not
+installed is absent.
 
-Log-probs go through the same arithmetic of P3O; Liger's GRPO losses fuse their own, cross-entropies alone have no
-coefficients of tokens, and both are measured as they are.
+Log-probs go through the same arithmetic of P3O; Liger's GRPO losses fuse their own, cross-entropies
+alone have no coefficients of tokens, and both are measured as they are.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,9 @@ def logits_trl(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def logits_liger_grpo(logits: Tensor, inputs: Inputs) -> Tensor:
-    """Sequence-level GRPO. It reads logits [B, L + 1, V] and leaves the last position out: one token less here."""
+    """Sequence-level GRPO. It reads logits [B, L + 1, V] and leaves the last position out: one
+    token less here.
+    """
     needs_cuda("Liger's Triton GRPO loss")
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
@@ -56,7 +59,9 @@ def trl_logprobs(inputs: Inputs) -> Tensor:
     from trl.trainer import utils
 
     options = 1.0, utils._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ()
-    logprobs, *_ = utils._ChunkedLogProbFunction.apply(inputs.hidden, inputs.weight, None, inputs.labels, *options)
+    logprobs, *_ = utils._ChunkedLogProbFunction.apply(
+        inputs.hidden, inputs.weight, None, inputs.labels, *options
+    )
     return logprobs.float()
 
 
@@ -76,23 +81,35 @@ def hidden_torch(inputs: Inputs) -> Tensor:
     if not hasattr(functional, "linear_cross_entropy"):
         raise AbsentError(f"torch {torch.__version__} has no linear_cross_entropy")
     losses = functional.linear_cross_entropy(
-        inputs.hidden, inputs.weight, inputs.labels, reduction="none", options=torch.nn.LinearCrossEntropyOptions()
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        reduction="none",
+        options=torch.nn.LinearCrossEntropyOptions(),
     )
     return p3o_of(-losses.float(), inputs)
 
 
 def hidden_liger_scaled(inputs: Inputs) -> Tensor:
-    """Negative log-probs with a gradient of each token's own; by Liger's CuTe kernels on an H100, in bf16."""
+    """Negative log-probs with a gradient of each token's own; by Liger's CuTe kernels on an H100,
+    in bf16.
+    """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
-    losses = LigerFusedLinearScaledCrossEntropyFunction.apply(inputs.hidden, inputs.weight, inputs.labels)
+    losses = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        inputs.hidden, inputs.weight, inputs.labels
+    )
     return p3o_of(-losses.float(), inputs)
 
 
 def hidden_liger_cross_entropy(inputs: Inputs) -> Tensor:
-    """The mean cross-entropy, by Liger's CuTe kernels for an H100. It cannot weigh tokens by a coefficient."""
+    """The mean cross-entropy, by Liger's CuTe kernels for an H100. It cannot weigh tokens by a
+    coefficient.
+    """
     needs_cuda("Liger's CuTe cross-entropy")
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
 
     return liger_fused_linear_cross_entropy_sm90(inputs.hidden, inputs.weight, inputs.labels)
 
@@ -123,7 +140,9 @@ def hidden_cce_compiled(inputs: Inputs) -> Tensor:
 def cce(inputs: Inputs, **settings: object) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
-    losses = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, reduction="none", **settings)
+    losses = linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.labels, reduction="none", **settings
+    )
     return p3o_of(-losses.float(), inputs)
 
 
@@ -136,7 +155,9 @@ def hidden_liger_grpo(inputs: Inputs) -> Tensor:
     hidden, weight, labels = response_rows(inputs)
     old = (inputs.old_logprobs.view(-1, 1) / RESPONSE_TOKENS).expand_as(labels)
     advantages = inputs.rewards.flatten().to(inputs.hidden.dtype)
-    return compute_loss(hidden, weight, labels, torch.ones_like(labels), advantages, old_per_token_logps=old)[0]
+    return compute_loss(
+        hidden, weight, labels, torch.ones_like(labels), advantages, old_per_token_logps=old
+    )[0]
 
 
 def response_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,8 +166,8 @@ def response_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return inputs.hidden.view(*labels.shape, -1), inputs.weight, labels
 
 
-# What is measured beside fastp3o from hidden states, by the name of its row. Another baseline is a function and a line
-# here: at every head and number of tokens.
+# What is measured beside fastp3o from hidden states, by the name of its row. Another baseline is a
+# function and a line here: at every head and number of tokens.
 HIDDEN: dict[str, Callable[[Inputs], Tensor]] = {
     "eager": hidden_eager,
     "TRL": hidden_trl,

@@ -1,9 +1,11 @@
-"""A plugin of pytest that writes results as soon as each is measured: `-p benchmarks.recording --results=FILE`.
+"""A plugin of pytest that writes results as soon as each is measured: `-p benchmarks.recording
+--results=FILE`.
 
     --resume        goes on with a file of results: what it has is not run again
     FASTP3O_BENCHMARK_SECONDS    tests that would begin later than this after the start are skipped, and recorded so
 
-A test that leaves the GPU unusable ends the process with DEVICE_LOST, so that a new one can go on with the next.
+A test that leaves the GPU unusable ends the process with DEVICE_LOST, so that a new one can go on
+with the next.
 """
 
 import os
@@ -40,7 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.option.results = config.getoption("--results") and config.getoption("--results").resolve()
+    path = config.option.results = (
+        config.getoption("--results") and config.getoption("--results").resolve()
+    )
     record = without_the_unbegun(load(path)) if path and config.getoption("--resume") else empty()
     config.stash[RECORD] = record | {"environment": environment()}
     file(config)
@@ -50,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     finished, late = (config.stash[RECORD][name] for name in ("finished", "late"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in finished])
-    items[:] = sorted((item for item in items if item.nodeid not in finished), key=lambda item: item.nodeid in late)
+    items[:] = sorted(
+        (item for item in items if item.nodeid not in finished),
+        key=lambda item: item.nodeid in late,
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,16 +94,28 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 
 def figures_of(result: dict) -> str:
-    """The figures of a result on one line: those that tables have, or of rollouts and iterations each way's rate."""
+    """The figures of a result on one line: those that tables have, or of rollouts and iterations
+    each way's rate.
+    """
     if "ms" in result:
         extra = result.get("extra_gb")
         figures = [f"{result['ms']:.2f} ms"]
         figures += [f"{result['ratio_to_bare']:.2f} x bare"] if "ratio_to_bare" in result else []
         figures += [] if extra is None else [f"{1e3 * extra:,.0f} MB extra"]
-        return ", ".join([*figures, *(f"{name} {value:.1e}" for name, value in result.items() if "_error" in name)])
+        return ", ".join(
+            [
+                *figures,
+                *(f"{name} {value:.1e}" for name, value in result.items() if "_error" in name),
+            ]
+        )
     ways = [(name, way) for part in PARTS for name, way in result.get(part, {}).items()]
     units = {"tokens_per_s": "tokens/s", "seconds": "s"}
-    return ", ".join(f"{name} {way[key]:.3g} {unit}" for name, way in ways for key, unit in units.items() if key in way)
+    return ", ".join(
+        f"{name} {way[key]:.3g} {unit}"
+        for name, way in ways
+        for key, unit in units.items()
+        if key in way
+    )
 
 
 def say(item: pytest.Item, what: str) -> None:
@@ -111,7 +130,9 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def record_without_figures(record: dict, item: pytest.Item, reason: str) -> None:
-    """reason: "failed" of fastp3o's tests; a peer's has an own one, and of tests skipped elsewhere none is kept."""
+    """reason: "failed" of fastp3o's tests; a peer's has an own one, and of tests skipped elsewhere
+    none is kept.
+    """
     if reason == "failed":
         record["running"] = item.nodeid
         record.update(end_running(record, reason))
@@ -135,9 +156,13 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if record["benchmarks"]:  # also after Ctrl-C
         from benchmarks.report import summary
 
-        terminalreporter.line("\n" + summary([record | {"benchmarks": joined(record["benchmarks"])}]))
+        terminalreporter.line(
+            "\n" + summary([record | {"benchmarks": joined(record["benchmarks"])}])
+        )
     if path := config.getoption("--results"):
-        terminalreporter.line(f"\n{path}: python -m benchmarks.report FILE shows it, --resume goes on")
+        terminalreporter.line(
+            f"\n{path}: python -m benchmarks.report FILE shows it, --resume goes on"
+        )
     if left := unbegun(config.stash[RECORD]):
         terminalreporter.line(f"{left} tests were left out for lack of time")
 

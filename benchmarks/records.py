@@ -17,18 +17,26 @@ CPU_RECORDS = (KERNELS, PRODUCTS, "objectives.cpu.json", "rollouts.cpu.json", "i
 
 def load(path: Path) -> dict:
     record = json.loads(path.read_text())
-    return record | {"benchmarks": joined(record["benchmarks"])} if "benchmarks" in record else record
+    return (
+        record | {"benchmarks": joined(record["benchmarks"])} if "benchmarks" in record else record
+    )
 
 
 def results_of(records: Iterable[dict]) -> Results:
     """All results, each with `cuda`: whether a GPU gave it."""
     return [
-        result | {"cuda": bool(record["environment"]["cuda"])} for record in records for result in record["benchmarks"]
+        result | {"cuda": bool(record["environment"]["cuda"])}
+        for record in records
+        for result in record["benchmarks"]
     ]
 
 
 def select(results: Results, **wanted: object) -> Results:
-    return [result for result in results if all(result.get(key) == value for key, value in wanted.items())]
+    return [
+        result
+        for result in results
+        if all(result.get(key) == value for key, value in wanted.items())
+    ]
 
 
 def spread(values: Iterable[float | None], form: str = "{:.2f}") -> str:
@@ -51,5 +59,7 @@ def ratios(results: Results, key: Callable[[dict], float], others: dict, mine: d
     return [
         key(other) / key(one)
         for one in select(results, **mine)
-        for other in select(results, **others, **{name: one.get(name) for name in shape if name not in others})
+        for other in select(
+            results, **others, **{name: one.get(name) for name in shape if name not in others}
+        )
     ]

@@ -9,7 +9,8 @@
     late            tests that were killed as the time ended: they come last the next time
     complete        whether no test is left
 
-A file is replaced whole, so that a reader finds the old one or the new one, whenever the writer was killed.
+A file is replaced whole, so that a reader finds the old one or the new one, whenever the writer was
+killed.
 """
 
 import json
@@ -19,7 +20,8 @@ from pathlib import Path
 
 OUT_OF_TIME = "out of time"
 LISTS = ("benchmarks", "not_measured", "finished", "failed", "skipped", "late")
-# What makes several results of one rollout or iteration: each sampler or trainer is a test of its own.
+# What makes several results of one rollout or iteration: each sampler or trainer is a test of its
+# own.
 PARTS = ("ways", "trainers")
 
 
@@ -52,7 +54,9 @@ def as_lines(record: dict) -> str:
 
 
 def is_ours(test: str) -> bool:
-    """Whether a failure of this test is fastp3o's; else it is a result of a peer's. test: its node id."""
+    """Whether a failure of this test is fastp3o's; else it is a result of a peer's. test: its node
+    id.
+    """
     return "benchmarks/" not in test or "fastp3o" in test.partition("::")[2]
 
 
@@ -64,7 +68,9 @@ def name_of(test: str) -> str:
 def without_the_unbegun(record: dict) -> dict:
     """Without what only the time was too short for. A test that runs still was killed as it ended."""
     late = [*record["late"], *filter(None, [record["running"]])]
-    left = [entry for entry in record["not_measured"] if not entry["reason"].startswith(OUT_OF_TIME)]
+    left = [
+        entry for entry in record["not_measured"] if not entry["reason"].startswith(OUT_OF_TIME)
+    ]
     return record | {"not_measured": left, "late": late, "running": None, "complete": False}
 
 
@@ -73,32 +79,46 @@ def unbegun(record: dict) -> int:
 
 
 def end_running(record: dict, reason: str) -> dict:
-    """The test that ran when its process ended counts as finished, with a reason why it has no figures."""
+    """The test that ran when its process ended counts as finished, with a reason why it has no
+    figures.
+    """
     test = record["running"]
     if test is None:
         return record
     failed = [*record["failed"], test] if is_ours(test) else record["failed"]
     missing = [*record["not_measured"], {"name": name_of(test), "reason": reason}]
     finished = [*record["finished"], test]
-    return record | {"not_measured": missing, "finished": finished, "failed": failed, "running": None}
+    return record | {
+        "not_measured": missing,
+        "finished": finished,
+        "failed": failed,
+        "running": None,
+    }
 
 
 def merged(records: Iterable[dict]) -> dict:
-    """One record of several, as reports read it. tests: how many of fastp3o's tests passed, without benchmarks, and the
-    names of all that failed.
+    """One record of several, as reports read it. tests: how many of fastp3o's tests passed, without
+    benchmarks, and the names of all that failed.
     """
     records = list(records)
     environments = [record["environment"] for record in records if record["environment"]]
-    lists = {name: [entry for record in records for entry in record[name]] for name in ("benchmarks", "not_measured")}
+    lists = {
+        name: [entry for record in records for entry in record[name]]
+        for name in ("benchmarks", "not_measured")
+    }
     failed = [test for record in records for test in record["failed"]]
-    passed = {test for record in records for test in record["finished"] if test.startswith("tests/")}
+    passed = {
+        test for record in records for test in record["finished"] if test.startswith("tests/")
+    }
     passed -= {test for record in records for test in (*record["failed"], *record["skipped"])}
     tests = {"passed": len(passed), "failed": failed}
     return {"environment": environments[0] if environments else None, **lists, "tests": tests}
 
 
 def joined(benchmarks: list[dict]) -> list[dict]:
-    """One result for all samplers of a rollout, and for all trainers of an iteration, in the order of the first."""
+    """One result for all samplers of a rollout, and for all trainers of an iteration, in the order
+    of the first.
+    """
     found: dict[tuple, dict] = {}
     others = []
     for result in benchmarks:

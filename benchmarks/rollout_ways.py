@@ -1,4 +1,5 @@
-"""Ways to sample: fastp3o's engine, transformers' `generate` and `generate_batch`, and TRL's GRPOTrainer.
+"""Ways to sample: fastp3o's engine, transformers' `generate` and `generate_batch`, and TRL's
+GRPOTrainer.
 
 K responses to each of P prompts. A model's own end-of-sequence ids end a response.
 """
@@ -28,7 +29,9 @@ END = 0
 
 
 class Rollouts(NamedTuple):
-    """P prompts, their mean tokens; K responses to each, their most tokens and mean: None where lengths are equal."""
+    """P prompts, their mean tokens; K responses to each, their most tokens and mean: None where
+    lengths are equal.
+    """
 
     model: str
     prompt: int
@@ -68,7 +71,9 @@ class Kept:
 
 
 def engine_sampler(policy: PackedModel, P: int, case: Rollouts) -> EngineSampler:
-    return EngineSampler(policy, CountingTokenizer(), max_response_tokens=case.response, batch_size=P)
+    return EngineSampler(
+        policy, CountingTokenizer(), max_response_tokens=case.response, batch_size=P
+    )
 
 
 ENGINE = Kept(engine_sampler)
@@ -80,10 +85,15 @@ def by_engine(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int
     return token_ids(sampler(given, case.K, seed))[1]
 
 
-def by_generate(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, **settings: object) -> Sampled:
+def by_generate(
+    policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, **settings: object
+) -> Sampled:
     torch.manual_seed(seed)
     ends = set(policy.model.generation_config.eos_token_id)
-    with sampling_mode(policy) as model, patch(f"{generate.__module__}.GenerationConfig", settings_with(settings)):
+    with (
+        sampling_mode(policy) as model,
+        patch(f"{generate.__module__}.GenerationConfig", settings_with(settings)),
+    ):
         ids = generate(
             model,
             prompts,
@@ -100,12 +110,16 @@ def settings_with(more: dict[str, object]) -> Callable[..., GenerationConfig]:
 
 
 class Batches:
-    """`generate_batch`. Its manager, with a cache and CUDA graphs, stays for all calls of a case, as in a server."""
+    """`generate_batch`. Its manager, with a cache and CUDA graphs, stays for all calls of a case,
+    as in a server.
+    """
 
     def __init__(self):
         self.latest: tuple[PackedModel, Rollouts] | None = None
 
-    def __call__(self, policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
+    def __call__(
+        self, policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int
+    ) -> Sampled:
         if self.latest != (policy, case):
             # The manager's room and ends are those of its first call.
             if self.latest:
@@ -119,7 +133,12 @@ def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts) -
     ends = policy.model.generation_config.eos_token_id
     with sampling_mode(policy) as model:
         settings = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.response, eos_token_id=ends, pad_token_id=END
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=case.response,
+            eos_token_id=ends,
+            pad_token_id=END,
         )
         results = model.generate_batch(
             repeated(prompts, case),
@@ -127,15 +146,23 @@ def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts) -
             continuous_batching_config=pages(prompts, case),
             persistent_manager=True,
         )
-    return grouped([cut_after_end(result.generated_tokens, set(ends)) for result in results.values()], prompts, case)
+    return grouped(
+        [cut_after_end(result.generated_tokens, set(ends)) for result in results.values()],
+        prompts,
+        case,
+    )
 
 
 def pages(prompts: list[Ids], case: Rollouts) -> object:
-    """Room for all responses at once. The default takes most of the memory, which the ways in turns with it need."""
+    """Room for all responses at once. The default takes most of the memory, which the ways in turns
+    with it need.
+    """
     from transformers import ContinuousBatchingConfig
 
     defaults = ContinuousBatchingConfig()
-    page = defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size  # 5.17's name
+    page = (
+        defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size
+    )  # 5.17's name
     sequence_pages = -(-(max(map(len, prompts)) + case.response) // page)
     tokens = {} if CUDA else {"max_batch_tokens": 2048}
     return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, **tokens)
@@ -146,11 +173,20 @@ def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"w0": END}, unk_token="w0")), eos_token="w0", pad_token="w0"
+        tokenizer_object=Tokenizer(WordLevel({"w0": END}, unk_token="w0")),
+        eos_token="w0",
+        pad_token="w0",
     )
-    sizes = {"num_generations": case.K, "max_completion_length": case.response, "temperature": 1.0, "beta": 0.0}
+    sizes = {
+        "num_generations": case.K,
+        "max_completion_length": case.response,
+        "temperature": 1.0,
+        "beta": 0.0,
+    }
     sizes |= {"output_dir": gettempdir(), "per_device_train_batch_size": P * case.K}
-    settings = GRPOConfig(**sizes, bf16=False, gradient_checkpointing=False, use_cpu=not CUDA, report_to="none")
+    settings = GRPOConfig(
+        **sizes, bf16=False, gradient_checkpointing=False, use_cpu=not CUDA, report_to="none"
+    )
     with sampling_mode(policy) as model:
         # Of weights alone: a model keeps the manager of `generate_batch`, which cannot be copied.
         copied = type(model)(deepcopy(model.config)).to(model.device, model.dtype)
@@ -170,7 +206,9 @@ GRPO_TRAINER = Kept(grpo_trainer)
 def by_trl(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
     """GRPOTrainer's call, with each prompt K times, from token ids to token ids."""
     trainer = GRPO_TRAINER(policy, len(prompts), case)
-    trainer.eos_token_ids = trainer.generation_config.eos_token_id = policy.model.generation_config.eos_token_id
+    trainer.eos_token_ids = trainer.generation_config.eos_token_id = (
+        policy.model.generation_config.eos_token_id
+    )
     torch.manual_seed(seed)
     ids, _ = trainer._generate_single_turn(repeated(prompts, case), None, {}, case.K)
     return grouped(ids, prompts, case)

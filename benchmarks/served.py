@@ -1,9 +1,10 @@
-"""Rollouts from a vLLM server beside our engine and transformers: tokens a second, and seconds for new weights.
+"""Rollouts from a vLLM server beside our engine and transformers: tokens a second, and seconds for
+new weights.
 
     python -m benchmarks.served --url http://127.0.0.1:8000 --server_pid PID --model MODEL --eval_prompts EVAL.jsonl
 
-The server has MODEL and fp32. Writes benchmarks/results/served.json, of which `python -m benchmarks.report` prints the
-table.
+The server has MODEL and fp32. Writes benchmarks/results/served.json, of which `python -m
+benchmarks.report` prints the table.
 """
 
 import argparse
@@ -35,24 +36,40 @@ RESPONSE, PROMPT = 32, 192  # tokens at most
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("url", "model", "eval_prompts"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument(
-        "--server_pid", type=int, required=True, help="Whose processor time counts, with its children's."
+        "--server_pid",
+        type=int,
+        required=True,
+        help="Whose processor time counts, with its children's.",
     )
     given = parser.parse_args()
     torch.set_num_threads(1)
     # The load is that of others, as the measurement begins.
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__, "threads": 1}
+    machine = {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "threads": 1,
+    }
     record = {"environment": environment(), "machine": machine, "speed": speed(given)}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, rounds: int = 3) -> dict:
-    """Tokens a second of each sampler, in turns, by the clock and by processor time, the server's included."""
+def speed(
+    given: argparse.Namespace, prompts: int = 64, responses: int = 8, rounds: int = 3
+) -> dict:
+    """Tokens a second of each sampler, in turns, by the clock and by processor time, the server's
+    included.
+    """
     tokenizer, policy = load_tokenizer(given.model), load_policy(given.model)
-    examples, _ = load_prompts(given.eval_prompts, tokenizer, limit=prompts, max_prompt_tokens=PROMPT)
+    examples, _ = load_prompts(
+        given.eval_prompts, tokenizer, limit=prompts, max_prompt_tokens=PROMPT
+    )
     asked = make_prompts(examples[:])
     common = {"max_response_tokens": RESPONSE, "batch_size": prompts}
     samplers: dict[str, Sampler] = {
@@ -75,7 +92,9 @@ def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, roun
             spent = time.perf_counter() - clock, processor_seconds(given.server_pid) - processor
             tokens = sum(len(response.ids) for group in groups for response in group.responses)
             if turn >= 0:
-                totals[name] = [total + more for total, more in zip(totals[name], (tokens, *spent), strict=True)]
+                totals[name] = [
+                    total + more for total, more in zip(totals[name], (tokens, *spent), strict=True)
+                ]
     return {
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
         "prompts": prompts,
@@ -83,7 +102,9 @@ def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, roun
         "longest": RESPONSE,
         "publish_seconds": sum(publish_seconds) / len(publish_seconds),
         "tokens_per_second": {name: tokens / clock for name, (tokens, clock, _) in totals.items()},
-        "tokens_per_processor_second": {name: tokens / processor for name, (tokens, _, processor) in totals.items()},
+        "tokens_per_processor_second": {
+            name: tokens / processor for name, (tokens, _, processor) in totals.items()
+        },
     }
 
 

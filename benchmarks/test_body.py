@@ -1,9 +1,10 @@
-"""Updates, log-probs and rollouts of one policy whose layers compute in several ways (`layer_ways.py`).
+"""Updates, log-probs and rollouts of one policy whose layers compute in several ways
+(`layer_ways.py`).
 
     python -m pytest benchmarks/test_body.py
 
-The bound of an update and of log-probs is the products of the linear layers and the head; what else they take is the
-body's: norms, rotary positions, gates and attention.
+The bound of an update and of log-probs is the products of the linear layers and the head; what else
+they take is the body's: norms, rotary positions, gates and attention.
 """
 
 import statistics
@@ -46,16 +47,25 @@ def ways_and_shapes() -> list:
 @pytest.mark.parametrize("gradients", [True, False], ids=["update", "log-probs"])
 @pytest.mark.parametrize(("layers", "lengths", "K"), ways_and_shapes())
 def test_share_of_the_products(benchmark, layers, lengths, K, gradients):
-    """With shared prompts, in turns with nothing but the products of the linear layers and the head, by torch.mm:
-    `ratio_to_bare` is the time over theirs.
+    """With shared prompts, in turns with nothing but the products of the linear layers and the
+    head, by torch.mm: `ratio_to_bare` is the time over theirs.
     """
     policy = policy_with(layers)
     update = LAYOUTS["shared prompts"](policy, *random_groups(lengths, K))
-    linear = [module.weight for module in policy.model.base_model.modules() if isinstance(module, nn.Linear)]
+    linear = [
+        module.weight
+        for module in policy.model.base_model.modules()
+        if isinstance(module, nn.Linear)
+    ]
     passes, each = len(update.losses), (1, int(gradients), int(gradients))
     products = [
-        bare_operations.linear_products(weight.new_empty(rows // passes, weight.shape[1]).normal_(), weight, *each)
-        for weight, rows in [*((weight, update.tokens) for weight in linear), (policy.head().weight, update.labeled)]
+        bare_operations.linear_products(
+            weight.new_empty(rows // passes, weight.shape[1]).normal_(), weight, *each
+        )
+        for weight, rows in [
+            *((weight, update.tokens) for weight in linear),
+            (policy.head().weight, update.labeled),
+        ]
     ]
     shape = update.labeled, CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
     name = f"{'update' if gradients else 'log-probs'}, prompts of {lengths.prompt}, {K} responses of {lengths.response}"
@@ -97,7 +107,9 @@ def test_engine(benchmark, layers):
 
     of_prompts = Engine.prefill
     by_engine(policy, prompts, case, 0)
-    whole = [milliseconds(partial(by_engine, policy, prompts, case, seed)) for seed in range(ROUNDS)]
+    whole = [
+        milliseconds(partial(by_engine, policy, prompts, case, seed)) for seed in range(ROUNDS)
+    ]
     with patch.object(Engine, "prefill", timed), torch.no_grad():
         benchmark.pedantic(lambda: by_engine(policy, prompts, case, ROUNDS), rounds=ROUNDS)
     policy.train()
@@ -120,6 +132,9 @@ def test_kernels_of_an_update(benchmark, layers):
     update.run()
     kernels = benchmark.pedantic(launches_by_name, args=(update.run,))
     policy.zero_grad(set_to_none=False)
-    found = {"launches": sum(kernel.launches for kernel in kernels), "gpu_ms": sum(kernel.ms for kernel in kernels)}
+    found = {
+        "launches": sum(kernel.launches for kernel in kernels),
+        "gpu_ms": sum(kernel.ms for kernel in kernels),
+    }
     found |= {"tokens": update.tokens, "kernels": kernels[:MOST_KERNELS]}
     benchmark.extra_info |= found | {"level": "kernels", "implementation": layers}

@@ -2,8 +2,8 @@
 
     python -m pytest benchmarks/test_hidden_level.py
 
-F = N V D multiply-adds, 2 F operations. fastp3o computes gradients in the forward pass, so its "forward" is nearly all
-of "forward and backward", the only one to compare.
+F = N V D multiply-adds, 2 F operations. fastp3o computes gradients in the forward pass, so its
+"forward" is nearly all of "forward and backward", the only one to compare.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,16 @@ from benchmarks.shapes import CUDA, DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dty
 from fastp3o_kernels import onednn
 
 BOTH = "forward and backward"
-OURS = {"fastp3o": implementations.hidden_fastp3o, "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs}
+OURS = {
+    "fastp3o": implementations.hidden_fastp3o,
+    "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs,
+}
 # Heads and tokens at which a choice of products is judged, on any CPU.
-CHOSEN_AT = [(HeadSizes(256, 8192), 512), (HeadSizes(1024, 4096), 512), (HeadSizes(256, 8192), 2048)]
+CHOSEN_AT = [
+    (HeadSizes(256, 8192), 512),
+    (HeadSizes(1024, 4096), 512),
+    (HeadSizes(256, 8192), 2048),
+]
 CHOSEN_AT += [(HeadSizes(256, 50304), 512), (HeadSizes(512, 32000), 1024)]
 PRODUCTS = "three products"
 OF_CHOICE = {
@@ -34,13 +41,15 @@ OF_CHOICE = {
 }
 
 
-# Bytes for logits and their gradients in place of the default, at the largest vocabularies, where they decide how often
-# the weight's gradient is summed.
+# Bytes for logits and their gradients in place of the default, at the largest vocabularies, where
+# they decide how often the weight's gradient is summed.
 BUDGETS = [1_000_000_000, 2_000_000_000, 4_500_000_000, 5_000_000_000]
 
 
 def named(implementations: dict[str, Callable]) -> list:
-    return [pytest.param(name, function, id=typed(name)) for name, function in implementations.items()]
+    return [
+        pytest.param(name, function, id=typed(name)) for name, function in implementations.items()
+    ]
 
 
 @cache
@@ -57,23 +66,32 @@ def fresh_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype = DTYPE) -> In
     return latest(head, tokens, dtype).trained()
 
 
-def make_case(name: str, passes: str, inputs: Inputs, products: int, gradients: tuple[Tensor, ...]) -> Case:
+def make_case(
+    name: str, passes: str, inputs: Inputs, products: int, gradients: tuple[Tensor, ...]
+) -> Case:
     (N, D), V = inputs.hidden.shape, len(inputs.weight)
     gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
     dtype = dtype_name(inputs.hidden.dtype)
-    return Case("hidden", name, passes, N, D, V, dtype, 0, 2.0 * products * N * V * D, gradient_bytes)
+    return Case(
+        "hidden", name, passes, N, D, V, dtype, 0, 2.0 * products * N * V * D, gradient_bytes
+    )
 
 
 def errors(compute_loss: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str, float]:
     """Errors of the loss, and relative ones of its gradients, against fp64 on the same inputs."""
     exact = inputs.in_fp64()
-    leaves = exact.hidden, exact.weight = exact.hidden.detach().requires_grad_(), exact.weight.detach().requires_grad_()
+    leaves = exact.hidden, exact.weight = (
+        exact.hidden.detach().requires_grad_(),
+        exact.weight.detach().requires_grad_(),
+    )
     expected = implementations.hidden_eager(exact)
     targets = torch.autograd.grad(expected, leaves)
     loss = compute_loss(inputs)
     gradients = torch.autograd.grad(loss, (inputs.hidden, inputs.weight))
     named = zip(("dhidden_error", "dweight_error"), gradients, targets, strict=True)
-    relative = {name: ((got.double() - target).norm() / target.norm()).item() for name, got, target in named}
+    relative = {
+        name: ((got.double() - target).norm() / target.norm()).item() for name, got, target in named
+    }
     return {"loss_error": abs(loss - expected).item()} | relative
 
 
@@ -116,25 +134,41 @@ def test_forward_and_backward(benchmark, name, dtype, head, tokens):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", OURS)
 def test_ragged_pairs(benchmark, name, head, tokens):
-    run_both(benchmark, name, OURS[name], random_inputs(head, tokens, ragged=True).trained(), f"{BOTH}, ragged")
+    run_both(
+        benchmark,
+        name,
+        OURS[name],
+        random_inputs(head, tokens, ragged=True).trained(),
+        f"{BOTH}, ragged",
+    )
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU has no choice of products")
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("shape", CHOSEN_AT)
-@pytest.mark.parametrize(("name", "over"), [*((name, PRODUCTS) for name in OF_CHOICE), ("fastp3o", BY_TORCH)])
+@pytest.mark.parametrize(
+    ("name", "over"), [*((name, PRODUCTS) for name in OF_CHOICE), ("fastp3o", BY_TORCH)]
+)
 def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name, over):
-    """Over three products, as PyTorch and fastp3o with torch's products; and over the latter's time, which a wrong
-    choice exceeds.
+    """Over three products, as PyTorch and fastp3o with torch's products; and over the latter's
+    time, which a wrong choice exceeds.
     """
     inputs = random_inputs(*shape, torch.float32, ragged=ragged).trained()
     leaves = inputs.hidden, inputs.weight
     bare = bare_operations.products(inputs, logits=1, dhidden=1, dweight=1)
     if over == BY_TORCH:
         bare = lambda: torch.autograd.grad(OF_CHOICE[BY_TORCH](inputs), leaves)  # noqa: E731
-    case = make_case(name, f"{BOTH}, {'ragged' if ragged else 'even'}, over {over}", inputs, 3, leaves)
+    case = make_case(
+        name, f"{BOTH}, {'ragged' if ragged else 'even'}, over {over}", inputs, 3, leaves
+    )
     case = replace(case, level="chosen products")
-    measure(benchmark, case, lambda: None, lambda _: torch.autograd.grad(OF_CHOICE[name](inputs), leaves), bare)
+    measure(
+        benchmark,
+        case,
+        lambda: None,
+        lambda _: torch.autograd.grad(OF_CHOICE[name](inputs), leaves),
+        bare,
+    )
     benchmark.extra_info["choice"] = onednn.choice()._asdict()
 
 
@@ -152,7 +186,13 @@ def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, toke
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
     inputs = fresh_inputs(head, tokens).a_third_clipped()
-    run_both(benchmark, "fastp3o", implementations.hidden_fastp3o, inputs, "forward and backward, a third clipped")
+    run_both(
+        benchmark,
+        "fastp3o",
+        implementations.hidden_fastp3o,
+        inputs,
+        "forward and backward, a third clipped",
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

@@ -1,9 +1,10 @@
-"""Whole iterations of fastp3o's trainer and of TRL's: rollouts, rewards, log-probs and four epochs of updates.
+"""Whole iterations of fastp3o's trainer and of TRL's: rollouts, rewards, log-probs and four epochs
+of updates.
 
     python -m pytest benchmarks/test_iteration.py
 
-`iteration_trainers.py` says how they differ. They train in turns in one process.
-On a busy CPU, give it one thread (OMP_NUM_THREADS=1): then it is the processor's time that is measured.
+`iteration_trainers.py` says how they differ. They train in turns in one process. On a busy CPU,
+give it one thread (OMP_NUM_THREADS=1): then it is the processor's time that is measured.
 """
 
 import random
@@ -56,15 +57,17 @@ class Iteration(NamedTuple):
     K: int
 
 
-# TL;DR's lengths: all that a GPU has time for. On a CPU also the quickstart's, small tasks, and few and short prompts
-# for the model that would train for minutes.
+# TL;DR's lengths: all that a GPU has time for. On a CPU also the quickstart's, small tasks, and few
+# and short prompts for the model that would train for minutes.
 SHAPES, RESPONSES = [("policy", 64, 350, 40)], (2,)
 if not LARGE:
     RESPONSES = (2, 4)
     SHAPES = [("quickstart", 8, 350, 40), ("quickstart", 8, 100, 32), ("quickstart", 32, 100, 32)]
     SHAPES += [("small", 8, 24, 16), ("policy", 4, 48, 16)]
 CASES = (
-    [Iteration("quickstart", 2, 9, 5, 2)] if TRIAL else [Iteration(*shape, K) for shape in SHAPES for K in RESPONSES]
+    [Iteration("quickstart", 2, 9, 5, 2)]
+    if TRIAL
+    else [Iteration(*shape, K) for shape in SHAPES for K in RESPONSES]
 )
 
 
@@ -84,8 +87,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("case", CASES, ids=IDS.get)
 def test_iteration_of_fastp3o_and_peers(benchmark, case, name, models, tmp_path):
-    """In turns. `trainers`: of each, the iteration of median length. ratio: the median of its length to fastp3o's in a
-    turn. A peer that fails leaves fastp3o alone.
+    """In turns. `trainers`: of each, the iteration of median length. ratio: the median of its
+    length to fastp3o's in a turn. A peer that fails leaves fastp3o alone.
     """
     absent: dict[str, dict] = {}
     try:
@@ -99,9 +102,13 @@ def test_iteration_of_fastp3o_and_peers(benchmark, case, name, models, tmp_path)
     benchmark.extra_info |= record(case, found | absent)
 
 
-def run_in_turns(benchmark, case: Iteration, names: list[str], model: Path, folder: Path) -> dict[str, dict]:
+def run_in_turns(
+    benchmark, case: Iteration, names: list[str], model: Path, folder: Path
+) -> dict[str, dict]:
     """benchmark: None after one that has failed."""
-    task = Task(model, random_prompts(case, MODELS[case.model].vocab_size), case.response, case.K, PASSES)
+    task = Task(
+        model, random_prompts(case, MODELS[case.model].vocab_size), case.response, case.K, PASSES
+    )
     iterations: dict[str, list[Seconds]] = {name: [] for name in names}
     peaks: dict[str, list[int]] = {}
 
@@ -109,10 +116,14 @@ def run_in_turns(benchmark, case: Iteration, names: list[str], model: Path, fold
         for name in names:
             with ExitStack() as first_iteration, TemporaryDirectory(dir=folder) as own_folder:
                 # Counting slows down what is left out anyhow.
-                peaks.setdefault(name, first_iteration.enter_context(peak_memory()) if number == 0 else [])
+                peaks.setdefault(
+                    name, first_iteration.enter_context(peak_memory()) if number == 0 else []
+                )
                 stopwatch = Stopwatch(first_iteration.close)
                 AcceleratorState._reset_state()  # keeps the precision of the trainer before
-                iterations[name] += TRAINERS[name](task, ITERATIONS, Path(own_folder), stopwatch)[1:]
+                iterations[name] += TRAINERS[name](task, ITERATIONS, Path(own_folder), stopwatch)[
+                    1:
+                ]
             release()
 
     numbers = iter(range(TURNS))
@@ -141,11 +152,17 @@ def record(case: Iteration, trainers: dict[str, dict]) -> dict[str, object]:
 
 def figures(iterations: dict[str, list[Seconds]], name: str) -> dict[str, float]:
     """Of the iteration of median length, with seconds of its phases where they are known."""
-    median = sorted(iterations[name], key=lambda one: one["seconds"])[(len(iterations[name]) - 1) // 2]
+    median = sorted(iterations[name], key=lambda one: one["seconds"])[
+        (len(iterations[name]) - 1) // 2
+    ]
     pairs = zip(iterations[name], iterations[OURS], strict=True)
     ratios = [one["seconds"] / ours["seconds"] for one, ours in pairs]
     phases = {f"{phase}_s": median[phase] for phase in (*PHASES, "other") if phase in median}
-    return phases | {"seconds": median["seconds"], "ratio": statistics.median(ratios), "iterations": len(ratios)}
+    return phases | {
+        "seconds": median["seconds"],
+        "ratio": statistics.median(ratios),
+        "iterations": len(ratios),
+    }
 
 
 def random_prompts(case: Iteration, vocabulary: int) -> list[str]:
@@ -157,7 +174,9 @@ def random_prompts(case: Iteration, vocabulary: int) -> list[str]:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Bytes, once left: of all tensors that operations returned within on a CPU, of the allocator on a GPU."""
+    """Bytes, once left: of all tensors that operations returned within on a CPU, of the allocator
+    on a GPU.
+    """
     peak: list[int] = []
     if CUDA:
         torch.cuda.reset_peak_memory_stats()

@@ -28,16 +28,20 @@ LossOf = Callable[[Tensor, Inputs], Tensor]
 
 
 class Logits:
-    """Logits of the inputs, restored before every pass, as a backward pass in place leaves their gradient there.
+    """Logits of the inputs, restored before every pass, as a backward pass in place leaves their
+    gradient there.
 
-    inputs: of the policy with these very logits. Rounding them to bf16 moves pairs past the clip range, and the rows of
-    clipped pairs are not read, so the traffic would be less than it is counted.
+    inputs: of the policy with these very logits. Rounding them to bf16 moves pairs past the clip
+    range, and the rows of clipped pairs are not read, so the traffic would be less than it is
+    counted.
     """
 
     def __init__(self, inputs: Inputs):
         with torch.no_grad():
             self.source = inputs.hidden @ inputs.weight.T
-            sums = sequence_logprobs(token_logprobs(self.source, inputs.labels), inputs.cu_seqlens).view(-1, 2)
+            sums = sequence_logprobs(
+                token_logprobs(self.source, inputs.labels), inputs.cu_seqlens
+            ).view(-1, 2)
         self.inputs = inputs.for_policy(sums)
         self.leaf = torch.empty_like(self.source).requires_grad_()
 
@@ -73,7 +77,9 @@ def run_both(benchmark, name, compute_loss: LossOf, inputs) -> None:
 def gradient_error(compute_loss: LossOf, inputs: Inputs) -> float:
     logits = Logits(inputs)
     exact = logits.source.double().requires_grad_()
-    (target,) = torch.autograd.grad(implementations.logits_eager(exact, logits.inputs.in_fp64()), exact)
+    (target,) = torch.autograd.grad(
+        implementations.logits_eager(exact, logits.inputs.in_fp64()), exact
+    )
     fresh = logits.restored()
     (got,) = torch.autograd.grad(compute_loss(fresh, logits.inputs), fresh)
     return ((got.double() - target).norm() / target.norm()).item()

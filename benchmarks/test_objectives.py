@@ -2,9 +2,9 @@
 
     python -m pytest benchmarks/test_objectives.py
 
-Operations are counted in one more call, in units of F = N V D. Where a peer compiles, operations and, on a CPU, memory
-are of the same code uncompiled. A CPU may have other work at the same time: its times are the least of all rounds, and
-with OMP_NUM_THREADS=1 of the processor.
+Operations are counted in one more call, in units of F = N V D. Where a peer compiles, operations
+and, on a CPU, memory are of the same code uncompiled. A CPU may have other work at the same time:
+its times are the least of all rounds, and with OMP_NUM_THREADS=1 of the processor.
 """
 
 import statistics
@@ -22,7 +22,9 @@ from benchmarks.shapes import CUDA, HEADS, TOKENS, typed
 from benchmarks.test_hidden_level import fresh_inputs, make_case
 
 TYPICAL = statistics.median if CUDA else min
-PEERS = [pytest.param(way, name, id=typed((way, name))) for way, names in WAYS.items() for name in names]
+PEERS = [
+    pytest.param(way, name, id=typed((way, name))) for way, names in WAYS.items() for name in names
+]
 
 
 def run_both(benchmark, way: str, name: str, compute_loss) -> None:

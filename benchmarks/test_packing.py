@@ -1,9 +1,10 @@
-"""Forward and backward of one P3O update on padded batches, plain packed rows, and rows that hold shared prompts once.
+"""Forward and backward of one P3O update on padded batches, plain packed rows, and rows that hold
+shared prompts once.
 
     python -m pytest benchmarks/test_packing.py
 
-K responses to each prompt are K / 2 pairs of adjacent ones. Old and reference log-probs and rewards are given. N
-labeled tokens and P pairs, of a pass or of the update.
+K responses to each prompt are K / 2 pairs of adjacent ones. Old and reference log-probs and rewards
+are given. N labeled tokens and P pairs, of a pass or of the update.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,9 @@ class Update:
     tokens: int  # computed, padding included
     labeled: int
     rows: list[PackedRow]  # none if it is padded
-    losses: list[Callable[[], Tensor]]  # of each pass, weighted to add up to the mean over all pairs
+    losses: list[
+        Callable[[], Tensor]
+    ]  # of each pass, weighted to add up to the mean over all pairs
 
     def run(self) -> Tensor:
         """Adds to the gradients and returns the loss."""
@@ -55,12 +58,19 @@ def made_up_rollout(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tenso
 
     The pairs moved since the rollout, but within the clip range: all of them have a gradient.
     """
-    noise = torch.randn(3, all_pairs, 2, generator=torch.Generator().manual_seed(0))[:, list(pairs)].to(sums.device)
+    noise = torch.randn(3, all_pairs, 2, generator=torch.Generator().manual_seed(0))[
+        :, list(pairs)
+    ].to(sums.device)
     return torch.stack([sums + 0.02 * noise[0], sums + noise[1], noise[2]])
 
 
 def packed_update(
-    policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool, parts: bool = False
+    policy: PackedModel,
+    prompts: list[Ids],
+    responses: list[list[Ids]],
+    *,
+    share_prompts: bool,
+    parts: bool = False,
 ) -> Update:
     packing = Packing(1 if parts else training_shapes.TOKENS_PER_PASS, share_prompts)
     rows = [row.to(DEVICE) for row in pack(prompts, responses, packing)]
@@ -71,7 +81,11 @@ def packed_update(
         with torch.no_grad():
             logprobs = labeled_logprobs(policy, row)
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
-        pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
+        pairs = [
+            pairs_per_group * group + pair
+            for group in row.groups
+            for pair in range(pairs_per_group)
+        ]
         old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
         lengths = row.cu_seqlens.diff()
         moved = ((apart - sums).flatten() / lengths for apart in (old, ref))
@@ -87,7 +101,9 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
     pairs = [pair for group in responses for pair in zip(group[::2], group[1::2], strict=True)]
     prompts = [prompt for prompt, group in zip(prompts, responses, strict=True) for _ in group[::2]]
     passes = padded.split(prompts, pairs, training_shapes.TOKENS_PER_PASS)
-    batches = [padded.pad([prompts[p] for p in members], [pairs[p] for p in members]) for members in passes]
+    batches = [
+        padded.pad([prompts[p] for p in members], [pairs[p] for p in members]) for members in passes
+    ]
 
     def logprobs(batch: padded.Rectangle) -> Tensor:
         with policy.with_own_attention() as model:
@@ -100,7 +116,10 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
 
     labeled = sum(len(response) for group in responses for response in group)
     return Update(
-        sum(batch.input_ids.numel() for batch in batches), labeled, [], list(map(batch_loss, batches, passes))
+        sum(batch.input_ids.numel() for batch in batches),
+        labeled,
+        [],
+        list(map(batch_loss, batches, passes)),
     )
 
 
@@ -114,7 +133,9 @@ LAYOUTS = {
 
 
 def random_policy() -> PackedModel:
-    """Gradients exist already, as after the first pass of an update: later ones need no memory for them."""
+    """Gradients exist already, as after the first pass of an update: later ones need no memory for
+    them.
+    """
     torch.manual_seed(0)
     with DEVICE:
         # A model keeps its attention in its configuration.
@@ -132,7 +153,9 @@ def policy() -> PackedModel:
 
 # The suite fails where fastp3o does.
 @pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else typed(f"fastp3o {layout}")
+    "layout",
+    LAYOUTS,
+    ids=lambda layout: layout if layout == "padded" else typed(f"fastp3o {layout}"),
 )
 @pytest.mark.parametrize("K", RESPONSES)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -140,10 +163,23 @@ def test_training(benchmark, policy, layout, K, lengths):
     """The layout is timed in turns with plain packing: `ratio_to_bare` is the time over its time."""
     groups = random_groups(lengths, K)
     update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
-    shape = sum(map(len, chain.from_iterable(groups[1]))), CONFIG.hidden_size, CONFIG.vocab_size, dtype_name(DTYPE)
+    shape = (
+        sum(map(len, chain.from_iterable(groups[1]))),
+        CONFIG.hidden_size,
+        CONFIG.vocab_size,
+        dtype_name(DTYPE),
+    )
     measure(
         benchmark,
-        Case("training", layout, "forward and backward", *shape, bytes=0, operations=0, gradient_bytes=0),
+        Case(
+            "training",
+            layout,
+            "forward and backward",
+            *shape,
+            bytes=0,
+            operations=0,
+            gradient_bytes=0,
+        ),
         prepare=lambda: policy.zero_grad(set_to_none=False),
         run=lambda _: update.run(),
         bare=plain.run,

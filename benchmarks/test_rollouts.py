@@ -2,9 +2,9 @@
 
     python -m pytest benchmarks/test_rollouts.py
 
-All sample K responses to each of P prompts, each way in turns with `generate` in one process. Where lengths are
-ragged, prompts are uniformly from half to one and a half times their mean long, and each token ends its response with
-probability 1 / mean.
+All sample K responses to each of P prompts, each way in turns with `generate` in one process. Where
+lengths are ragged, prompts are uniformly from half to one and a half times their mean long, and
+each token ends its response with probability 1 / mean.
 """
 
 import heapq
@@ -39,7 +39,8 @@ LONG_ROUND, SHORT_ROUND = 60, 1
 HOPELESS = 3
 # The counter of operations on a CPU does not see into a thread of the way's own.
 UNSEEN_ON_CPUS = ("generate_batch",)
-# Llama 3.2 1B; on a CPU 20 M parameters. What the quickstart trains, 1.4 M, and the same as a GPT-2; 0.15 M.
+# Llama 3.2 1B; on a CPU 20 M parameters. What the quickstart trains, 1.4 M, and the same as a
+# GPT-2; 0.15 M.
 MODELS: dict[str, PretrainedConfig] = {
     "policy": llama(2048, 8192, 16, 32, 8, 128256) if LARGE else llama(512, 1408, 4, 8, 4, 16384),
     "quickstart": llama(128, 384, 4, 4, 4, 4096),
@@ -53,19 +54,34 @@ if not LARGE:
 if TRIAL:
     # Two policies must not share a configuration.
     MODELS = {name: deepcopy(TINY) for name in MODELS}
-SHAPES = [("policy", 350, 40, None), ("policy", 128, 128, None), ("policy", 350, 128, 40), ("policy", 128, 128, 64)]
+SHAPES = [
+    ("policy", 350, 40, None),
+    ("policy", 128, 128, None),
+    ("policy", 350, 128, 40),
+    ("policy", 128, 128, 64),
+]
 CASES = [
     *(Rollouts(*shape, K, PROMPTS) for K in (2, 4) for shape in SHAPES),
     Rollouts(*SHAPES[0], 8, PROMPTS),
-    *(Rollouts("quickstart", *lengths, K, PROMPTS) for K in (2, 8) for lengths in ((100, 32, None), (100, 32, 20))),
+    *(
+        Rollouts("quickstart", *lengths, K, PROMPTS)
+        for K in (2, 8)
+        for lengths in ((100, 32, None), (100, 32, 20))
+    ),
 ]
 if not LARGE:
     # Few prompts and many, short ones and long, even and ragged.
     CASES = [
         *(Rollouts("policy", *lengths, 2, 32) for lengths in ((350, 40, None), (350, 128, 40))),
         *(Rollouts(model, 60, 16, None, 4, 8) for model in ("policy", "policy, bf16")),
-        *(Rollouts("quickstart", *lengths, None, 2, P) for *lengths, P in ((20, 16, 2), (40, 16, 4), (100, 32, 8))),
-        *(Rollouts("quickstart", 100, 32, *rest) for rest in ((None, 2, 32), (20, 2, 32), (20, 4, 32), (20, 8, 8))),
+        *(
+            Rollouts("quickstart", *lengths, None, 2, P)
+            for *lengths, P in ((20, 16, 2), (40, 16, 4), (100, 32, 8))
+        ),
+        *(
+            Rollouts("quickstart", 100, 32, *rest)
+            for rest in ((None, 2, 32), (20, 2, 32), (20, 4, 32), (20, 8, 8))
+        ),
         Rollouts("quickstart", 350, 40, None, 4, 8),
         Rollouts("quickstart", 400, 64, None, 16, 4),
         Rollouts("GPT-2", 60, 32, 20, 4, 8),
@@ -90,7 +106,10 @@ def random_policy(config: PretrainedConfig) -> PackedModel:
 def random_prompts(case: Rollouts, vocabulary: int) -> list[Ids]:
     generator = random.Random(1)
     mean = case.prompt
-    lengths = [mean if case.mean is None else generator.randint(mean // 2, 3 * mean // 2) for _ in range(case.P)]
+    lengths = [
+        mean if case.mean is None else generator.randint(mean // 2, 3 * mean // 2)
+        for _ in range(case.P)
+    ]
     return [generator.choices(range(vocabulary), k=length) for length in lengths]
 
 
@@ -108,7 +127,9 @@ def possible_ways(case: Rollouts) -> list[str]:
 
 
 def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts) -> dict[str, float]:
-    """Tokens of the responses and steps; of the engine also cached tokens that attention needs, by token."""
+    """Tokens of the responses and steps; of the engine also cached tokens that attention needs, by
+    token.
+    """
     lengths = [[len(ids) for ids in group] for group in responses]
     tokens, longest = sum(map(sum, lengths)), max(map(max, lengths))
     if "fastp3o" not in way:
@@ -116,7 +137,9 @@ def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts) -> 
     # A prompt for as long as one of its responses goes on; own tokens up to the newest.
     read = sum((len(ids) - 1) * max(group) for ids, group in zip(prompts, lengths, strict=True))
     read += sum(length * (length + 1) // 2 for length in chain.from_iterable(lengths))
-    steps = steps_of_slots(list(chain.from_iterable(lengths)), min(len(prompts) * case.K, MOST_SLOTS))
+    steps = steps_of_slots(
+        list(chain.from_iterable(lengths)), min(len(prompts) * case.K, MOST_SLOTS)
+    )
     return {"tokens": tokens, "steps": steps, "read_per_token": read / tokens}
 
 
@@ -141,8 +164,12 @@ class Figures:
         self.rates[way].clear()
 
     def summary(self, way: str, bytes_per_token: int) -> dict[str, object]:
-        """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token: of a cached one."""
-        ratios = [mine / base for mine, base in zip(self.rates[way], self.rates["generate"], strict=False)]
+        """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token:
+        of a cached one.
+        """
+        ratios = [
+            mine / base for mine, base in zip(self.rates[way], self.rates["generate"], strict=False)
+        ]
         counts, ms = self.counts[way], statistics.median(self.ms[way])
         if "read_per_token" in counts:
             counts |= {"bytes_read_per_token": bytes_per_token * counts["read_per_token"]}
@@ -178,13 +205,21 @@ class Measurement:
             self.turn(way, seed)
 
     def run(self, benchmark) -> None:
-        """The first round compiles, captures and makes room, and finds caches cold: it never counts."""
+        """The first round compiles, captures and makes room, and finds caches cold: it never
+        counts.
+        """
         seeds = count()
         self.one_round(next(seeds))
         way_ms, generate_ms = (self.figures.ms[way][0] for way in (self.way, "generate"))
         seconds = (way_ms + generate_ms) / 1e3
         hopeless = self.way not in SLOW_TO_START and way_ms > HOPELESS * generate_ms
-        rounds = 1 if hopeless or seconds > LONG_ROUND else ROUNDS if seconds > SHORT_ROUND else 5 * ROUNDS
+        rounds = (
+            1
+            if hopeless or seconds > LONG_ROUND
+            else ROUNDS
+            if seconds > SHORT_ROUND
+            else 5 * ROUNDS
+        )
         for way in self.figures.ms:
             self.figures.forget(way)
         benchmark.pedantic(lambda: self.one_round(next(seeds)), rounds=rounds)
@@ -195,7 +230,9 @@ class Measurement:
             return
         work = host_work(lambda: WAYS[way](self.policy, self.prompts, self.case, ROUNDS))
         steps = self.figures.counts[way]["steps"]
-        self.figures.counts[way] |= {f"{name}_per_step": value / steps for name, value in work.items()}
+        self.figures.counts[way] |= {
+            f"{name}_per_step": value / steps for name, value in work.items()
+        }
 
     def record(self, ways: list[str]) -> dict[str, object]:
         """Figures of these ways."""
@@ -204,11 +241,17 @@ class Measurement:
         found = {way: self.figures.summary(way, bytes_per_token) for way in ways}
         shape = {"D": config.hidden_size, "layers": config.num_hidden_layers, "V": self.vocabulary}
         shape["dtype"] = dtype_name(self.policy.model.dtype)
-        return self.case._asdict() | shape | {"level": "rollouts", "implementation": "fastp3o", "ways": found}
+        return (
+            self.case._asdict()
+            | shape
+            | {"level": "rollouts", "implementation": "fastp3o", "ways": found}
+        )
 
 
 def cases_and_ways(ours: bool) -> list:
-    """Each way in the cases that it can do; fastp3o's engine comes with `generate`, which all are compared with."""
+    """Each way in the cases that it can do; fastp3o's engine comes with `generate`, which all are
+    compared with.
+    """
     return [
         pytest.param(case, way, id=typed((*case, way)))
         for case in CASES
@@ -219,8 +262,8 @@ def cases_and_ways(ours: bool) -> list:
 
 @pytest.mark.parametrize(("case", "way"), cases_and_ways(ours=True))
 def test_rollouts_of_fastp3o(benchmark, policies, case, way):
-    """`ways`: figures of rounds in which both ways have their turn, and of one more that counts what the host does a
-    step.
+    """`ways`: figures of rounds in which both ways have their turn, and of one more that counts
+    what the host does a step.
     """
     policy = policies[case.model]
     measurement = Measurement(policy, case, way)
@@ -246,7 +289,9 @@ def test_rollouts_of_peers(benchmark, policies, case, way):
         if device_is_lost():
             raise
         absent = isinstance(error, ImportError | AbsentError)
-        reason = ("" if absent else f"{type(error).__name__}: ") + str(error).partition("\n")[0][:200]
+        reason = ("" if absent else f"{type(error).__name__}: ") + str(error).partition("\n")[0][
+            :200
+        ]
         benchmark.extra_info |= measurement.record([]) | {"ways": {way: {"absent": reason}}}
 
 
@@ -255,10 +300,12 @@ def cache_shapes(policy: PackedModel) -> dict:
     return layer_shapes(policy, 0)
 
 
-def floor(policy: PackedModel, engine: dict[str, float], prompt_lengths: list[int]) -> dict[str, float]:
-    """Milliseconds that a rollout takes at least. prefill: operations of the prompts at the rate of a large product.
-    decode: bytes of the weights, keys and values of all steps at the bandwidth of a copy. prompt_lengths: tokens that
-    are computed before the first step.
+def floor(
+    policy: PackedModel, engine: dict[str, float], prompt_lengths: list[int]
+) -> dict[str, float]:
+    """Milliseconds that a rollout takes at least. prefill: operations of the prompts at the rate of
+    a large product. decode: bytes of the weights, keys and values of all steps at the bandwidth of
+    a copy. prompt_lengths: tokens that are computed before the first step.
     """
     source = torch.empty(2**28 if LARGE else 2**20, dtype=torch.uint8, device=DEVICE)
     bytes_per_ms = 2 * source.numel() / fastest_ms(copy(source, torch.empty_like(source)))
@@ -267,7 +314,9 @@ def floor(policy: PackedModel, engine: dict[str, float], prompt_lengths: list[in
     operations_per_ms = 2 * size**3 / fastest_ms(lambda: torch.mm(square, square))
     weights = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
     prefill = prefill_operations(policy, prompt_lengths) / operations_per_ms
-    decode = (weights * engine["steps"] + engine["bytes_read_per_token"] * engine["tokens"]) / bytes_per_ms
+    decode = (
+        weights * engine["steps"] + engine["bytes_read_per_token"] * engine["tokens"]
+    ) / bytes_per_ms
     return {"floor_ms": prefill + decode, "floor_prefill_ms": prefill, "floor_decode_ms": decode}
 
 
@@ -277,12 +326,16 @@ def fastest_ms(run: Callable[[], object]) -> float:
 
 
 def prefill_operations(policy: PackedModel, lengths: list[int]) -> float:
-    """Floating-point operations of the layers for prompts of these lengths: products with the weights, and attention
-    of each token to those up to it. The head has no part.
+    """Floating-point operations of the layers for prompts of these lengths: products with the
+    weights, and attention of each token to those up to it. The head has no part.
     """
     config = policy.model.config
-    embeddings = {id(module.weight) for module in (policy.model.get_input_embeddings(), policy.head())}
-    weights = sum(parameter.numel() for parameter in policy.parameters() if id(parameter) not in embeddings)
+    embeddings = {
+        id(module.weight) for module in (policy.model.get_input_embeddings(), policy.head())
+    }
+    weights = sum(
+        parameter.numel() for parameter in policy.parameters() if id(parameter) not in embeddings
+    )
     heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * heads
     return sum(2 * weights * length + attention * length * (length + 1) / 2 for length in lengths)

@@ -1,9 +1,11 @@
-"""A run of P3O from the command's own trainer, with a reward that can rise: what ten updates of 1 B take and bring.
+"""A run of P3O from the command's own trainer, with a reward that can rise: what ten updates of 1 B
+take and bring.
 
     python -m pytest benchmarks/test_training_run.py
 
-The policy has random weights, made from a configuration, and the reward is the share of a response's words in the lower
-half of the vocabulary: 0.5 at the start. Everything else is as users have it, in fp16 on a GPU.
+The policy has random weights, made from a configuration, and the reward is the share of a
+response's words in the lower half of the vocabulary: 0.5 at the start. Everything else is as users
+have it, in fp16 on a GPU.
 """
 
 import json
@@ -37,30 +39,44 @@ LEARNING_RATE = 2e-5 if LARGE else 3e-4
 
 
 def lower_half(prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    """The reward: the share of words w0, w1, ... below half of the vocabulary. It is tried with other words, too."""
-    numbers = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
-    return [sum(number < CONFIG.vocab_size // 2 for number in one) / max(len(one), 1) for one in numbers]
+    """The reward: the share of words w0, w1, ... below half of the vocabulary. It is tried with
+    other words, too.
+    """
+    numbers = [
+        [int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions
+    ]
+    return [
+        sum(number < CONFIG.vocab_size // 2 for number in one) / max(len(one), 1) for one in numbers
+    ]
 
 
 def two_kinds_of_words(model: PreTrainedModel) -> None:
-    """Moves the embeddings of both halves apart by half of their deviation: among random ones no update could find the
-    half that a word is in, but for each word anew.
+    """Moves the embeddings of both halves apart by half of their deviation: among random ones no
+    update could find the half that a word is in, but for each word anew.
     """
     weight = model.get_input_embeddings().weight.data
-    way = torch.randn(weight.shape[1], device=weight.device, dtype=weight.dtype).sign() * weight.std() / 4
+    way = (
+        torch.randn(weight.shape[1], device=weight.device, dtype=weight.dtype).sign()
+        * weight.std()
+        / 4
+    )
     weight[: CONFIG.vocab_size // 2] += way
     weight[CONFIG.vocab_size // 2 :] -= way
 
 
 def test_run_of_fastp3o(benchmark, tmp_path):
-    """`rewards`: the mean of each update. Seconds of each update by phase are those of the median update."""
+    """`rewards`: the mean of each update. Seconds of each update by phase are those of the median
+    update.
+    """
     save_model(CONFIG, tmp_path / "model", two_kinds_of_words)
     with peak_memory() as peak:
         benchmark.pedantic(train, args=(tmp_path,))
     updates = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     packing = Packing(min(TOKENS_PER_ROW, MINIBATCH * (PROMPT + K * RESPONSE)))
     row = Lengths.full_row(packing, prompt=PROMPT, response=RESPONSE, responses_per_prompt=K)
-    seconds = {f"{phase}_s": median([update[f"seconds_{phase}"] for update in updates]) for phase in PHASES}
+    seconds = {
+        f"{phase}_s": median([update[f"seconds_{phase}"] for update in updates]) for phase in PHASES
+    }
     benchmark.extra_info |= {
         "level": "training run",
         "implementation": "fastp3o",
@@ -89,7 +105,9 @@ def train(folder: Path) -> None:
     generator = random.Random(0)
     words = (generator.choices(range(1, CONFIG.vocab_size), k=PROMPT) for _ in range(PROMPTS))
     prompts = [" ".join(f"w{index}" for index in prompt) for prompt in words]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     config = P3OConfig(
         model=str(folder / "model"),
         output_dir=str(folder / "run"),
@@ -120,10 +138,12 @@ def train(folder: Path) -> None:
 
 
 def predicted_bytes(model: Path, row: Lengths) -> int:
-    """By the formula of `fastp3o memory`: the larger one of the policy's update and the reference's pass, beside which
-    the weights of the other and the masters stay.
+    """By the formula of `fastp3o memory`: the larger one of the policy's update and the reference's
+    pass, beside which the weights of the other and the masters stay.
     """
     with torch.device("meta"):
-        sizes = Model(PackedModel(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))))
+        sizes = Model(
+            PackedModel(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+        )
     precision = choose_precision(PRECISION, PRECISION)
     return update_memory(sizes, row, precision).peak + frozen_memory(sizes, row, precision).weights

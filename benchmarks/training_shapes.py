@@ -26,7 +26,9 @@ TOKENS = LARGE_TOKENS if LARGE else 256 if TRIAL else 6144
 TOKENS_PER_PASS = TOKENS // 2
 
 
-def llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> LlamaConfig:
+def llama(
+    hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, vocabulary: int
+) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -47,12 +49,18 @@ ONE_B = llama(2048, 8192, 16, 32, 8, 128256)  # Llama 3.2 1B
 CONFIG = ONE_B if LARGE else TINY if TRIAL else llama(128, 384, 4, 4, 4, 4096)
 
 
-def random_groups(lengths: Lengths, responses: int, tokens: int = TOKENS) -> tuple[list[Ids], list[list[Ids]]]:
-    """Prompts and the K responses of each, uniformly from half to one and a half times the mean lengths."""
+def random_groups(
+    lengths: Lengths, responses: int, tokens: int = TOKENS
+) -> tuple[list[Ids], list[list[Ids]]]:
+    """Prompts and the K responses of each, uniformly from half to one and a half times the mean
+    lengths.
+    """
     generator = random.Random(0)
 
     def ids(mean: int) -> Ids:
-        return generator.choices(range(CONFIG.vocab_size), k=generator.randint(mean // 2, 3 * mean // 2))
+        return generator.choices(
+            range(CONFIG.vocab_size), k=generator.randint(mean // 2, 3 * mean // 2)
+        )
 
     prompts = round(tokens / (responses * sum(lengths)))
     return [ids(lengths.prompt) for _ in range(prompts)], [

@@ -1,9 +1,10 @@
-"""Processor milliseconds of a token of the policy's own in responses of several turns: kept keys beside rounds.
+"""Processor milliseconds of a token of the policy's own in responses of several turns: kept keys
+beside rounds.
 
     python -m benchmarks.turns
 
-Rounds compute each trajectory's whole context again for every turn. Both ways sample 4 trajectories to each of 6
-prompts, in turns with each other, on one thread. Writes results/turns.json.
+Rounds compute each trajectory's whole context again for every turn. Both ways sample 4 trajectories
+to each of 6 prompts, in turns with each other, on one thread. Writes results/turns.json.
 """
 
 import json
@@ -52,7 +53,10 @@ class Numbers(PreTrainedTokenizerFast):
     """A tokenizer whose texts are numbers."""
 
     def __init__(self) -> None:
-        super().__init__(tokenizer_object=Tokenizer(WordLevel({"<end>": 2}, unk_token="<end>")), eos_token="<end>")
+        super().__init__(
+            tokenizer_object=Tokenizer(WordLevel({"<end>": 2}, unk_token="<end>")),
+            eos_token="<end>",
+        )
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return " ".join(map(str, ids))
@@ -75,7 +79,8 @@ def samplers(shape: Shape) -> dict[str, TrajectorySampler]:
     policy, made = PackedModel(model), {}
     for name in ("rounds", "kept"):
         first, further = (
-            EngineSampler(policy, Numbers(), max_response_tokens=shape.turn, batch_size=n) for n in (P, P * K)
+            EngineSampler(policy, Numbers(), max_response_tokens=shape.turn, batch_size=n)
+            for n in (P, P * K)
         )
         longest = shape.turns * (shape.turn + shape.observation)
         options: dict[str, Any] = {"max_turns": shape.turns, "longest": longest}
@@ -93,7 +98,10 @@ def samplers(shape: Shape) -> dict[str, TrajectorySampler]:
 
 def measure(shape: Shape) -> dict[str, Any]:
     draw = random.Random(0)
-    prompts = [Prompt("", [draw.randrange(V // 2, V) for _ in range(shape.prompt)], number) for number in range(P)]
+    prompts = [
+        Prompt("", [draw.randrange(V // 2, V) for _ in range(shape.prompt)], number)
+        for number in range(P)
+    ]
     both, times = samplers(shape), {"rounds": [], "kept": []}
     same = []
     for seed in range(TIMES + 1):  # the first warms up
@@ -105,11 +113,20 @@ def measure(shape: Shape) -> dict[str, Any]:
             ids[name] = [response.ids for group in groups for response in group.responses]
         same.append(ids["rounds"] == ids["kept"])
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-    return shape._asdict() | medians | {"gain": medians["rounds"] / medians["kept"], "same_tokens": all(same)}
+    return (
+        shape._asdict()
+        | medians
+        | {"gain": medians["rounds"] / medians["kept"], "same_tokens": all(same)}
+    )
 
 
 def own_tokens(groups: list[Group]) -> int:
-    return sum(end - start for group in groups for response in group.responses for start, end in response.spans)
+    return sum(
+        end - start
+        for group in groups
+        for response in group.responses
+        for start, end in response.spans
+    )
 
 
 def main() -> None:
@@ -120,7 +137,9 @@ def main() -> None:
         print(json.dumps(results[-1]), flush=True)
     lines = ",\n".join(map(json.dumps, results))
     path = Path(__file__).parent / "results" / "turns.json"
-    path.write_text(f'{{"environment": {json.dumps(environment())}, "benchmarks": [\n{lines}\n]}}\n')
+    path.write_text(
+        f'{{"environment": {json.dumps(environment())}, "benchmarks": [\n{lines}\n]}}\n'
+    )
 
 
 if __name__ == "__main__":

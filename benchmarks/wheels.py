@@ -2,8 +2,8 @@
 
     python benchmarks/wheels.py FOLDER FILE ...
 
-Of NAME.whl the pieces are NAME.whl.piece-aa, NAME.whl.piece-ab, ..., in this order. A wheel of which a piece is missing
-is said and left out: what needs it is then absent.
+Of NAME.whl the pieces are NAME.whl.piece-aa, NAME.whl.piece-ab, ..., in this order. A wheel of
+which a piece is missing is said and left out: what needs it is then absent.
 """
 
 import os
@@ -34,7 +34,9 @@ def gather(folder: Path, files: list[Path]) -> None:
 
 
 def is_whole(wheel: Path) -> bool:
-    """By the sums of its files: the list of them at the end does not see a piece that is missing in the middle."""
+    """By the sums of its files: the list of them at the end does not see a piece that is missing in
+    the middle.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             return archive.testzip() is None

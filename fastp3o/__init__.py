@@ -1,7 +1,7 @@
 """fastp3o: a trainer for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
-`train` does from Python what the scripts do (training/api.py). Names are imported when they are first used: torch alone
-takes seconds. __init__.pyi has them, with their modules.
+`train` does from Python what the scripts do (training/api.py). Names are imported when they are
+first used: torch alone takes seconds. __init__.pyi has them, with their modules.
 """
 
 import importlib
@@ -15,7 +15,10 @@ from fastp3o.errors import naming_the_extra
 __version__ = "0.1.0"
 
 STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-HOME = {name: module for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", STUB, re.MULTILINE)}
+HOME = {
+    name: module
+    for module, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", STUB, re.MULTILINE)
+}
 __all__ = sorted(HOME)
 
 

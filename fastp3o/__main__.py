@@ -27,8 +27,8 @@ COMMANDS = {
     "chat": "talk to a model, or to two side by side",
     "memory": "the GPU memory that a run will take",
 }
-# Commands that only read options: a configuration, or one for each `--objective`; and the function of them. The others
-# are files of commands/.
+# Commands that only read options: a configuration, or one for each `--objective`; and the function
+# of them. The others are files of commands/.
 STAGES = {
     "sft": ("training.config:SFTConfig", "training.sft:train"),
     "reward": ("training.config:RewardModelConfig", "training.reward_model:train"),
@@ -36,10 +36,15 @@ STAGES = {
     "online": ("objectives.online:OBJECTIVES", "training.loop:train"),
     "ppo": ("objectives.config.ppo:PPOConfig", "training.loop:train"),
     "online_dpo": ("objectives.config.preferences:OnlineDPOConfig", "training.loop:train"),
-    "preference": ("objectives.config.preferences:OFFLINE_OBJECTIVES", "training.preferences:train"),
+    "preference": (
+        "objectives.config.preferences:OFFLINE_OBJECTIVES",
+        "training.preferences:train",
+    ),
     "generate": ("generate.config:GenerateConfig", "generate.loop:generate"),
 }
-OBJECTIVE_COMMANDS = "An objective is a command, too: fastp3o grpo is fastp3o online --objective grpo."
+OBJECTIVE_COMMANDS = (
+    "An objective is a command, too: fastp3o grpo is fastp3o online --objective grpo."
+)
 
 
 def main() -> None:
@@ -55,7 +60,14 @@ def main() -> None:
         known = asked in ("", "__help")
         problem = [] if known else [f"unknown command {sys.argv[1]}"]
         file = sys.stdout if asked == "__help" else sys.stderr
-        print("usage: fastp3o COMMAND [--help]", *lines, OBJECTIVE_COMMANDS, *problem, sep="\n", file=file)
+        print(
+            "usage: fastp3o COMMAND [--help]",
+            *lines,
+            OBJECTIVE_COMMANDS,
+            *problem,
+            sep="\n",
+            file=file,
+        )
         sys.exit(0 if asked == "__help" else 2)
     chosen = [] if command == asked else [f"--objective={asked}"]
     sys.argv[:2] = [f"fastp3o {asked}", *chosen]
@@ -66,7 +78,8 @@ def main() -> None:
 
         chosen, action = imported(STAGES[command][0]), STAGES[command][1]
         config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
-        # Its import takes seconds, and makes objects that stay: collecting garbage meanwhile adds a third.
+        # Its import takes seconds, and makes objects that stay: collecting garbage meanwhile adds a
+        # third.
         gc.disable()
         act = imported(action)
         gc.freeze()
@@ -80,7 +93,9 @@ def stage_of_objective(name: str) -> str:
     """The command that trains with an objective, "" if there is none of this name."""
     if not name.isidentifier():
         return ""
-    return next((stage for stage in ("online", "preference") if name in imported(STAGES[stage][0])), "")
+    return next(
+        (stage for stage in ("online", "preference") if name in imported(STAGES[stage][0])), ""
+    )
 
 
 def imported(place: str) -> Any:

@@ -1,4 +1,6 @@
-"""The command line: flags and YAML files that set the options of a configuration, with errors in one line."""
+"""The command line: flags and YAML files that set the options of a configuration, with errors in
+one line.
+"""
 
 import argparse
 import sys
@@ -31,7 +33,8 @@ SECTIONS = [
     "evaluation",
     "run",
 ]
-# What the short help shows of the sections, beside the options that are required or the command's alone.
+# What the short help shows of the sections, beside the options that are required or the command's
+# alone.
 COMMON = {
     "data": "train_data eval_data eval_prompts max_prompt_tokens max_response_tokens",
     "steps": "updates prompts_per_update responses_per_prompt epochs batch_size learning_rate kl_coef",
@@ -41,18 +44,24 @@ COMMON = {
 }
 
 
-# --- help -------------------------------------------------------------------------------------------------------------
+# --- help -----------------------------------------------------------------------------------------
 
 
 def make_parser(config_class: type[Flags], *, shows_all: bool = False) -> argparse.ArgumentParser:
-    """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is the flag --a_b, or
+    """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is
+    the flag --a_b, or
     --a-b. A bool may stand alone (--resume) or take a value (--resume no); one that is True by default has --no_a_b.
 
-    Values are only of flags that were set; what is missing is for `parse` to say. Help begins with what every run must
-    say, then comes a section for each group of options. shows_all: all of them, not only COMMON.
+    Values are only of flags that were set; what is missing is for `parse` to say. Help begins with
+    what every run must say, then comes a section for each group of options. shows_all: all of them,
+    not only COMMON.
     """
-    needed = "".join(f"--{flag.name} {flag.name.upper()} " for flag in fields(config_class) if is_required(flag))
-    hidden = 0 if shows_all else sum(not is_common(config_class, flag) for flag in fields(config_class))
+    needed = "".join(
+        f"--{flag.name} {flag.name.upper()} " for flag in fields(config_class) if is_required(flag)
+    )
+    hidden = (
+        0 if shows_all else sum(not is_common(config_class, flag) for flag in fields(config_class))
+    )
     parser = argparse.ArgumentParser(
         usage=f"%(prog)s {needed}[--config FILE.yaml] [--option value ...]",
         description=config_class.summary,
@@ -64,12 +73,18 @@ def make_parser(config_class: type[Flags], *, shows_all: bool = False) -> argpar
     )
     types = get_type_hints(config_class)
     used = dict.fromkeys(section(config_class, flag) for flag in fields(config_class))
-    titles = ["required", *sorted(used, key=lambda title: SECTIONS.index(title) if title in SECTIONS else -1)]
+    titles = [
+        "required",
+        *sorted(used, key=lambda title: SECTIONS.index(title) if title in SECTIONS else -1),
+    ]
     groups = {title: parser.add_argument_group(title) for title in titles}
     for flag in fields(config_class):
         kind = field_type(types[flag.name])
         visible = shows_all or is_common(config_class, flag)
-        options: dict[str, Any] = {"help": explained(flag) if visible else argparse.SUPPRESS, "type": kind}
+        options: dict[str, Any] = {
+            "help": explained(flag) if visible else argparse.SUPPRESS,
+            "type": kind,
+        }
         if "choices" in flag.metadata:
             options["choices"] = flag.metadata["choices"]
         if kind is bool:
@@ -95,19 +110,25 @@ def is_common(config_class: type[Flags], flag: Field) -> bool:
 
 def section(config_class: type[Flags], flag: Field) -> str:
     """The heading of an option in the help: that of the group of options that has it first."""
-    first = next(group for group in reversed(config_class.__mro__) if flag.name in get_annotations(group))
+    first = next(
+        group for group in reversed(config_class.__mro__) if flag.name in get_annotations(group)
+    )
     return str(vars(first).get("section", Flags.section))
 
 
 def explained(flag: Field) -> str:
-    """The help of an option with its bounds, and with its default where this is not empty: then the words say it."""
+    """The help of an option with its bounds, and with its default where this is not empty: then the
+    words say it.
+    """
     default = "" if is_required(flag) or flag.default in (None, "") else f"default: {flag.default}"
     facts = "; ".join(filter(None, [bounds(flag.metadata), default]))
     return (flag.metadata["help"] + (f" ({facts})" if facts else "")).replace("%", "%%")
 
 
 def negated(help_text: str) -> str:
-    """The first sentence of an option that is on by default, an imperative, for the flag that turns it off."""
+    """The first sentence of an option that is on by default, an imperative, for the flag that turns
+    it off.
+    """
     sentence = help_text.split(". ")[0].rstrip(".")
     return f"Do not {sentence[0].lower()}{sentence[1:]}."
 
@@ -115,7 +136,11 @@ def negated(help_text: str) -> str:
 def with_underscores(argument: str) -> str:
     """`--learning-rate=1` as `--learning_rate=1`."""
     name, equals, value = argument.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else argument
+    return (
+        name.replace("-", "_").replace("__", "--", 1) + equals + value
+        if name.startswith("--")
+        else argument
+    )
 
 
 def truth(text: str) -> bool:
@@ -124,14 +149,18 @@ def truth(text: str) -> bool:
         return True
     if text.lower() in ("no", "false", "f", "n", "0"):
         return False
-    raise argparse.ArgumentTypeError(f"expected yes or no, true or false, t or f, y or n, 1 or 0, got {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"expected yes or no, true or false, t or f, y or n, 1 or 0, got {text!r}"
+    )
 
 
-# --- unknown options --------------------------------------------------------------------------------------------------
+# --- unknown options ------------------------------------------------------------------------------
 
 
 def refused(arguments: Sequence[str], names: Sequence[str]) -> str:
-    """What is wrong with arguments that no option takes, with what is meant in the place of each. names: of options."""
+    """What is wrong with arguments that no option takes, with what is meant in the place of each.
+    names: of options.
+    """
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
     if not unknown:
         return f"unexpected argument {arguments[0]!r}"
@@ -143,27 +172,33 @@ def refused(arguments: Sequence[str], names: Sequence[str]) -> str:
 def with_hints(unknown: Sequence[str], names: Sequence[str]) -> str:
     """Unknown names, each with what is meant in its place."""
     hints = [hint(name.removeprefix("--"), names).removeprefix("; ") for name in unknown]
-    return ", ".join(f"{name} ({what})" if what else name for name, what in zip(unknown, hints, strict=True))
+    return ", ".join(
+        f"{name} ({what})" if what else name for name, what in zip(unknown, hints, strict=True)
+    )
 
 
-# --- options from arguments -------------------------------------------------------------------------------------------
+# --- options from arguments -----------------------------------------------------------------------
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
-    """Reads a stage's configuration from flags, or from one YAML file whose values further flags override. Exits with a
-    usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name: all unknown
-    ones at once, and then all that are missing.
+    """Reads a stage's configuration from flags, or from one YAML file whose values further flags
+    override. Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad
+    value, with the flag's name: all unknown ones at once, and then all that are missing.
     """
     path, arguments = split_off_yaml(arguments)
     if asked := {"-h", "--help"} & set(arguments):
-        parser = make_parser(config_class, shows_all="all" in arguments[arguments.index(min(asked)) + 1 :][:1])
+        parser = make_parser(
+            config_class, shows_all="all" in arguments[arguments.index(min(asked)) + 1 :][:1]
+        )
         parser.print_help()
         parser.exit()
     parser = make_parser(config_class)
     from_file = {} if path is None else yaml_values(parser, path)
     names = [flag.name for flag in fields(config_class)]
     if others := [name for name in from_file if name not in names]:
-        parser.error(f"unknown option{'s' * (len(others) > 1)} in {path}: {with_hints(others, names)}")
+        parser.error(
+            f"unknown option{'s' * (len(others) > 1)} in {path}: {with_hints(others, names)}"
+        )
     in_file = [
         f"--{flag.name}={text_value(parser, path, flag, from_file[flag.name])}"
         for flag in fields(config_class)
@@ -172,7 +207,9 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     values, left = parser.parse_known_args([*in_file, *map(with_underscores, arguments)])
     if left:
         parser.error(refused(left, names))
-    if missing := [flag.name for flag in fields(config_class) if is_required(flag) and flag.name not in values]:
+    if missing := [
+        flag.name for flag in fields(config_class) if is_required(flag) and flag.name not in values
+    ]:
         parser.error(f"required and missing: {', '.join(f'--{name}' for name in missing)}")
     try:
         config = config_class(**vars(values))
@@ -183,20 +220,26 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
 
 
 def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
-    """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file. classes:
-    keys are the objectives; each class has its own (`ObjectiveConfig`). `--help` explains the
-    options of the objective, or lists the objectives if none is named.
+    """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the
+    YAML file. classes: keys are the objectives; each class has its own (`ObjectiveConfig`).
+    `--help` explains the options of the objective, or lists the objectives if none is named.
     """
-    summaries = [f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()]
+    summaries = [
+        f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()
+    ]
     parser = argparse.ArgumentParser(
-        description="\n".join(["objectives, whose options --objective NAME --help explains:", *summaries]),
+        description="\n".join(
+            ["objectives, whose options --objective NAME --help explains:", *summaries]
+        ),
         epilog=DEBUG_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--config FILE.yaml] --objective NAME [--option value ...]",
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--objective", choices=list(classes), metavar="NAME", help="Training objective.")
+    parser.add_argument(
+        "--objective", choices=list(classes), metavar="NAME", help="Training objective."
+    )
     path, flags = split_off_yaml(arguments)
     values = {} if path is None else yaml_values(parser, path)
     named = []
@@ -212,11 +255,13 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
     parser.error(f"--objective is missing: one of {', '.join(classes)}")
 
 
-# --- options from a YAML file -----------------------------------------------------------------------------------------
+# --- options from a YAML file ---------------------------------------------------------------------
 
 
 def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The YAML file, which comes first or behind --config, and the flags. arguments: None for those of the process."""
+    """The YAML file, which comes first or behind --config, and the flags. arguments: None for those
+    of the process.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and not arguments[0].startswith("--") and arguments[0].endswith((".yaml", ".yml")):
         return Path(arguments[0]), arguments[1:]
@@ -230,8 +275,8 @@ def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]
 
 
 def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
-    """Each field's value: the text as it is written, or a list or a dict. Exits with a usage message if a field has no
-    value, or more than one.
+    """Each field's value: the text as it is written, or a list or a dict. Exits with a usage
+    message if a field has no value, or more than one.
     """
 
     def refuse(problem: str) -> NoReturn:
@@ -249,11 +294,16 @@ def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
         refuse(f"gives more than one value for {', '.join(twice)}")
     if empty := [name for name, value in entries if value.tag == "tag:yaml.org,2002:null"]:
         refuse(f"gives no value for {', '.join(empty)}")
-    return {name: node.value if isinstance(node, yaml.ScalarNode) else content[name] for name, node in entries}
+    return {
+        name: node.value if isinstance(node, yaml.ScalarNode) else content[name]
+        for name, node in entries
+    }
 
 
 def text_value(parser: argparse.ArgumentParser, path: Path | None, flag: Field, value: Any) -> str:
-    """A YAML file's value as the text of a flag. Lists and mappings are for options that take them in Python, too."""
+    """A YAML file's value as the text of a flag. Lists and mappings are for options that take them
+    in Python, too.
+    """
     if isinstance(value, str):
         return value
     if (text := text_of(flag, value)) is None:

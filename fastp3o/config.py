@@ -1,5 +1,6 @@
-"""The options that stages share, in groups. Configurations are made of them, and a part takes the narrowest that it
-reads. A field is a flag of a script, a key of its YAML file and an argument in Python.
+"""The options that stages share, in groups. Configurations are made of them, and a part takes the
+narrowest that it reads. A field is a flag of a script, a key of its YAML file and an argument in
+Python.
 """
 
 import json
@@ -35,7 +36,9 @@ from fastp3o.sources import InMemory, ModelSource, revised
 from fastp3o.trl_names import hint
 
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
-ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
+ScheduleName = Literal[
+    "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
 
 # Names of `fastp3o.runtime.precision.choose_precision`.
 PrecisionName = Literal["auto", "fp32", "bf16-autocast", "bf16", "fp16"]
@@ -48,7 +51,12 @@ LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
-OBJECTS = ("model", "environment", *DATA, *REWARDS)  # `train` takes objects in the place of their names
+OBJECTS = (
+    "model",
+    "environment",
+    *DATA,
+    *REWARDS,
+)  # `train` takes objects in the place of their names
 # What the fields' types take, and in words.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -58,13 +66,14 @@ KINDS: dict[type, tuple[Any, str]] = {
 }
 
 
-# --- rules between options --------------------------------------------------------------------------------------------
+# --- rules between options ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition that a flag needs. flag: the option that the condition is about. words: how messages name the
-    condition, after "has no effect without". holds: whether a configuration meets it.
+    """A condition that a flag needs. flag: the option that the condition is about. words: how
+    messages name the condition, after "has no effect without". holds: whether a configuration meets
+    it.
     """
 
     flag: str
@@ -73,8 +82,9 @@ class Condition:
 
 
 class Rule(NamedTuple):
-    """A rule between options. options: that it is about; a configuration without one of them has no such rule. broken:
-    whether a configuration breaks it. words: the error, where {option} stands for the option's value.
+    """A rule between options. options: that it is about; a configuration without one of them has no
+    such rule. broken: whether a configuration breaks it. words: the error, where {option} stands
+    for the option's value.
     """
 
     options: tuple[str, ...]
@@ -82,21 +92,23 @@ class Rule(NamedTuple):
     words: str
 
 
-# A flag ("lora_rank"), a flag with a value ("sampler=vllm") or a condition; or several, one of which is enough.
+# A flag ("lora_rank"), a flag with a value ("sampler=vllm") or a condition; or several, one of
+# which is enough.
 Needs = str | Condition | tuple[str | Condition, ...]
 
 
-# --- declaring an option ----------------------------------------------------------------------------------------------
+# --- declaring an option --------------------------------------------------------------------------
 
 
 class Rules(TypedDict, total=False):
     """Rules for a flag's value. None always passes: it stands for a flag that is not set.
 
-    needs: what this flag has no effect without. What is about a flag that a configuration does not have is ignored.
-    changeable: a resumed run may have another value, since each step reads it again.
-    required: there is no run without it. From Python it may come as an object, after the configuration is made.
-    python: what Python may have in the place of the text: a list of what stands between commas; or what the JSON says,
-    a dict or a list. The field's type names it, for editors; the value is text in any case.
+    needs: what this flag has no effect without. What is about a flag that a configuration does not
+    have is ignored. changeable: a resumed run may have another value, since each step reads it
+    again. required: there is no run without it. From Python it may come as an object, after the
+    configuration is made. python: what Python may have in the place of the text: a list of what
+    stands between commas; or what the JSON says, a dict or a list. The field's type names it, for
+    editors; the value is text in any case.
     """
 
     above: float
@@ -119,45 +131,63 @@ def required(help: str, **rules: Unpack[Rules]) -> Any:
 
 def field_type(hint: Any) -> Any:
     """The type of a field that may be None, too; of one with choices it is text."""
-    return str if literals(hint) else next((part for part in get_args(hint) if part is not NoneType), hint)
+    return (
+        str
+        if literals(hint)
+        else next((part for part in get_args(hint) if part is not NoneType), hint)
+    )
 
 
 def literals(hint: Any) -> tuple[str, ...]:
-    """The choices of a field, which its type names as a Literal, for editors, too; none for any other type."""
-    return next((get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), ())
+    """The choices of a field, which its type names as a Literal, for editors, too; none for any
+    other type.
+    """
+    return next(
+        (get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), ()
+    )
 
 
-# --- a configuration: checks, and values as files hold them -----------------------------------------------------------
+# --- a configuration: checks, and values as files hold them ---------------------------------------
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Values that are checked when they are set. Errors name the flag. Numpy's numbers and paths become Python's own
-    numbers and texts, which a YAML file can hold.
+    """Values that are checked when they are set. Errors name the flag. Numpy's numbers and paths
+    become Python's own numbers and texts, which a YAML file can hold.
 
-    Subclasses are frozen dataclasses without a decorator. Their own options come before those of the groups that they
-    are made of. A plain value is another default of a group's option, whose help and rules stay. A class without a
-    docstring has its group's. `summary` is the docstring as it is written; `__doc__` has the options, too.
+    Subclasses are frozen dataclasses without a decorator. Their own options come before those of
+    the groups that they are made of. A plain value is another default of a group's option, whose
+    help and rules stay. A class without a docstring has its group's. `summary` is the docstring as
+    it is written; `__doc__` has the options, too.
 
-    A flag's own rules stand in its field. Classes add rules between flags of several groups in `rules`, those within a
-    group in `__post_init__`, after their parents' checks, and further needs of flags that they inherit in
-    `further_needs`. named: the options that somebody has set, be it to their defaults; the others may yield to those.
+    A flag's own rules stand in its field. Classes add rules between flags of several groups in
+    `rules`, those within a group in `__post_init__`, after their parents' checks, and further needs
+    of flags that they inherit in `further_needs`. named: the options that somebody has set, be it
+    to their defaults; the others may yield to those.
     """
 
     named: ClassVar[frozenset[str]] = frozenset()
 
     summary: ClassVar[str] = ""
-    section: ClassVar[str] = "objective"  # of the help, for the options that a class is the first to have
+    section: ClassVar[str] = (
+        "objective"  # of the help, for the options that a class is the first to have
+    )
     further_needs: ClassVar[Mapping[str, Needs]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         docstring: Any = cls.__dict__.get("__doc__")
         cls.summary = cls.__doc__ = cleandoc(docstring) if docstring else cls.summary
-        inherited = ChainMap(*(getattr(group, "__dataclass_fields__", {}) for group in cls.__mro__[1:]))
+        inherited = ChainMap(
+            *(getattr(group, "__dataclass_fields__", {}) for group in cls.__mro__[1:])
+        )
         for name, default in [*vars(cls).items()]:
-            if name in inherited and name in get_annotations(cls) and not isinstance(default, Field):
+            if (
+                name in inherited
+                and name in get_annotations(cls)
+                and not isinstance(default, Field)
+            ):
                 setattr(cls, name, field(default=default, metadata=inherited[name].metadata))
         dataclass(frozen=True, kw_only=True)(cls)
         names = (name for group in cls.__mro__ for name in get_annotations(group))
@@ -165,14 +195,21 @@ class Flags:
         cls.__dataclass_fields__ = {name: flags[name] for name in names if name in flags}
         for name, kind_of_value in get_annotations(cls).items():
             if name in flags and (choices := literals(kind_of_value)):
-                flags[name].metadata = MappingProxyType({**flags[name].metadata, "choices": choices})
-        helps = (f"    {flag.name} (default {flag.default!r}): {flag.metadata.get('help', '')}" for flag in fields(cls))
+                flags[name].metadata = MappingProxyType(
+                    {**flags[name].metadata, "choices": choices}
+                )
+        helps = (
+            f"    {flag.name} (default {flag.default!r}): {flag.metadata.get('help', '')}"
+            for flag in fields(cls)
+        )
         cls.__doc__ = "\n\n".join([cls.summary, "Options:", *helps])
 
     def __new__(cls, **values: Any) -> Self:
         names = [flag.name for flag in fields(cls)]
         for name in values.keys() - {*names}:
-            raise TypeError(f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}")
+            raise TypeError(
+                f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}"
+            )
         config = super().__new__(cls)
         vars(config)["named"] = frozenset(values)
         return config
@@ -181,25 +218,30 @@ class Flags:
         hints, values = get_type_hints(type(self)), vars(self)
         for flag in fields(self):
             text = text_of(flag, values[flag.name])
-            value = plain_value(flag.name, values[flag.name] if text is None else text, hints[flag.name])
+            value = plain_value(
+                flag.name, values[flag.name] if text is None else text, hints[flag.name]
+            )
             values[flag.name] = value
             if expected := broken_rule(value, flag.metadata):
                 raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
         values.update(self.derived())
         self.check_needs(to_come=OBJECTS)
-        for rule in chain.from_iterable(vars(group).get("rules", ()) for group in reversed(type(self).__mro__)):
+        for rule in chain.from_iterable(
+            vars(group).get("rules", ()) for group in reversed(type(self).__mro__)
+        ):
             if values.keys() >= set(rule.options) and rule.broken(self):
                 raise UserError(rule.words.format_map(values))
 
     def derived(self) -> dict[str, Any]:
-        """Values that options have in the place of what was set, such as one that stands for a default that depends on
-        others. Groups add theirs to their parents'.
+        """Values that options have in the place of what was set, such as one that stands for a
+        default that depends on others. Groups add theirs to their parents'.
         """
         return {}
 
     def check_complete(self) -> None:
-        """Checks what can be checked only once every object has come. Every run begins with it. Raises UserError if
-        something is missing, if a flag needs what is, and for a text that can be no name.
+        """Checks what can be checked only once every object has come. Every run begins with it.
+        Raises UserError if something is missing, if a flag needs what is, and for a text that can
+        be no name.
         """
         for flag in fields(self):
             if flag.metadata.get("required") and not getattr(self, flag.name):
@@ -207,7 +249,9 @@ class Flags:
         for flag in fields(self):
             value = getattr(self, flag.name)
             # Surrogates stand for undecodable bytes.
-            odd = isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value))
+            odd = isinstance(value, str) and (
+                "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
+            )
             if odd or (isinstance(value, str) and value != flag.default and not value.strip()):
                 raise UserError(
                     f"--{flag.name} must not be empty or contain null bytes or unpaired surrogates, got {value!r}"
@@ -217,7 +261,9 @@ class Flags:
         self.check_needs()
 
     def check_needs(self, to_come: Sequence[str] = ()) -> None:
-        """Raises UserError for a flag that has no effect without another one. to_come: flags that may still be set."""
+        """Raises UserError for a flag that has no effect without another one. to_come: flags that
+        may still be set.
+        """
         flags = {flag.name: flag for flag in fields(self)}
         needs_by_flag = [(name, flag.metadata.get("needs", ())) for name, flag in flags.items()]
         for name, needs in [*needs_by_flag, *self.further_needs.items()]:
@@ -225,7 +271,9 @@ class Flags:
                 continue
             needed = [need for need in conditions(needs) if need.flag in flags]
             if needed and not any(need.flag in to_come or need.holds(self) for need in needed):
-                raise UserError(f"--{name} has no effect without {' or '.join(need.words for need in needed)}")
+                raise UserError(
+                    f"--{name} has no effect without {' or '.join(need.words for need in needed)}"
+                )
 
     def values(self) -> dict[str, Any]:
         """Values by name, for those who take options as data: whatever a configuration has."""
@@ -233,17 +281,23 @@ class Flags:
 
     def plain(self) -> dict[str, Any]:
         """Values by name, such as YAML and JSON hold. What stands for an object is its name."""
-        return {name: str(value) if isinstance(value, InMemory) else value for name, value in self.values().items()}
+        return {
+            name: str(value) if isinstance(value, InMemory) else value
+            for name, value in self.values().items()
+        }
 
 
 class ObjectiveConfig(Flags):
-    """Options of an objective, of which `parse_chosen` chooses one: `class DPOConfig(..., objective="dpo")` says the
-    only value that its option `objective` has. preset: other defaults of options that it inherits.
+    """Options of an objective, of which `parse_chosen` chooses one: `class DPOConfig(...,
+    objective="dpo")` says the only value that its option `objective` has. preset: other defaults of
+    options that it inherits.
     """
 
     objective: str = option("", "Training objective: the loss, with the options that belong to it.")
 
-    def __init_subclass__(cls, objective: str = "", preset: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init_subclass__(
+        cls, objective: str = "", preset: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         values = {"objective": objective, **preset} if objective else preset
         types = get_type_hints(cls)
         for name, default in values.items():
@@ -252,7 +306,7 @@ class ObjectiveConfig(Flags):
         super().__init_subclass__()
 
 
-# --- rules: what an option needs, its type and its bounds -------------------------------------------------------------
+# --- rules: what an option needs, its type and its bounds -----------------------------------------
 
 
 def conditions(needs: Needs) -> list[Condition]:
@@ -261,7 +315,9 @@ def conditions(needs: Needs) -> list[Condition]:
             return need
         flag, _, value = need.partition("=")
         if value:
-            return Condition(flag, f"--{flag} {value}", lambda config: getattr(config, flag) == value)
+            return Condition(
+                flag, f"--{flag} {value}", lambda config: getattr(config, flag) == value
+            )
         return Condition(flag, f"--{flag}", lambda config: bool(getattr(config, flag)))
 
     return [condition(need) for need in (needs if isinstance(needs, tuple) else (needs,))]
@@ -288,7 +344,9 @@ def plain_value(name: str, value: Any, hint: Any) -> Any:
         raise UserError(f"--{name} must be {words}, got {value!r:.80}")
     if type(value) in KINDS:
         return value
-    return str.__str__(fspath(value)) if kind is str else kind(value)  # str() of an enum would be its name
+    return (
+        str.__str__(fspath(value)) if kind is str else kind(value)
+    )  # str() of an enum would be its name
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
@@ -312,13 +370,19 @@ def bounds(rules: Mapping[str, Any]) -> str:
     """The bounds of a number in words, such as "at least 0 and below 1"; "" without bounds."""
     if "at_least" in rules and "at_most" in rules:
         return f"within {rules['at_least']} and {rules['at_most']}"
-    words = {name.replace("_", " "): rules[name] for name in ("above", "at_least", "below", "at_most") if name in rules}
+    words = {
+        name.replace("_", " "): rules[name]
+        for name in ("above", "at_least", "below", "at_most")
+        if name in rules
+    }
     if words == {"at least": 0}:
         return "0 or more"
-    return " and ".join(f"{name} {'2**32' if bound == LARGEST_INT else bound}" for name, bound in words.items())
+    return " and ".join(
+        f"{name} {'2**32' if bound == LARGEST_INT else bound}" for name, bound in words.items()
+    )
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 class SamplerConfig(Flags):
@@ -331,7 +395,9 @@ class SamplerConfig(Flags):
         "log-probs.",
         above=0,
     )
-    top_k: int = option(0, "Sample only from the k most likely tokens; 0 samples from all.", at_least=0)
+    top_k: int = option(
+        0, "Sample only from the k most likely tokens; 0 samples from all.", at_least=0
+    )
     top_p: float = option(
         1.0,
         "Nucleus sampling: keep the most likely tokens whose probabilities add up to this; 1 keeps all.",
@@ -391,7 +457,9 @@ class SamplerConfig(Flags):
         needs="vllm_url",
         changeable=True,
     )
-    rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)
+    rollout_batch_size: int = option(
+        64, "Prompts sampled at once on one device.", at_least=1, changeable=True
+    )
     rollout_memory: float | None = option(
         None,
         "KV-cache size on one device, in GB. Default: 70 percent of the free memory.",
@@ -408,7 +476,9 @@ class SamplerConfig(Flags):
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are sampled from a part of the policy's distribution, so that they are no samples of it."""
+        """Whether tokens are sampled from a part of the policy's distribution, so that they are no
+        samples of it.
+        """
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
     @property
@@ -419,7 +489,9 @@ class SamplerConfig(Flags):
         except ValueError:
             stops = None
         if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise UserError(f"--stop_strings must be a JSON list of texts, got {self.stop_strings!r:.80}")
+            raise UserError(
+                f"--stop_strings must be a JSON list of texts, got {self.stop_strings!r:.80}"
+            )
         return tuple(stops)
 
     @property
@@ -427,7 +499,7 @@ class SamplerConfig(Flags):
         return [url.strip().rstrip("/") for url in (self.vllm_url or "").split(",") if url.strip()]
 
 
-# --- the optimizer ----------------------------------------------------------------------------------------------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 
 class OptimizerConfig(Flags):
@@ -476,24 +548,36 @@ class OptimizerConfig(Flags):
         changeable=True,
     )
     weight_decay: float = option(
-        1e-6, "AdamW's decoupled weight decay (first author's code: 1e-6); 0 disables it.", at_least=0, changeable=True
+        1e-6,
+        "AdamW's decoupled weight decay (first author's code: 1e-6); 0 disables it.",
+        at_least=0,
+        changeable=True,
     )
     max_grad_norm: float = option(
-        1.0, "Maximum gradient norm: larger gradients are scaled down to it.", above=0, changeable=True
+        1.0,
+        "Maximum gradient norm: larger gradients are scaled down to it.",
+        above=0,
+        changeable=True,
     )
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 class DataConfig(Flags):
     """The data that are read, and what of them."""
 
     section = "data"
-    split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
-    limit: int | None = option(None, "Use only the first this many examples. Default: all.", at_least=1)
+    split: str = option(
+        "train", "Split of the training data, for hub data sets and folders that have several."
+    )
+    limit: int | None = option(
+        None, "Use only the first this many examples. Default: all.", at_least=1
+    )
     max_prompt_tokens: int = option(
-        512, "Maximum length of a prompt, in tokens. Longer prompts lose their beginning, and are counted.", at_least=1
+        512,
+        "Maximum length of a prompt, in tokens. Longer prompts lose their beginning, and are counted.",
+        at_least=1,
     )
     max_characters: int = option(
         LONGEST_TEXT,
@@ -512,7 +596,9 @@ class DataConfig(Flags):
         "Skip records that cannot be used, and count them. By default the first one stops the run.",
         changeable=True,
     )
-    max_response_tokens: int = option(128, "Maximum length of a response, in tokens (first author: 128).", at_least=1)
+    max_response_tokens: int = option(
+        128, "Maximum length of a response, in tokens (first author: 128).", at_least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -526,13 +612,18 @@ class DataConfig(Flags):
         except ValueError:
             settings = None
         if not isinstance(settings, dict):
-            raise UserError(f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r:.80}")
+            raise UserError(
+                f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r:.80}"
+            )
         return settings
 
     @property
     def reading(self) -> dict[str, Any]:
         """Options of loading, whatever the data."""
-        options = {name: getattr(self, name) for name in ("max_prompt_tokens", "max_characters", "skip_bad_records")}
+        options = {
+            name: getattr(self, name)
+            for name in ("max_prompt_tokens", "max_characters", "skip_bad_records")
+        }
         return options | {"chat_template_kwargs": self.template_settings}
 
     @property
@@ -541,7 +632,7 @@ class DataConfig(Flags):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
-# --- which parameters train -------------------------------------------------------------------------------------------
+# --- which parameters train -----------------------------------------------------------------------
 
 
 class TrainableConfig(Flags):
@@ -549,16 +640,25 @@ class TrainableConfig(Flags):
 
     section = "adapters"
     trainable_layers: int = option(
-        0, "Train only this many top layers of the body (first author: 2); 0 trains all parameters.", at_least=0
+        0,
+        "Train only this many top layers of the body (first author: 2); 0 trains all parameters.",
+        at_least=0,
     )
     lora_rank: int = option(
-        0, "Rank of LoRA adapters, the only parameters that train then (needs peft); 0 disables LoRA.", at_least=0
+        0,
+        "Rank of LoRA adapters, the only parameters that train then (needs peft); 0 disables LoRA.",
+        at_least=0,
     )
     lora_alpha: float = option(
-        16.0, "LoRA's alpha: the adapters' output is scaled by alpha / rank.", above=0, needs="lora_rank"
+        16.0,
+        "LoRA's alpha: the adapters' output is scaled by alpha / rank.",
+        above=0,
+        needs="lora_rank",
     )
     use_rslora: bool = option(
-        False, "Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732).", needs="lora_rank"
+        False,
+        "Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732).",
+        needs="lora_rank",
     )
     lora_targets: str | Sequence[str] = option(
         "all-linear",
@@ -590,10 +690,12 @@ class TrainableConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
-            raise UserError("--trainable_layers and --lora_rank cannot be combined: adapters train in every layer")
+            raise UserError(
+                "--trainable_layers and --lora_rank cannot be combined: adapters train in every layer"
+            )
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 class LoadingConfig(Flags):
@@ -607,7 +709,8 @@ class LoadingConfig(Flags):
         changeable=True,
     )
     chat_template: str | None = option(
-        None, "File of a chat template (Jinja) that replaces the tokenizer's, also in the models that are saved."
+        None,
+        "File of a chat template (Jinja) that replaces the tokenizer's, also in the models that are saved.",
     )
     attention: AttentionName = option(
         "auto",
@@ -637,8 +740,12 @@ class ModelConfig(Flags):
     """The model, its arithmetic and its rows."""
 
     section = "model"
-    model: str | InMemory = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
-    model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub. Default: main.")
+    model: str | InMemory = required(
+        "Model to start from: a Hugging Face causal LM, as a hub name or a folder."
+    )
+    model_revision: str | None = option(
+        None, "Branch, tag or commit of the model on the hub. Default: main."
+    )
     precision: PrecisionName = option(
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are always in fp32. fp32: weights in "
@@ -660,7 +767,9 @@ class ModelConfig(Flags):
         at_least=1,
         changeable=True,
     )
-    share_prompts: bool = option(True, "Compute each prompt once, and share it among its responses.", changeable=True)
+    share_prompts: bool = option(
+        True, "Compute each prompt once, and share it among its responses.", changeable=True
+    )
     shard_size: int = option(
         0,
         "Processes that hold one copy of the model together (HSDP), such as those of a node; 0: all processes.",
@@ -687,7 +796,9 @@ class ModelConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model_revision and (isinstance(self.model, InMemory) or exists(self.model)):
-            raise UserError(f"--model_revision is of a hub's repository, and --model {self.model} is none")
+            raise UserError(
+                f"--model_revision is of a hub's repository, and --model {self.model} is none"
+            )
 
     @property
     def model_source(self) -> ModelSource:
@@ -699,7 +810,7 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
     """A policy that is loaded and sampled."""
 
 
-# --- environments -----------------------------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 class EnvironmentConfig(Flags):
@@ -711,7 +822,9 @@ class EnvironmentConfig(Flags):
         "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md). Default: "
         "responses of one turn, without an environment.",
     )
-    max_turns: int = option(8, "Maximum number of turns in a response.", at_least=1, needs="environment")
+    max_turns: int = option(
+        8, "Maximum number of turns in a response.", at_least=1, needs="environment"
+    )
     max_turn_tokens: int = option(
         128,
         "Maximum length of one turn, in tokens; --max_response_tokens limits all turns and observations together.",
@@ -742,7 +855,7 @@ class EnvironmentConfig(Flags):
         return 1
 
 
-# --- evaluations during a run -----------------------------------------------------------------------------------------
+# --- evaluations during a run ---------------------------------------------------------------------
 
 
 class EvaluationConfig(Flags):
@@ -751,7 +864,10 @@ class EvaluationConfig(Flags):
     section = "evaluation"
     eval_split: str = option("train", "Split of the evaluation data.", needs=EVALUATION_DATA)
     eval_limit: int | None = option(
-        None, "Use only the first this many evaluation examples. Default: all.", at_least=1, needs=EVALUATION_DATA
+        None,
+        "Use only the first this many evaluation examples. Default: all.",
+        at_least=1,
+        needs=EVALUATION_DATA,
     )
     eval_every: int = option(
         0,
@@ -784,7 +900,7 @@ class EvaluationConfig(Flags):
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
 
 
-# --- the run and its folder -------------------------------------------------------------------------------------------
+# --- the run and its folder -----------------------------------------------------------------------
 
 
 class RunConfig(Flags):
@@ -795,7 +911,10 @@ class RunConfig(Flags):
         "Folder of the run: its results, logs, and the state that --resume needs.", changeable=True
     )
     seed: int = option(
-        0, "Seed of all random choices. The same seed gives the same run.", at_least=0, below=LARGEST_INT
+        0,
+        "Seed of all random choices. The same seed gives the same run.",
+        at_least=0,
+        below=LARGEST_INT,
     )
     resume: bool = option(
         False,
@@ -833,7 +952,10 @@ class TrainingRunConfig(Flags):
 
     section = "run"
     save_every: int = option(
-        0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
+        0,
+        "Save the model as a checkpoint every this many steps; 0: only at the end.",
+        at_least=0,
+        changeable=True,
     )
     keep_checkpoints: int = option(
         0,
@@ -843,7 +965,10 @@ class TrainingRunConfig(Flags):
         changeable=True,
     )
     save_minutes: float = option(
-        10.0, "Save a resumable state every this many minutes; 0 disables it.", at_least=0, changeable=True
+        10.0,
+        "Save a resumable state every this many minutes; 0 disables it.",
+        at_least=0,
+        changeable=True,
     )
     hang_minutes: float = option(
         10.0,
@@ -864,10 +989,12 @@ class TrainingRunConfig(Flags):
         "no upload.",
         changeable=True,
     )
-    hub_private: bool = option(False, "Make the repository private if it is new.", needs="push_to_hub", changeable=True)
+    hub_private: bool = option(
+        False, "Make the repository private if it is new.", needs="push_to_hub", changeable=True
+    )
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------
 
 
 STAGE_RULES = (
@@ -932,7 +1059,9 @@ class SupervisedConfig(StageConfig):
         "Default: none.",
     )
     max_response_tokens: int = option(
-        512, "Maximum length of a response, in tokens. Longer responses lose their end, and are counted.", at_least=1
+        512,
+        "Maximum length of a response, in tokens. Longer responses lose their end, and are counted.",
+        at_least=1,
     )
     epochs: int = option(1, "Passes over the training data.", at_least=1, changeable=True)
     batch_size: int = option(32, "Examples per optimizer step, summed over processes.", at_least=1)

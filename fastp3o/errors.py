@@ -10,8 +10,9 @@ LONGEST = 10_000  # characters of others' messages that are shown
 class UserError(ValueError):
     """Input that cannot be used, or a run that cannot continue: the message says what to change.
 
-    Messages are written with flags, as commands name options. Elsewhere `str` names them as Python has them. Scripts
-    show it on one line. Any other exception except OSError is a bug and keeps its traceback.
+    Messages are written with flags, as commands name options. Elsewhere `str` names them as Python
+    has them. Scripts show it on one line. Any other exception except OSError is a bug and keeps its
+    traceback.
     """
 
     names_flags = False  # set by a command, for its process
@@ -35,12 +36,16 @@ def naming_the_extra() -> Iterator[None]:
         if missing in ("", "fastp3o", "fastp3o_kernels"):
             raise
         remedy = "install fastp3o with its extra, such as pip install '.[trainer]' in a clone"
-        raise MissingPackageError(f"fastp3o's trainer needs {missing}, which is not installed: {remedy}") from None
+        raise MissingPackageError(
+            f"fastp3o's trainer needs {missing}, which is not installed: {remedy}"
+        ) from None
 
 
 def visible(text: str) -> str:
     """The text as a terminal can show it: control characters are escapes such as \\x1b."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def text_of(error: BaseException) -> str:
@@ -53,7 +58,9 @@ def text_of(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """A value that users' code returned, in at most 80 characters; its kind if it cannot be written."""
+    """A value that users' code returned, in at most 80 characters; its kind if it cannot be
+    written.
+    """
     try:
         return f"{value!r:.80}"
     except Exception:

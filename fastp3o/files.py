@@ -1,6 +1,7 @@
 """Files and folders that are complete or absent at every instant, also after the power has failed.
 
-They are written under a temporary name beside their place, synced and renamed; what they replace is removed last.
+They are written under a temporary name beside their place, synced and renamed; what they replace is
+removed last.
 """
 
 import errno
@@ -45,8 +46,8 @@ def read_text(path: str, flag: str) -> str:
 
 
 def write_file(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> str:
-    """Writes a whole file, replacing an existing one. Returns its SHA-256. content: text, bytes, or blocks of bytes, of
-    which one at a time is in memory.
+    """Writes a whole file, replacing an existing one. Returns its SHA-256. content: text, bytes, or
+    blocks of bytes, of which one at a time is in memory.
     """
     content = content.encode() if isinstance(content, str) else content
     digest = hashlib.sha256()
@@ -70,7 +71,9 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write bytes to. It replaces an existing one once the block has ended without an error."""
+    """A file to write bytes to. It replaces an existing one once the block has ended without an
+    error.
+    """
     unfinished = temporary_sibling(path)
     try:
         with naming(path), unfinished.open("xb") as file:
@@ -103,7 +106,11 @@ def make_unfinished(folder: Path) -> Path:
 def place_of(unfinished: Path) -> Path | None:
     """The place of a file or folder with a name of `temporary_sibling`; None for another name."""
     leftover = LEFTOVER.fullmatch(unfinished.name)
-    return unfinished.with_name(leftover["name"]) if leftover and leftover["kind"] == UNFINISHED else None
+    return (
+        unfinished.with_name(leftover["name"])
+        if leftover and leftover["kind"] == UNFINISHED
+        else None
+    )
 
 
 def move_into_place(unfinished: Path, folder: Path) -> None:
@@ -130,15 +137,18 @@ def sync(path: Path) -> None:
         with naming(path):
             os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems sync no folders
+        if not (
+            path.is_dir() and error.errno == errno.EINVAL
+        ):  # some network file systems sync no folders
             raise
     finally:
         os.close(descriptor)
 
 
 def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
-    """Removes unfinished writes of earlier processes. A file that was about to be replaced, and whose successor is not
-    there yet, gets its name back. folder: no other process writes to it. names: of files and folders; others stay.
+    """Removes unfinished writes of earlier processes. A file that was about to be replaced, and
+    whose successor is not there yet, gets its name back. folder: no other process writes to it.
+    names: of files and folders; others stay.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         leftover = LEFTOVER.fullmatch(path.name)
@@ -159,12 +169,16 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-# --- lines of JSON, which are appended and never changed --------------------------------------------------------------
+# --- lines of JSON, which are appended and never changed ------------------------------------------
 
 
 def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Adds a line for each record. Raises ValueError, with nothing written, if a number is not finite."""
-    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    """Adds a line for each record. Raises ValueError, with nothing written, if a number is not
+    finite.
+    """
+    lines = "".join(
+        json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records
+    )
     with naming(path), path.open("ab") as file:
         # Half a surrogate pair, which has no UTF-8, is escaped as JSON escapes it.
         file.write(lines.encode(errors="backslashreplace"))

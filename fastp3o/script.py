@@ -16,16 +16,18 @@ PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Runs a command's main function. Exits with status 1 and one line after a UserError, an OSError, out of memory
-    and after the end of another process of the run; with 130 after an interrupt. `--debug` among the arguments, which
-    main does not see, keeps the traceback.
+    """Runs a command's main function. Exits with status 1 and one line after a UserError, an
+    OSError, out of memory and after the end of another process of the run; with 130 after an
+    interrupt. `--debug` among the arguments, which main does not see, keeps the traceback.
     """
     UserError.names_flags = True
     let_segments_grow()
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a response may hold any character, and a terminal may not
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # a response may hold any character, and a terminal may not
             stream.reconfigure(errors="backslashreplace")
     try:
         main()
@@ -43,11 +45,12 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def let_segments_grow() -> None:
-    """Asks torch's allocator of the GPU for segments that grow, unless the environment has settings for it. It reads
-    them as CUDA starts, and has no use for later ones.
+    """Asks torch's allocator of the GPU for segments that grow, unless the environment has settings
+    for it. It reads them as CUDA starts, and has no use for later ones.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        # Rows differ in length, and so do tensors: in segments of fixed sizes they would leave gaps.
+        # Rows differ in length, and so do tensors: in segments of fixed sizes they would leave
+        # gaps.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -58,7 +61,8 @@ def one_line(error: BaseException) -> str | None:
         return f"error: {line or type(error).__name__}"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    # torch's own class by its name: a script that says no more than its --help does not import torch.
+    # torch's own class by its name: a script that says no more than its --help does not import
+    # torch.
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if out_of_memory or any(text in line for text in NO_MEMORY):
         return f"error: out of memory; fastp3o memory shows what a run takes: {line or type(error).__name__}"

@@ -1,4 +1,5 @@
-"""Two models side by side on the same prompts: rewards of sampled and greedy responses, and their words.
+"""Two models side by side on the same prompts: rewards of sampled and greedy responses, and their
+words.
 
 python scripts/before_after.py --before runs/sft/model --after runs/p3o/model --prompts eval.jsonl --reward my:function
 """
@@ -15,7 +16,9 @@ from fastp3o.script import run_script
 class BeforeAfterConfig(Flags):
     """Samples two models with the same seed, rewards what they say and shows it."""
 
-    before: str = required("Model before training: a Hugging Face causal LM, as a folder or a hub name.")
+    before: str = required(
+        "Model before training: a Hugging Face causal LM, as a folder or a hub name."
+    )
     after: str = required("Model after training, in the same form.")
     prompts: str = required("Prompts in any layout: a hub name, or JSONL or parquet files.")
     max_prompt_tokens: int = option(
@@ -25,14 +28,18 @@ class BeforeAfterConfig(Flags):
     responses_per_prompt: int = option(8, "Sampled responses to each prompt.", at_least=2)
     max_response_tokens: int = option(32, "Maximum length of a response, in tokens.", at_least=1)
     batch_size: int = option(64, "Prompts sampled at once.", at_least=1)
-    examples: int = option(5, "Number of prompts of which a sampled response is shown; 0 shows none.", at_least=0)
-    output: str | None = option(None, "Picture to write: rewards of all samples, before and after. Default: none.")
+    examples: int = option(
+        5, "Number of prompts of which a sampled response is shown; 0 shows none.", at_least=0
+    )
+    output: str | None = option(
+        None, "Picture to write: rewards of all samples, before and after. Default: none."
+    )
     seed: int = option(0, "Seed of the samples.", at_least=0)
 
 
 class Responses(NamedTuple):
-    """prompts: as the model reads them. examples: the first sampled response to each. rewards: of all that were
-    sampled, and of one greedy response to each prompt.
+    """prompts: as the model reads them. examples: the first sampled response to each. rewards: of
+    all that were sampled, and of one greedy response to each prompt.
     """
 
     prompts: list[str]
@@ -48,7 +55,9 @@ def main(config: BeforeAfterConfig) -> None:
     for name, one in both.items():
         sampled = f"{fmean(one.sampled_rewards):6.2f} ± {stdev(one.sampled_rewards):.2f}"
         print(f"  {name:<7} sampled {sampled}   greedy {fmean(one.greedy_rewards):6.2f}")
-    for prompt, *texts in list(zip(before.prompts, before.examples, after.examples, strict=True))[: config.examples]:
+    for prompt, *texts in list(zip(before.prompts, before.examples, after.examples, strict=True))[
+        : config.examples
+    ]:
         print(f"\n{prompt}")
         for name, text in zip(both, texts, strict=True):
             print(f"  {name:<7} {text}")
@@ -72,12 +81,18 @@ def responses(config: BeforeAfterConfig, name: str) -> Responses:
     tokenizer, policy = load_tokenizer(name), load_policy(name)
     columns = dict.fromkeys(reward.columns, f"the reward {config.reward}")
     asked = {"columns": columns, "as_given": reward.in_trls_form}
-    records, _ = load_prompts(config.prompts, tokenizer, max_prompt_tokens=config.max_prompt_tokens, **asked)
+    records, _ = load_prompts(
+        config.prompts, tokenizer, max_prompt_tokens=config.max_prompt_tokens, **asked
+    )
     prompts = make_prompts(records[:])
     limits = {"max_response_tokens": config.max_response_tokens, "batch_size": config.batch_size}
-    sampled = TransformersSampler(policy, tokenizer, **limits)(prompts, config.responses_per_prompt, config.seed)
+    sampled = TransformersSampler(policy, tokenizer, **limits)(
+        prompts, config.responses_per_prompt, config.seed
+    )
     # Among one token, sampling has no choice.
-    greedy = TransformersSampler(policy, tokenizer, **limits, settings=SamplingSettings(top_k=1))(prompts, 1, 0)
+    greedy = TransformersSampler(policy, tokenizer, **limits, settings=SamplingSettings(top_k=1))(
+        prompts, 1, 0
+    )
     return Responses(
         [prompt.text for prompt in prompts],
         [group.responses[0].text for group in sampled],
@@ -94,7 +109,12 @@ def draw(both: dict[str, Responses], path: Path) -> None:
     axes = page.subplots()
     rewards = [one.sampled_rewards for one in both.values()]
     bins = axes.hist(
-        rewards, bins=24, color=["#B8B8B8", "#0072B2"], label=list(both), histtype="stepfilled", alpha=0.75
+        rewards,
+        bins=24,
+        color=["#B8B8B8", "#0072B2"],
+        label=list(both),
+        histtype="stepfilled",
+        alpha=0.75,
     )[1]
     for one, color in zip(both.values(), ("#6E6E6E", "#0072B2"), strict=True):
         axes.axvline(fmean(one.sampled_rewards), color=color, linewidth=1.5)

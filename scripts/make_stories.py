@@ -1,8 +1,10 @@
-"""Writes the quickstart's world: stories in plain words, comparisons by raters with a hidden taste, an untrained Llama.
+"""Writes the quickstart's world: stories in plain words, comparisons by raters with a hidden taste,
+an untrained Llama.
 
-A prompt names a character, and a story has one to three sentences. Raters like cheerful words, stories of the character
-that was asked for, and short ones. They compare two stories as people do, with mistakes: P(a over b) = σ(taste(a) −
-taste(b)). No stage sees the taste itself, and no other file has the prompts of the evaluation.
+A prompt names a character, and a story has one to three sentences. Raters like cheerful words,
+stories of the character that was asked for, and short ones. They compare two stories as people do,
+with mistakes: P(a over b) = σ(taste(a) − taste(b)). No stage sees the taste itself, and no other
+file has the prompts of the evaluation.
 """
 
 import json
@@ -18,7 +20,11 @@ from fastp3o.script import run_script
 
 CHARACTERS = ("dog", "cat", "child", "farmer", "sailor", "teacher", "bird", "fox", "baker", "king")
 # Words by what raters feel about them: good, bad, neither.
-ADJECTIVES = ("happy kind brave merry gentle", "angry tired sick cruel lonely", "old young tall small quiet")
+ADJECTIVES = (
+    "happy kind brave merry gentle",
+    "angry tired sick cruel lonely",
+    "old young tall small quiet",
+)
 VERBS = ("sings dances laughs plays", "cries falls fights hides", "walks waits works sits")
 PLACES = ("sun garden meadow", "rain dark mud", "house street forest")
 VALUES = {
@@ -41,13 +47,17 @@ class StoriesConfig(Flags):
 
 
 def taste(prompts: list[str], responses: list[str]) -> list[float]:
-    """What raters feel about stories: a reward function, which no stage of the quickstart trains on."""
+    """What raters feel about stories: a reward function, which no stage of the quickstart trains
+    on.
+    """
     return [taste_of_story(*one) for one in zip(prompts, responses, strict=True)]
 
 
 def taste_of_story(prompt: str, story: str) -> float:
     sentences = [sentence.split() for sentence in story.split(" and ")]
-    cheerful = sum(VALUES.get(word, 0) for sentence in sentences for word in sentence) / len(sentences)
+    cheerful = sum(VALUES.get(word, 0) for sentence in sentences for word in sentence) / len(
+        sentences
+    )
     on_topic = sum(character(prompt) in sentence for sentence in sentences) / len(sentences)
     return cheerful + 2 * on_topic - 1 - 0.5 * max(0, len(sentences) - 2)
 
@@ -63,9 +73,13 @@ def make_story(prompt: str, lot: random.Random) -> str:
         return lot.choice(" ".join(kind).split())
 
     subjects = [
-        character(prompt) if lot.random() < 0.7 else lot.choice(CHARACTERS) for _ in range(lot.choice((1, 2, 2, 3)))
+        character(prompt) if lot.random() < 0.7 else lot.choice(CHARACTERS)
+        for _ in range(lot.choice((1, 2, 2, 3)))
     ]
-    return " and ".join(f"the {any_of(ADJECTIVES)} {who} {any_of(VERBS)} in the {any_of(PLACES)}" for who in subjects)
+    return " and ".join(
+        f"the {any_of(ADJECTIVES)} {who} {any_of(VERBS)} in the {any_of(PLACES)}"
+        for who in subjects
+    )
 
 
 def compare(prompt: str, lot: random.Random) -> dict[str, str]:
@@ -82,11 +96,14 @@ def compare(prompt: str, lot: random.Random) -> dict[str, str]:
 def main(config: StoriesConfig) -> None:
     lot = random.Random(config.seed)
     kinds = " ".join(ADJECTIVES).split()
-    prompts = [f"tell of the {kind} {character} :" for kind, character in product(kinds, CHARACTERS)]
+    prompts = [
+        f"tell of the {kind} {character} :" for kind, character in product(kinds, CHARACTERS)
+    ]
     lot.shuffle(prompts)
     unseen, seen = prompts[:HELD_OUT], prompts[HELD_OUT:]
     stories = [
-        {"prompt": one, "completion": make_story(one, lot)} for one in lot.choices(seen, k=config.demonstrations)
+        {"prompt": one, "completion": make_story(one, lot)}
+        for one in lot.choices(seen, k=config.demonstrations)
     ]
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,9 +114,13 @@ def main(config: StoriesConfig) -> None:
         "prompts": [{"prompt": one} for one in seen],
         "prompts.eval": [{"prompt": one} for one in unseen],
     }.items():
-        write_file(folder / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        write_file(
+            folder / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records)
+        )
     make_model(folder / "init", config.seed)
-    print(f"{len(stories)} stories and {config.comparisons} comparisons to {len(seen)} prompts; {len(unseen)} held out")
+    print(
+        f"{len(stories)} stories and {config.comparisons} comparisons to {len(seen)} prompts; {len(unseen)} held out"
+    )
 
 
 def make_model(folder: Path, seed: int) -> None:
@@ -112,9 +133,13 @@ def make_model(folder: Path, seed: int) -> None:
     disable_progress_bar()
     kinds = (*ADJECTIVES, *VERBS, *PLACES)
     words = [END, PAD, "tell", "of", "the", "and", "in", ":", *CHARACTERS, *" ".join(kinds).split()]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=PAD))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=PAD)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD
+    ).save_pretrained(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(words),

@@ -1,4 +1,6 @@
-"""Trains a byte-level BPE tokenizer and writes it with an untrained Llama: a model to start from without the hub."""
+"""Trains a byte-level BPE tokenizer and writes it with an untrained Llama: a model to start from
+without the hub.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,9 @@ class TinyLlamaConfig(Flags):
     text: str = required("JSONL file; the tokenizer is trained on all its string fields.")
     output_dir: str = required("Folder for model and tokenizer.")
     vocab_size: int = option(
-        4096, "Size of the vocabulary, in tokens.", at_least=len(ByteLevel.alphabet()) + len((END, PAD))
+        4096,
+        "Size of the vocabulary, in tokens.",
+        at_least=len(ByteLevel.alphabet()) + len((END, PAD)),
     )
     hidden_size: int = option(128, "Width of the hidden states.", at_least=1)
     intermediate_size: int = option(384, "Width of the feed-forward layers.", at_least=1)
@@ -36,7 +40,9 @@ class TinyLlamaConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden_size % (2 * self.heads):  # rotary positions turn pairs
-            raise UserError(f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}")
+            raise UserError(
+                f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}"
+            )
 
 
 def main(config: TinyLlamaConfig) -> None:
@@ -63,7 +69,9 @@ def main(config: TinyLlamaConfig) -> None:
     )
     tokenizer.save_pretrained(config.output_dir)
     model.save_pretrained(config.output_dir)
-    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens, in {config.output_dir}")
+    print(
+        f"{model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens, in {config.output_dir}"
+    )
 
 
 def train_tokenizer(text: Path, vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -91,7 +99,11 @@ def texts(path: Path) -> Iterator[str]:
     for record in read_records(str(path), "train"):
         content = record.content
         if not isinstance(content, dict):
-            problem = content if isinstance(content, RecordError) else RecordError(None, "an object", content)
+            problem = (
+                content
+                if isinstance(content, RecordError)
+                else RecordError(None, "an object", content)
+            )
             raise problem.at(record.file, record.number)
         yield from (value for value in content.values() if isinstance(value, str))
 

@@ -1,4 +1,6 @@
-"""Makes the Triton kernels run in the interpreter where there is no GPU, and skips tests marked `gpu` there."""
+"""Makes the Triton kernels run in the interpreter where there is no GPU, and skips tests marked
+`gpu` there.
+"""
 
 import gc
 import os
@@ -35,8 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """What was imported stays: the collector looks at it no more, and forks share its pages. The server of programs in
-    several processes is forked before any test.
+    """What was imported stays: the collector looks at it no more, and forks share its pages. The
+    server of programs in several processes is forked before any test.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,9 @@
 """Triton's interpreter, faster, and rounding as a GPU does.
 
-For a launch, and for each call of a function from a kernel, it replaces hundreds of functions of triton.language, and
-puts them back after the launch: more than half of a small launch's time. Here they are replaced once and stay. Types of
-blocks are checked and printed for each result of each operation; here once for each type.
+For a launch, and for each call of a function from a kernel, it replaces hundreds of functions of
+triton.language, and puts them back after the launch: more than half of a small launch's time. Here
+they are replaced once and stay. Types of blocks are checked and printed for each result of each
+operation; here once for each type.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,10 @@ def replace_once(replace: Callable) -> Callable:
     nothing_to_put_back = SimpleNamespace(restore=lambda: None)
 
     def for_function(function: Callable) -> SimpleNamespace:
-        modules = {id(value) for value in function.__globals__.values()} & {id(language), id(language.core)}
+        modules = {id(value) for value in function.__globals__.values()} & {
+            id(language),
+            id(language.core),
+        }
         if not modules <= replaced:
             replace(function)
             replaced.update(modules)
@@ -64,8 +68,9 @@ def made_once(initialize: Callable) -> Callable:
 
 
 def mask_by_truths() -> None:
-    """For the rest of the process, comparisons give truths: the interpreter says that they have the type of what was
-    compared. Spread over a block, one of single values becomes whole numbers, which Triton 3.9 takes for no mask.
+    """For the rest of the process, comparisons give truths: the interpreter says that they have the
+    type of what was compared. Spread over a block, one of single values becomes whole numbers,
+    which Triton 3.9 takes for no mask.
     """
     compute = interpreter.InterpreterBuilder.binary_op
 
@@ -79,10 +84,14 @@ def mask_by_truths() -> None:
 
 
 def round_to_nearest() -> None:
-    """For the rest of the process, fp32 becomes bf16 by rounding: cutting digits, as before, makes twice the error."""
+    """For the rest of the process, fp32 becomes bf16 by rounding: cutting digits, as before, makes
+    twice the error.
+    """
     convert = interpreter._convert_float
 
-    def rounded(values: numpy.ndarray, source: language.dtype, target: language.dtype, mode: object) -> numpy.ndarray:
+    def rounded(
+        values: numpy.ndarray, source: language.dtype, target: language.dtype, mode: object
+    ) -> numpy.ndarray:
         if (source, target) != (language.float32, language.bfloat16):
             return convert(values, source, target, mode)
         return torch.from_numpy(numpy.array(values)).bfloat16().view(torch.uint16).numpy()

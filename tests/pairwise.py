@@ -6,12 +6,14 @@ import pytest
 
 
 def pairwise(*factors: list) -> list:
-    """All combinations of a value of each factor. Those that run every time have every pair of values of two factors
-    together; the others run nightly.
+    """All combinations of a value of each factor. Those that run every time have every pair of
+    values of two factors together; the others run nightly.
     """
     every = list(product(*map(enumerate, factors)))
     pairs = {
-        combination: set(combinations([(factor, number) for factor, (number, _) in enumerate(combination)], 2))
+        combination: set(
+            combinations([(factor, number) for factor, (number, _) in enumerate(combination)], 2)
+        )
         for combination in every
     }
     chosen, seen = set(), set()
@@ -19,6 +21,9 @@ def pairwise(*factors: list) -> list:
         chosen.add(next(combination for combination in every if pairs[combination] - seen == left))
         seen |= left
     return [
-        pytest.param(*(own for _, own in combination), marks=() if combination in chosen else (pytest.mark.nightly,))
+        pytest.param(
+            *(own for _, own in combination),
+            marks=() if combination in chosen else (pytest.mark.nightly,),
+        )
         for combination in every
     ]

@@ -1,7 +1,9 @@
-"""What a user meets and a contributor reads, counted: `python -m tests.surface --write` writes surface.md.
+"""What a user meets and a contributor reads, counted: `python -m tests.surface --write` writes
+surface.md.
 
-Counted are the flags of each command, public names, objectives, commands, and the tokens of code in each folder: what
-Python reads, without comments, docstrings and help texts. Lines are not: saving them costs what somebody needs to read.
+Counted are the flags of each command, public names, objectives, commands, and the tokens of code in
+each folder: what Python reads, without comments, docstrings and help texts. Lines are not: saving
+them costs what somebody needs to read.
 """
 
 import argparse
@@ -25,7 +27,10 @@ RECORD = Path(__file__).with_suffix(".md")
 PACKAGES = ("kernels/fastp3o_kernels", "fastp3o", "benchmarks", "scripts")
 LAYOUT = {token.NEWLINE, token.NL, token.INDENT, token.DEDENT, token.COMMENT, token.ENDMARKER}
 # Python 3.12 reads an f-string as many tokens, 3.11 as one.
-FSTRING_BEGINS, FSTRING_ENDS = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
+FSTRING_BEGINS, FSTRING_ENDS = (
+    getattr(token, "FSTRING_START", None),
+    getattr(token, "FSTRING_END", None),
+)
 
 Position = tuple[int, int]  # line and column, the column in bytes
 
@@ -36,7 +41,9 @@ def concepts() -> dict[str, int]:
     for command, (place, _) in STAGES.items():
         chosen = imported(place)
         classes: list[type[Flags]] = list(chosen.values()) if isinstance(chosen, dict) else [chosen]
-        flags[command] = {field.name for config in classes for field in fields(config) if field.init}
+        flags[command] = {
+            field.name for config in classes for field in fields(config) if field.init
+        }
     counts = {f"flags of `{command}`": len(names) for command, names in flags.items()}
     return counts | {
         "flags, each counted once": len(set().union(*flags.values())),
@@ -53,7 +60,11 @@ def concepts() -> dict[str, int]:
 def configurations() -> list[type[Flags]]:
     """What commands are configured by."""
     chosen = [imported(place) for place, _ in STAGES.values()]
-    return [one for choice in chosen for one in (choice.values() if isinstance(choice, dict) else [choice])]
+    return [
+        one
+        for choice in chosen
+        for one in (choice.values() if isinstance(choice, dict) else [choice])
+    ]
 
 
 def depth(config: type[Flags]) -> int:
@@ -62,10 +73,12 @@ def depth(config: type[Flags]) -> int:
 
 
 def modules_with_whole_configurations() -> list[Path]:
-    """The trainer's modules that name a command's configuration, or what several of these have in common, and not only
-    a group of their options. Modules of options are not counted.
+    """The trainer's modules that name a command's configuration, or what several of these have in
+    common, and not only a group of their options. Modules of options are not counted.
     """
-    bases = {base for one in configurations() for base in one.__mro__ if issubclass(base, RunConfig)}
+    bases = {
+        base for one in configurations() for base in one.__mro__ if issubclass(base, RunConfig)
+    }
     whole = {base.__name__ for base in bases - {RunConfig, TrainingRunConfig}}
     modules = (
         path
@@ -85,7 +98,9 @@ def tokens_by_folder() -> dict[str, int]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             folder = path.parent.relative_to(ROOT).as_posix()
-            counts[folder] = counts.get(folder, 0) + tokens_of_code(path.read_text(encoding="utf-8"))
+            counts[folder] = counts.get(folder, 0) + tokens_of_code(
+                path.read_text(encoding="utf-8")
+            )
     return counts
 
 
@@ -96,20 +111,30 @@ def tokens_of_code(source: str) -> int:
         line, column = one.start
         nested -= one.type == FSTRING_ENDS
         begins_word = one.type == token.STRING or one.type == FSTRING_BEGINS
-        explains = begins_word and any(first <= (line, len(one.line[:column].encode())) < last for first, last in words)
+        explains = begins_word and any(
+            first <= (line, len(one.line[:column].encode())) < last for first, last in words
+        )
         count += not (nested or explains or one.type in LAYOUT or one.type == FSTRING_ENDS)
         nested += one.type == FSTRING_BEGINS
     return count
 
 
 def explanations(tree: ast.Module) -> Iterator[tuple[Position, Position]]:
-    """Where docstrings and help texts begin and end: arguments `help`, and the words of `option` and `required`."""
+    """Where docstrings and help texts begin and end: arguments `help`, and the words of `option`
+    and `required`.
+    """
     for node in ast.walk(tree):
         words: list[ast.expr] = []
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             words = [node.value]
         elif isinstance(node, ast.Call):
-            words = [keyword.value for keyword in node.keywords if keyword.arg in ("help", "description")]
+            words = [
+                keyword.value for keyword in node.keywords if keyword.arg in ("help", "description")
+            ]
             if isinstance(node.func, ast.Name) and node.func.id in ("option", "required"):
                 words += node.args[node.func.id == "option" :]
         for word in words:
@@ -136,7 +161,9 @@ def table(heading: str, counts: dict[str, int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help=f"Write {RECORD.name}, too.")
     page = tables()
     if parser.parse_args().write:

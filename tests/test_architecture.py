@@ -1,4 +1,6 @@
-"""The sources hold the rules of the tree: which part may depend on which, sizes of functions, right maps of folders."""
+"""The sources hold the rules of the tree: which part may depend on which, sizes of functions, right
+maps of folders.
+"""
 
 import ast
 import re
@@ -20,15 +22,22 @@ PACKAGES = {
 
 
 class Imports:
-    """The imports of the modules of some packages, in functions too. modules: dotted names; a package stands for its
-    __init__.py. named: of each module, the modules of ours that it names, and other packages by their first name.
+    """The imports of the modules of some packages, in functions too. modules: dotted names; a
+    package stands for its __init__.py. named: of each module, the modules of ours that it names,
+    and other packages by their first name.
     """
 
     def __init__(self, packages: dict[str, Path]):
-        files = {dotted(name, folder, path): path for name, folder in packages.items() for path in folder.rglob("*.py")}
+        files = {
+            dotted(name, folder, path): path
+            for name, folder in packages.items()
+            for path in folder.rglob("*.py")
+        }
         self.modules = set(files)
         self.named = {
-            module: set(self.names_in(ast.parse(path.read_text()), module, path.name == "__init__.py"))
+            module: set(
+                self.names_in(ast.parse(path.read_text()), module, path.name == "__init__.py")
+            )
             for module, path in files.items()
         }
 
@@ -49,12 +58,16 @@ class Imports:
         return next((candidate for candidate in candidates if candidate in self.modules), parts[0])
 
     def reached_from(self, module: str) -> set[str]:
-        """What importing a module runs: what it names, the __init__.py of each package above, and all that these do."""
+        """What importing a module runs: what it names, the __init__.py of each package above, and
+        all that these do.
+        """
         seen: set[str] = set()
         waiting = [module]
         while waiting:
             name = waiting.pop()
-            found = (self.named[name] | {package for package in above(name) if package in self.modules}) - seen
+            found = (
+                self.named[name] | {package for package in above(name) if package in self.modules}
+            ) - seen
             seen |= found
             waiting += found & self.modules
         return seen
@@ -80,7 +93,10 @@ def in_any(*packages: str) -> Callable[[str], bool]:
 
 def concrete_objective(name: str) -> bool:
     shared = ("base", "config", "config.base", "kl_coefficient")
-    return name.startswith("fastp3o.objectives.") and name.removeprefix("fastp3o.objectives.") not in shared
+    return (
+        name.startswith("fastp3o.objectives.")
+        and name.removeprefix("fastp3o.objectives.") not in shared
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +109,18 @@ FORBIDDEN = [
     ("fastp3o.packing", in_any("transformers", "fastp3o.config")),
     (
         "fastp3o.calls",
-        in_any("fastp3o.config", "fastp3o.data", "fastp3o.runtime", "fastp3o.rollouts", "fastp3o.rewards"),
+        in_any(
+            "fastp3o.config",
+            "fastp3o.data",
+            "fastp3o.runtime",
+            "fastp3o.rollouts",
+            "fastp3o.rewards",
+        ),
     ),
-    ("fastp3o.runtime", in_any("fastp3o.config", "fastp3o.packing", "fastp3o.models", "fastp3o.optimizer")),
+    (
+        "fastp3o.runtime",
+        in_any("fastp3o.config", "fastp3o.packing", "fastp3o.models", "fastp3o.optimizer"),
+    ),
     ("fastp3o.objectives", in_any("fastp3o.rollouts", "accelerate")),
     ("fastp3o.run", concrete_objective),
     ("fastp3o.training.microbatches", concrete_objective),
@@ -113,7 +138,9 @@ def folders_in_order() -> list[str]:
 
 def test_the_page_orders_all_folders_and_its_table_has_the_lowest_first():
     folders = {path.parent.name for path in PACKAGES["fastp3o"].glob("*/__init__.py")}
-    rows = re.findall(r"^\| `(\w+)/` \|", (PACKAGES["fastp3o"] / "README.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)/` \|", (PACKAGES["fastp3o"] / "README.md").read_text(), flags=re.MULTILINE
+    )
     assert set(rows) == folders
     assert [row for row in rows if row != "integrations"] == folders_in_order()[::-1]
 
@@ -130,27 +157,44 @@ ABOVE = [
 def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[str], bool]):
     own = [module for module in imports.modules if within(module, package)]
     assert own
-    wrong = {module: names for module in own if (names := set(filter(forbidden, imports.reached_from(module))))}
+    wrong = {
+        module: names
+        for module in own
+        if (names := set(filter(forbidden, imports.reached_from(module))))
+    }
     assert not wrong
 
 
 def test_integrations_are_a_house_of_their_own(imports: Imports):
-    """They need only the losses, and only files for others' trainers need them and name these trainers."""
+    """They need only the losses, and only files for others' trainers need them and name these
+    trainers.
+    """
     trainers = in_any("trl", "verl", "openrlhf")
     for module, named in imports.named.items():
         if within(module, "fastp3o.integrations"):
-            assert all(map(in_any("fastp3o.integrations", "fastp3o_kernels"), named & imports.modules)), module
+            assert all(
+                map(in_any("fastp3o.integrations", "fastp3o_kernels"), named & imports.modules)
+            ), module
         elif not within(module, "benchmarks"):
-            assert not any(within(name, "fastp3o.integrations") or trainers(name) for name in named), module
+            assert not any(
+                within(name, "fastp3o.integrations") or trainers(name) for name in named
+            ), module
 
 
 def test_no_module_is_part_of_an_import_cycle(imports: Imports):
     """That a package's __init__.py comes first is no circle."""
-    TopologicalSorter({m: named & imports.modules - {m} for m, named in imports.named.items()}).prepare()
+    TopologicalSorter(
+        {m: named & imports.modules - {m} for m, named in imports.named.items()}
+    ).prepare()
 
 
 def test_the_kernels_name_torch_and_triton_alone(imports: Imports):
-    named = {name for module in imports.modules if within(module, "fastp3o_kernels") for name in imports.named[module]}
+    named = {
+        name
+        for module in imports.modules
+        if within(module, "fastp3o_kernels")
+        for name in imports.named[module]
+    }
     assert named - imports.modules - sys.stdlib_module_names <= {"torch", "triton"}
 
 
@@ -165,7 +209,9 @@ def test_importing_the_kernels_loads_torch_and_triton_alone():
         "assert 'torch._dynamo' not in sys.modules, 'the compiler takes longer to import than all else'"
     )
     command = [sys.executable, "-c", program]
-    assert subprocess.check_output(command, cwd=ROOT / "kernels", text=True).split() == ["fastp3o_kernels"]
+    assert subprocess.check_output(command, cwd=ROOT / "kernels", text=True).split() == [
+        "fastp3o_kernels"
+    ]
 
 
 LONGEST_FUNCTION = 60  # lines
@@ -182,9 +228,13 @@ def test_functions_of_the_trainer_are_short_and_take_few_parameters():
         name = str(path.relative_to(folder))
         for node in ast.walk(ast.parse(path.read_text())):
             # Integrations have other trainers' interfaces.
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not name.startswith("integrations/"):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not name.startswith(
+                "integrations/"
+            ):
                 own = node.args
-                parameters = {each.arg for each in (*own.posonlyargs, *own.args, *own.kwonlyargs)} - {"self", "cls"}
+                parameters = {
+                    each.arg for each in (*own.posonlyargs, *own.args, *own.kwonlyargs)
+                } - {"self", "cls"}
                 given = (name, node.name) in GIVEN_SIGNATURES
                 assert given or len(parameters) <= MOST_PARAMETERS, f"{name}: {node.name}"
                 is_short = node.end_lineno - node.lineno < LONGEST_FUNCTION
@@ -192,14 +242,18 @@ def test_functions_of_the_trainer_are_short_and_take_few_parameters():
 
 
 def test_options_are_read_as_what_they_are_and_set_in_one_place():
-    """Nobody asks whether a configuration has an option: a part takes one that has it, or `Flags.values`. No class
-    writes over what was set: `Flags.derived` says what a value stands for.
+    """Nobody asks whether a configuration has an option: a part takes one that has it, or
+    `Flags.values`. No class writes over what was set: `Flags.derived` says what a value stands for.
     """
     folder, options = PACKAGES["fastp3o"], every_option()
     assert {"environment", "resume", "process_rewards"} <= options
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "getattr"
+                and len(node.args) == 3
+            ):
                 asked = ast.unparse(node.args[0]) in ("config", "self.config", "self")
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
                 assert not (asked and name in options), f"{path}: {ast.unparse(node)}"
@@ -210,7 +264,9 @@ def test_options_are_read_as_what_they_are_and_set_in_one_place():
 def test_no_text_carries_an_object():
     """What stands in the place of a text has a type of its own, such as those of `fastp3o.sources`."""
     for path in PACKAGES["fastp3o"].rglob("*.py"):
-        classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        classes = (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+        )
         assert not [one.name for one in classes if "str" in map(ast.unparse, one.bases)], path
 
 
@@ -222,9 +278,15 @@ def every_option() -> set[str]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     names |= {
-                        one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and one.value is not None
+                        one.target.id
+                        for one in node.body
+                        if isinstance(one, ast.AnnAssign) and one.value is not None
                     }
-                    names |= {one.name for one in node.body if isinstance(one, ast.FunctionDef) and one.decorator_list}
+                    names |= {
+                        one.name
+                        for one in node.body
+                        if isinstance(one, ast.FunctionDef) and one.decorator_list
+                    }
     return names
 
 
@@ -239,7 +301,9 @@ def test_a_map_of_a_folder_names_all_of_its_files_and_no_others(package: str):
         lines = filter(None, map(MAP_LINE.match, docstring.splitlines()))
         if named := {name for line in lines for name in line[1].split(", ")}:
             files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-            assert named == files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}, folder
+            assert named == files | {
+                f"{path.parent.name}/" for path in folder.glob("*/__init__.py")
+            }, folder
 
 
 def test_the_top_level_has_the_projects_folders_alone():
@@ -250,5 +314,16 @@ def test_the_top_level_has_the_projects_folders_alone():
     if listed.returncode:
         pytest.skip("git does not answer")
     names = {path.partition("/")[0] for path in listed.stdout.split("\0") if path}
-    expected = {"benchmarks", "fastp3o", "kernels", "scripts", "tests", "pyproject.toml", "README.md"}
-    assert {name for name in names if not name.startswith(".")} - {"LICENSE", "CITATION.cff"} == expected
+    expected = {
+        "benchmarks",
+        "fastp3o",
+        "kernels",
+        "scripts",
+        "tests",
+        "pyproject.toml",
+        "README.md",
+    }
+    assert {name for name in names if not name.startswith(".")} - {
+        "LICENSE",
+        "CITATION.cff",
+    } == expected

@@ -11,16 +11,24 @@ from tests.surface import RECORD, concepts, configurations, depth, table, tables
 def test_a_change_of_what_a_user_can_name_is_in_the_record():
     """Each option, name, command and objective is one more thing to know. Tokens of code only warn."""
     recorded, now = RECORD.read_text(encoding="utf-8"), tables()
-    diff = "\n".join(difflib.unified_diff(recorded.splitlines(), now.splitlines(), "recorded", "now", "", "", 0, ""))
+    diff = "\n".join(
+        difflib.unified_diff(
+            recorded.splitlines(), now.splitlines(), "recorded", "now", "", "", 0, ""
+        )
+    )
     remedy = f"If that is meant: python -m tests.surface --write\n{diff}"
     if recorded != now:
         warnings.warn(f"tests/{RECORD.name} is of an earlier tree. {remedy}", stacklevel=1)
     assert table("what a user can name", concepts()) in recorded, remedy
 
 
-@pytest.mark.parametrize("config", dict.fromkeys(configurations()), ids=lambda config: config.__name__)
+@pytest.mark.parametrize(
+    "config", dict.fromkeys(configurations()), ids=lambda config: config.__name__
+)
 def test_a_configuration_is_made_of_parts_side_by_side(config):
-    """Parts stand beside each other; what has the options of another and a few more is a preset of it, or a part."""
+    """Parts stand beside each other; what has the options of another and a few more is a preset of
+    it, or a part.
+    """
     assert depth(config) <= 6
 
 

@@ -1,4 +1,6 @@
-"""The sdist, and the wheel made of it, that an index would have: what they need and hold, and whether they work."""
+"""The sdist, and the wheel made of it, that an index would have: what they need and hold, and
+whether they work.
+"""
 
 import os
 import shutil
@@ -55,15 +57,30 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources, folder = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(
+                ROOT / name,
+                sources / name,
+                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+            )
         else:
             shutil.copy(ROOT / name, sources)
     build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
-    built = subprocess.run([sys.executable, "-c", build], cwd=sources, capture_output=True, text=True)
+    built = subprocess.run(
+        [sys.executable, "-c", build], cwd=sources, capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     (sdist,) = folder.glob("fastp3o-*.tar.gz")
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    command = [sys.executable, "-m", "pip", "wheel", str(sdist), *offline, "--wheel-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        str(sdist),
+        *offline,
+        "--wheel-dir",
+        str(folder),
+    ]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = folder.glob("fastp3o-*.whl")
@@ -78,13 +95,20 @@ def distribution(unpacked: Path) -> PathDistribution:
     return PathDistribution(metadata)
 
 
-def test_both_packages_are_in_it_with_their_types_and_nothing_else(unpacked: Path, distribution: PathDistribution):
+def test_both_packages_are_in_it_with_their_types_and_nothing_else(
+    unpacked: Path, distribution: PathDistribution
+):
     names = {"fastp3o", "fastp3o_kernels", f"fastp3o-{__version__}.dist-info"}
     assert {path.name for path in unpacked.iterdir()} == names
-    for package, source in (("fastp3o", ROOT / "fastp3o"), ("fastp3o_kernels", ROOT / "kernels" / "fastp3o_kernels")):
+    for package, source in (
+        ("fastp3o", ROOT / "fastp3o"),
+        ("fastp3o_kernels", ROOT / "kernels" / "fastp3o_kernels"),
+    ):
         assert (unpacked / package / "py.typed").is_file()
         modules = {path.relative_to(source) for path in source.rglob("*.py")}
-        assert {path.relative_to(unpacked / package) for path in (unpacked / package).rglob("*.py")} == modules
+        assert {
+            path.relative_to(unpacked / package) for path in (unpacked / package).rglob("*.py")
+        } == modules
     assert distribution.read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
@@ -98,7 +122,9 @@ def test_it_needs_torch_alone_and_the_trainer_is_an_extra(distribution: PathDist
     assert metadata.description.startswith("# fastp3o")
 
     def added_by(extra: str) -> set[str]:
-        return {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": extra})} - base
+        return {
+            r.name for r in requirements if r.marker and r.marker.evaluate({"extra": extra})
+        } - base
 
     trainer = "accelerate datasets httpx matplotlib pandas psutil pyyaml rich safetensors tensorboard tqdm transformers"
     assert added_by("trainer") == set(trainer.split())
@@ -108,7 +134,10 @@ def test_it_needs_torch_alone_and_the_trainer_is_an_extra(distribution: PathDist
 
 def test_it_is_imported_and_trains_without_the_repository(unpacked: Path, tmp_path: Path):
     elsewhere = [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(unpacked), *filter(None, elsewhere)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(unpacked), *filter(None, elsewhere)]),
+    }
     command = [sys.executable, "-c", ONE_BACKWARD_PASS, str(unpacked), __version__]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

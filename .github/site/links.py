@@ -1,7 +1,7 @@
 """python links.py FOLDER: every link of a built site, its pictures and scripts too, leads to a file and heading of it.
 
-mkdocs checks links that are written in Markdown; these are all that browsers follow. Links to other sites are not
-tried.
+mkdocs checks links that are written in Markdown; these are all that browsers follow. Links to other
+sites are not tried.
 """
 
 import sys
@@ -29,7 +29,9 @@ class Page(HTMLParser):
 
 def broken(folder: Path) -> list[str]:
     """The links that lead nowhere, each with its page."""
-    pages = {path.resolve(): Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
+    pages = {
+        path.resolve(): Page(path) for path in folder.rglob("*.html") if path.name != "404.html"
+    }
     if not pages:
         return [f"{folder} has no pages"]
     found = []

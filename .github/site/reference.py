@@ -1,4 +1,6 @@
-"""What is public, as pages: signatures and docstrings of names, and the options of commands. Nothing of it is typed."""
+"""What is public, as pages: signatures and docstrings of names, and the options of commands.
+Nothing of it is typed.
+"""
 
 import ast
 import re
@@ -12,8 +14,15 @@ from fastp3o.config import Flags, bounds, field_type
 
 ROOT = Path(__file__).parents[2]
 HEADING = "## What is public\n"
-# Stages whose page has all options, and choices of an objective, whose page has what differs from the stage's.
-WHOLE = {"p3o": "p3o", "dpo": "preference", "sft": "sft", "reward": "reward", "generate": "generate"}
+# Stages whose page has all options, and choices of an objective, whose page has what differs from
+# the stage's.
+WHOLE = {
+    "p3o": "p3o",
+    "dpo": "preference",
+    "sft": "sft",
+    "reward": "reward",
+    "generate": "generate",
+}
 DIFFERENCES = {"online": "p3o", "preference": "dpo"}
 
 
@@ -34,7 +43,7 @@ def first_page() -> str:
     return "\n".join(["# Reference", text, "## Options", "", *options, ""])
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------
+# --- Python ---------------------------------------------------------------------------------------
 
 
 def public_modules() -> list[str]:
@@ -73,7 +82,12 @@ def public_names(module: str) -> dict[str, str]:
 
 def names_page(module: str) -> str:
     """Signatures and docstrings of a module's public names; configurations have pages of their own."""
-    lines = [f"# `{module}`", "", ast.get_docstring(ast.parse(source_of(module).read_text())) or "", ""]
+    lines = [
+        f"# `{module}`",
+        "",
+        ast.get_docstring(ast.parse(source_of(module).read_text())) or "",
+        "",
+    ]
     configurations = []
     for name, home in public_names(module).items():
         if name.endswith("Config") and module == "fastp3o":
@@ -86,7 +100,7 @@ def names_page(module: str) -> str:
     return "\n".join([*lines, ""])
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def choices(command: str) -> dict[str, type[Flags]]:
@@ -117,26 +131,50 @@ def title(page: str) -> str:
 def all_options(page: str) -> str:
     """Every option of a configuration, in the sections of its help."""
     config = choices(WHOLE[page])[page]
-    titles = dict.fromkeys("required" if is_required(flag) else section(config, flag) for flag in fields(config))
-    lines = [f"# {title(page)}", "", config.summary, "", "Flags, keys of a YAML file and arguments in Python.", ""]
+    titles = dict.fromkeys(
+        "required" if is_required(flag) else section(config, flag) for flag in fields(config)
+    )
+    lines = [
+        f"# {title(page)}",
+        "",
+        config.summary,
+        "",
+        "Flags, keys of a YAML file and arguments in Python.",
+        "",
+    ]
     for name in sorted(titles, key=lambda one: SECTIONS.index(one) if one in SECTIONS else -1):
-        chosen = [f for f in fields(config) if ("required" if is_required(f) else section(config, f)) == name]
+        chosen = [
+            f
+            for f in fields(config)
+            if ("required" if is_required(f) else section(config, f)) == name
+        ]
         lines += [f"## {name.capitalize()}", "", *options_table(config, chosen), ""]
     return "\n".join(lines)
 
 
 def differences(command: str) -> str:
-    """The other objectives of a command, each with the options that the one of the full page has not, or not so."""
+    """The other objectives of a command, each with the options that the one of the full page has
+    not, or not so.
+    """
     base_page = DIFFERENCES[command]
     base = choices(WHOLE[base_page])[base_page]
     of_base = {flag.name: described(base, flag) for flag in fields(base)}
-    lines = [f"# {title(command)}", "", f"Each has the options of [`{base.__name__}`]({base_page}.md), except:", ""]
+    lines = [
+        f"# {title(command)}",
+        "",
+        f"Each has the options of [`{base.__name__}`]({base_page}.md), except:",
+        "",
+    ]
     for name, config in choices(command).items():
         if config is base:
             continue
         flags = [flag for flag in fields(config) if flag.name != "objective"]
         changed = [flag for flag in flags if of_base.get(flag.name) != described(config, flag)]
-        absent = [f"`{gone}`" for gone in of_base if gone not in {*(flag.name for flag in flags), "objective"}]
+        absent = [
+            f"`{gone}`"
+            for gone in of_base
+            if gone not in {*(flag.name for flag in flags), "objective"}
+        ]
         lines += [f"## {name}", "", f"`{config.__name__}`. {config.summary}", ""]
         lines += [*options_table(config, changed), ""] if changed else []
         lines += [f"Does not have {', '.join(absent)}.", ""] if absent else []
@@ -158,6 +196,8 @@ def described(config: type[Flags], flag: Field) -> tuple[str, str, str]:
         else field_type(get_type_hints(config)[flag.name]).__name__
     )
     facts = ", ".join(filter(None, [kind, bounds(flag.metadata)]))
-    default = "" if is_required(flag) or flag.default in (MISSING, None, "") else f"`{flag.default}`"
+    default = (
+        "" if is_required(flag) or flag.default in (MISSING, None, "") else f"`{flag.default}`"
+    )
     help_text = re.sub(r"([\\*_<|\[\]])", r"\\\1", flag.metadata.get("help", ""))
     return f"`{flag.name}`", default, f"{facts}. {help_text}"

@@ -1,4 +1,6 @@
-"""benchmarks/README.md: what is modeled beside what was measured, what was counted, servers and turns."""
+"""benchmarks/README.md: what is modeled beside what was measured, what was counted, servers and
+turns.
+"""
 
 from benchmarks.environment import described
 from benchmarks.goals import GPU
@@ -17,7 +19,9 @@ def modeled_table(records: Records) -> str:
     found = select(results(records, GPU), **HIDDEN, N=N, implementation="fastp3o", dtype="bfloat16")
     measured = [figure(found, "ratio_to_bare", D=D, V=V) for D, V in LARGE_HEADS]
     assert first[0] == MEASURED
-    return markdown([header, first, before, ["*measured* on the GPU, with 4 GB", first[1], *measured], *rest])
+    return markdown(
+        [header, first, before, ["*measured* on the GPU, with 4 GB", first[1], *measured], *rest]
+    )
 
 
 def launches(phase: str) -> Section:
@@ -25,7 +29,10 @@ def launches(phase: str) -> Section:
 
     def section(records: Records) -> str:
         counts = records["update_counts.json"]
-        every = (counts[precision]["launches"][phase] for precision in ("fp32", "bf16", "bf16-autocast", "fp16"))
+        every = (
+            counts[precision]["launches"][phase]
+            for precision in ("fp32", "bf16", "bf16-autocast", "fp16")
+        )
         return spread(every, "{:,}")
 
     return section
@@ -34,7 +41,16 @@ def launches(phase: str) -> Section:
 def layers(records: Records) -> str:
     """A layer as transformers has it → fused."""
     counted = records["layer_traffic.json"]["layers"]
-    lines = [["a layer, besides attention", "launches", "GB moved", "ms of these", "ms of products", "GB kept"]]
+    lines = [
+        [
+            "a layer, besides attention",
+            "launches",
+            "GB moved",
+            "ms of these",
+            "ms of products",
+            "GB kept",
+        ]
+    ]
     for old in (layer for layer in counted if not layer["fused"]):
         same = {key: old[key] for key in ("model", "precision", "pass")}
         (new,) = select(counted, **same, fused=True)
@@ -54,7 +70,11 @@ def fused(records: Records) -> str:
     counted = records["layer_traffic.json"]["layers"]
     sentences = []
     for model in dict.fromkeys(layer["model"] for layer in counted):
-        passes = [one for one in select(counted, model=model, precision="fp16", fused=True) if one["pass"] != STEP]
+        passes = [
+            one
+            for one in select(counted, model=model, precision="fp16", fused=True)
+            if one["pass"] != STEP
+        ]
         launches, moved = (sum(one[key] for one in passes) for key in ("launches", "bytes"))
         sentences.append(f"{launches} launches and {moved / 1e9:.1f} GB at {model}")
     return " and ".join(sentences)
@@ -80,7 +100,9 @@ def served(records: Records) -> str:
 
 
 def turns(records: Records) -> str:
-    lines = [["prompt, turns × tokens, observation", "rounds, ms a token of the policy", "kept", "gain"]]
+    lines = [
+        ["prompt, turns × tokens, observation", "rounds, ms a token of the policy", "kept", "gain"]
+    ]
     for one in records["turns.json"]["benchmarks"]:
         shape = f"{one['prompt']}, {one['turns']} × {one['turn']}, {one['observation']}"
         lines.append([shape, f"{one['rounds']:.2f}", f"{one['kept']:.2f}", f"{one['gain']:.1f}"])

@@ -11,7 +11,8 @@ from benchmarks.shapes import LARGE_HEADS
 def head(records: Records) -> str:
     """P3O's loss from hidden states at each head."""
     measured = results(records, GPU)
-    device, shapes = records[GPU_RECORD]["environment"]["device"], [f"D {D}, V {V:,}" for D, V in LARGE_HEADS]
+    device = records[GPU_RECORD]["environment"]["device"]
+    shapes = [f"D {D}, V {V:,}" for D, V in LARGE_HEADS]
     lines = [[f"{device}, {N:,} tokens: ms (× bare products; extra GB)", *shapes]]
     for what, implementation, dtype in [
         ("P3O's loss, fp16, the default", "fastp3o", "float16"),
@@ -23,7 +24,11 @@ def head(records: Records) -> str:
         ("TRL's log-probs and P3O's loss, bf16", "TRL", "bfloat16"),
         ("CCE and P3O's loss, bf16", "CCE", "bfloat16"),
         ("Liger's scaled cross-entropy and P3O's loss, bf16", "Liger scaled", "bfloat16"),
-        ("torch's `linear_cross_entropy` and P3O's loss, bf16", "torch linear_cross_entropy", "bfloat16"),
+        (
+            "torch's `linear_cross_entropy` and P3O's loss, bf16",
+            "torch linear_cross_entropy",
+            "bfloat16",
+        ),
         ("mean cross-entropy alone, QuACK's, bf16", "QuACK cross-entropy", "bfloat16"),
         ("mean cross-entropy alone, Liger's, bf16", "Liger cross-entropy", "bfloat16"),
     ]:
@@ -37,7 +42,9 @@ def head(records: Records) -> str:
         ("frozen head, bf16, × two products", "bfloat16"),
     ):
         rows = select(measured, N=N, implementation="fastp3o", dtype=dtype, **FROZEN)
-        lines.append([what, *(time_ratio_and_memory(select(rows, D=D, V=V)) for D, V in LARGE_HEADS)])
+        lines.append(
+            [what, *(time_ratio_and_memory(select(rows, D=D, V=V)) for D, V in LARGE_HEADS)]
+        )
     return markdown(lines)
 
 
@@ -81,15 +88,34 @@ def others(records: Records) -> str:
         found = [result for result in model if result["passes"].startswith(kind)]
         lines.append([f"{kind} of 1 B, all lengths, time × its products", figure(found, ratio), ""])
     for kind in ("update", "log-probs"):
-        lines.append([f"{kind} of 1 B, (350, 40), time × its products, by layers", *layer_ratios(measured, kind)])
+        lines.append(
+            [
+                f"{kind} of 1 B, (350, 40), time × its products, by layers",
+                *layer_ratios(measured, kind),
+            ]
+        )
     lines.append(["launches of an update of 1 B", *launches(measured)])
-    lines.append(["run of 1 B: reward of the first and last update; GB at most, predicted", run_figures(measured), ""])
+    lines.append(
+        [
+            "run of 1 B: reward of the first and last update; GB at most, predicted",
+            run_figures(measured),
+            "",
+        ]
+    )
     lines.append(["iteration of 1 B, time × fastp3o's", *iteration_ratios(measured)])
-    lines.append(["update of 1 B, × plain packing", packing_speed(measured, "shared prompts", 350, 2), ""])
+    lines.append(
+        ["update of 1 B, × plain packing", packing_speed(measured, "shared prompts", 350, 2), ""]
+    )
     engines = ways(measured, "fastp3o engine", **ONE_B)
     shares = spread((way["floor_ms"] / way["ms"] for way in engines), "{:.0%}")
     sampled = f"{spread(way['ratio'] for way in engines)}, {shares} of the floor"
-    lines.append(["rollouts of 1 B, 64 prompts of 350, 2 × 40 tokens, tokens a second × `generate`", sampled, ""])
+    lines.append(
+        [
+            "rollouts of 1 B, 64 prompts of 350, 2 × 40 tokens, tokens a second × `generate`",
+            sampled,
+            "",
+        ]
+    )
     return markdown(lines)
 
 
@@ -103,7 +129,13 @@ def layer_ratios(measured: Results, kind: str) -> tuple[str, str]:
     name = f"{kind}, prompts of 350, 2 responses of 40"
     ours = figure(measured, "ratio_to_bare", level="model", passes=name)
     plain, compiled = (
-        figure(measured, "ratio_to_bare", level="layers", passes=name, implementation=f"fastp3o {way} layers")
+        figure(
+            measured,
+            "ratio_to_bare",
+            level="layers",
+            passes=name,
+            implementation=f"fastp3o {way} layers",
+        )
         for way in ("plain", "compiled")
     )
     return ours, f"plain {plain}, compiled {compiled}"
@@ -128,8 +160,11 @@ def run_figures(measured: Results) -> str:
 
 def iteration_ratios(measured: Results) -> tuple[str, str]:
     trainers = [each["trainers"] for each in select(measured, level="iteration")]
-    ours = spread((each["fastp3o"]["seconds"] for each in trainers if "fastp3o" in each), "1: {:.2f} s")
+    ours = spread(
+        (each["fastp3o"]["seconds"] for each in trainers if "fastp3o" in each), "1: {:.2f} s"
+    )
     grpo, dpo = (
-        spread(each.get(f"TRL {name}", {}).get("ratio") for each in trainers) for name in ("GRPO", "online DPO")
+        spread(each.get(f"TRL {name}", {}).get("ratio") for each in trainers)
+        for name in ("GRPO", "online DPO")
     )
     return ours, f"TRL's GRPO {grpo}, online DPO {dpo}"

@@ -17,9 +17,13 @@ def devices(records: Records) -> str:
     gpu, cpu = records[GPU_RECORD], [records[name]["environment"] for name in CPU_RECORDS]
     links: dict[str, list[str]] = {}
     for name in CPU_RECORDS:
-        links.setdefault(origin(records[name]["environment"]), []).append(link(name, name.partition(".")[0]))
+        links.setdefault(origin(records[name]["environment"]), []).append(
+            link(name, name.partition(".")[0])
+        )
     sources = "; ".join(f"{', '.join(names)} at {found}" for found, names in links.items())
-    packages = ", ".join(f"{name} {version}" for name, version in cpu[0]["packages"].items() if version)
+    packages = ", ".join(
+        f"{name} {version}" for name, version in cpu[0]["packages"].items() if version
+    )
     lines = [
         f"**GPU**: {described(gpu['environment'])} ({link(GPU_RECORD)}). {goals_met(records, GPU)}. "
         f"{tests_passed(gpu)}.",
@@ -29,7 +33,9 @@ def devices(records: Records) -> str:
 
 
 def goals_met(records: Records, device: str) -> str:
-    verdicts = [goal.verdict(results(records, device)).met for goal in GOALS if goal.device == device]
+    verdicts = [
+        goal.verdict(results(records, device)).met for goal in GOALS if goal.device == device
+    ]
     measured = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
     met = f"{measured.count('met')} of {len(measured)} goals that were measured are met"
     return f"{met}, {len(verdicts)} were set ([table](#goals))"
@@ -38,7 +44,8 @@ def goals_met(records: Records, device: str) -> str:
 def tests_passed(record: dict) -> str:
     """An old record names the tests that failed and does not count the others."""
     if "tests" in record:
-        passed, failed = f"{record['tests']['passed']:,} tests passed there", record["tests"]["failed"]
+        passed = f"{record['tests']['passed']:,} tests passed there"
+        failed = record["tests"]["failed"]
     else:
         passed = "How many tests passed there is not recorded"
         failed = [entry["name"] for entry in record["not_measured"] if entry["reason"] == "failed"]

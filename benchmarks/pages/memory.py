@@ -14,7 +14,14 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
 from fastp3o.runtime.precision import choose_precision
-from fastp3o.training.predicted_memory import Lengths, Memory, Model, frozen_memory, together, update_memory
+from fastp3o.training.predicted_memory import (
+    Lengths,
+    Memory,
+    Model,
+    frozen_memory,
+    together,
+    update_memory,
+)
 
 EIGHT_B = llama(4096, 14336, 32, 32, 8, 128256)
 EIGHT_B.tie_word_embeddings = False
@@ -28,7 +35,9 @@ HALF_B = Qwen2Config(
     tie_word_embeddings=True,
 )
 MODELS: dict[str, PretrainedConfig] = {"0.5 B": HALF_B, "1.2 B": ONE_B, "8 B": EIGHT_B}
-ALL, TOP, LORA = TrainableConfig(), TrainableConfig(trainable_layers=2), TrainableConfig(lora_rank=16)
+ALL = TrainableConfig()
+TOP = TrainableConfig(trainable_layers=2)
+LORA = TrainableConfig(lora_rank=16)
 # What trains, whether activations are computed again, and what else saves memory.
 WAYS: dict[str, tuple[TrainableConfig, bool, bool]] = {
     "all": (ALL, False, False),
@@ -53,11 +62,15 @@ def sizes(name: str, trains: TrainableConfig) -> Model:
     return Model(policy, trains.trainable_layers)
 
 
-def update(model: Model, lengths: Lengths, *, lora: bool, checkpointing: bool, saves: bool) -> float:
+def update(
+    model: Model, lengths: Lengths, *, lora: bool, checkpointing: bool, saves: bool
+) -> float:
     """GB of an update in fp16 beside the reference."""
     precision = choose_precision("fp16", "fp16")
     optimizer = "adamw_8bit" if saves else "adamw"
-    policys = update_memory(model, lengths, precision, optimizer=optimizer, checkpointing=checkpointing)
+    policys = update_memory(
+        model, lengths, precision, optimizer=optimizer, checkpointing=checkpointing
+    )
     frozen = frozen_memory(model, lengths, precision)
     return together(policys, frozen, NOTHING, second=not lora, offload=saves)[0].peak / 1e9
 
@@ -66,9 +79,9 @@ def fits(records: Records) -> str:
     lines = [["parameters", "trains", *LENGTHS]]
     for name in MODELS:
         for way, (trains, checkpointing, saves) in WAYS.items():
-            model, options = (
-                sizes(name, trains),
-                {"lora": trains is LORA, "checkpointing": checkpointing, "saves": saves},
+            model = sizes(name, trains)
+            options = {"lora": trains is LORA, "checkpointing": checkpointing, "saves": saves}
+            lines.append(
+                [name, way, *(f"{update(model, one, **options):.1f}" for one in LENGTHS.values())]
             )
-            lines.append([name, way, *(f"{update(model, one, **options):.1f}" for one in LENGTHS.values())])
     return markdown(lines)

@@ -41,7 +41,9 @@ def engine_note(engine: dict) -> str:
 
 
 def exposed(measured: Results) -> str:
-    """Of each head the time that its weight's gradient adds, less that of its product: a third of three."""
+    """Of each head the time that its weight's gradient adds, less that of its product: a third of
+    three.
+    """
     found = []
     for D, V in LARGE_HEADS:
         shape = {"N": N, "D": D, "V": V, "dtype": "bfloat16", "implementation": "fastp3o"}
@@ -54,7 +56,8 @@ def exposed(measured: Results) -> str:
 def model_note(measured: Results, kind: str) -> str:
     found = [r for r in select(measured, level="model") if r["passes"].startswith(f"{kind}, ")]
     each = "; ".join(
-        f"{r['passes'].removeprefix(f'{kind}, ')}: {r['ms']:.0f} ms, {r['ratio_to_bare']:.2f} ×" for r in found
+        f"{r['passes'].removeprefix(f'{kind}, ')}: {r['ms']:.0f} ms, {r['ratio_to_bare']:.2f} ×"
+        for r in found
     )
     return f"{kind.capitalize()} of 1 B, with the time over that of its own products: {each}."
 
@@ -62,12 +65,19 @@ def model_note(measured: Results, kind: str) -> str:
 def compiled(records: Records) -> str:
     kernels = records["compiled_kernels.json"]["kernels"]
     stacks = [kernel["stack"] for kernel in kernels if kernel["spills"]]
-    return f"{len(stacks):,} of {len(kernels):,} spill" + (f", {spread(stacks, '{} bytes')}" if stacks else "")
+    return f"{len(stacks):,} of {len(kernels):,} spill" + (
+        f", {spread(stacks, '{} bytes')}" if stacks else ""
+    )
 
 
 def registers(records: Records) -> str:
     """Of the log-probs' kernels on sm_90, and how many programs their registers leave room for."""
-    kernels = select(records["compiled_kernels.json"]["kernels"], kernel="logprobs_kernel", architecture="sm_90")
-    programs = [min(65536 // (256 * kernel["warps"] * ceil(kernel["registers"] / 8)), 8) for kernel in kernels]
+    kernels = select(
+        records["compiled_kernels.json"]["kernels"], kernel="logprobs_kernel", architecture="sm_90"
+    )
+    programs = [
+        min(65536 // (256 * kernel["warps"] * ceil(kernel["registers"] / 8)), 8)
+        for kernel in kernels
+    ]
     registers = spread((kernel["registers"] for kernel in kernels), "{}")
     return f"{registers} registers, so {spread(programs, '{}')} programs"

@@ -40,7 +40,9 @@ def trpo(records: Records) -> str:
         [own[key] - ppo[key] for own, ppo in zip(runs[name], runs["ppo"], strict=True)]
         for name in ("trpo, max_kl 0.01", "trpo, max_kl 0.003")
     )
-    kl, ppo_kl = (statistics.mean(run["kl"] for run in runs[name]) for name in ("trpo, max_kl 0.01", "ppo"))
+    kl, ppo_kl = (
+        statistics.mean(run["kl"] for run in runs[name]) for name in ("trpo, max_kl 0.01", "ppo")
+    )
     return (
         f"{mean_and_interval(ahead)} (95%) ahead of tuned PPO "
         f"in\nreward − 0.1 KL, at a KL of {kl:.1f} instead of {ppo_kl:.1f}; 0.003 was "
@@ -52,14 +54,24 @@ def seeds(records: Records) -> str:
     held_out = "held-out labels that the reward model has right"
     lines = [["seed", held_out, "sampled before", "sampled after", "greedy before", "greedy after"]]
     for seed, found in enumerate(records[SEEDS]):
-        sampled = [f"{found[f'sampled {when}']:.2f} ± {found[f'deviation {when}']:.2f}" for when in ("before", "after")]
+        sampled = [
+            f"{found[f'sampled {when}']:.2f} ± {found[f'deviation {when}']:.2f}"
+            for when in ("before", "after")
+        ]
         greedy = [f"{found[f'greedy {when}']:.2f}" for when in ("before", "after")]
         lines.append([str(seed), f"{found['accuracy']:g}", *sampled, *greedy])
     return markdown(lines)
 
 
 def exploited(records: Records) -> str:
-    lines = [["update", "reward of the reward model", "overlap with the true summaries", "response, tokens"]]
+    lines = [
+        [
+            "update",
+            "reward of the reward model",
+            "overlap with the true summaries",
+            "response, tokens",
+        ]
+    ]
     lines[0] += ["without an end", "KL, nats"]
     for one in records[EXPLOITED]:
         figures = [f"{one['reward']:.2f}", f"{one['gold']:.3f}", f"{one['response_length']:.1f}"]
@@ -68,7 +80,16 @@ def exploited(records: Records) -> str:
 
 
 def human_preferences(records: Records) -> str:
-    lines = [["update", "its reward model", "the judge", "response, tokens", "without an end", "KL, nats"]]
+    lines = [
+        [
+            "update",
+            "its reward model",
+            "the judge",
+            "response, tokens",
+            "without an end",
+            "KL, nats",
+        ]
+    ]
     for one in records["human_preferences.json"]["p3o"]:
         figures = [f"{one['reward']:.2f}", f"{one['gold']:.2f}", f"{one['response_length']:.1f}"]
         lines.append([str(one["step"]), *figures, f"{one['missing_eos']:.0%}", f"{one['kl']:.1f}"])
@@ -83,14 +104,16 @@ def human_win_rate(records: Records) -> str:
 def human_accuracies(records: Records) -> str:
     models = records["human_preferences.json"]["reward_models"].values()
     return " and ".join(
-        f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]" for one in models
+        f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]"
+        for one in models
     )
 
 
 def human_offsets(records: Records) -> str:
     offsets = records["human_preferences.json"]["offsets"]
     return " and ".join(
-        f"{offsets[name]['offset']:.2f} beside {offsets[name]['within']:.2f}" for name in ("reward", "judge")
+        f"{offsets[name]['offset']:.2f} beside {offsets[name]['within']:.2f}"
+        for name in ("reward", "judge")
     )
 
 
@@ -101,7 +124,9 @@ def game(records: Records) -> str:
         found = [mean_and_interval(digits_found(run, updates)) for updates in ("40", "80", "160")]
         start = "" if len(lines) > 1 else f"{statistics.mean(digits_found(run, '0')):.3f}"
         greedy = statistics.mean(seed["greedy"]["160"] for seed in run["seeds"])
-        lines.append([GAME_NAMES.get(run["algorithm"], run["algorithm"]), start, *found, f"{greedy:.3f}"])
+        lines.append(
+            [GAME_NAMES.get(run["algorithm"], run["algorithm"]), start, *found, f"{greedy:.3f}"]
+        )
     return markdown(lines)
 
 
@@ -114,6 +139,8 @@ def game_lead(leader: str, other: str) -> Section:
 
     def section(records: Records) -> str:
         runs = {run["algorithm"]: digits_found(run, "80") for run in records["game.json"]["runs"]}
-        return mean_and_interval([mine - theirs for mine, theirs in zip(runs[leader], runs[other], strict=True)])
+        return mean_and_interval(
+            [mine - theirs for mine, theirs in zip(runs[leader], runs[other], strict=True)]
+        )
 
     return section

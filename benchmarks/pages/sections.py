@@ -34,7 +34,11 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "compiled": notes.compiled,
         "registers": notes.registers,
     },
-    "README.md": {"memory": front.memory, "gpu": front.limit, "human win rate": runs.human_win_rate},
+    "README.md": {
+        "memory": front.memory,
+        "gpu": front.limit,
+        "human win rate": runs.human_win_rate,
+    },
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
     "fastp3o/training/compiled_layers.md": {"fused": counts.fused},

@@ -27,12 +27,16 @@ def records() -> Records:
 
 
 def quickstart_figures(printed: str) -> dict[str, float]:
-    """What a run of scripts/quickstart.sh printed of its reward model and of the taste before and after."""
+    """What a run of scripts/quickstart.sh printed of its reward model and of the taste before and
+    after.
+    """
     number = r"(-?\d+\.?\d*)"
     (accuracy,) = re.findall(rf"accuracy {number},", printed)
     figures = {"accuracy": float(accuracy)}
     for when in ("before", "after"):
-        (found,) = re.findall(rf"^  {when} +sampled +{number} ± {number} +greedy +{number}$", printed, re.MULTILINE)
+        (found,) = re.findall(
+            rf"^  {when} +sampled +{number} ± {number} +greedy +{number}$", printed, re.MULTILINE
+        )
         names = (f"sampled {when}", f"deviation {when}", f"greedy {when}")
         figures |= dict(zip(names, map(float, found), strict=True))
     return figures

@@ -12,13 +12,19 @@ Answer = TypeVar("Answer")
 
 
 class Answers(Generic[Question, Answer]):
-    """Answers to questions that are asked in the background, some `at_once`. `ask` gets an event that is set once
-    no more answers are wanted.
+    """Answers to questions that are asked in the background, some `at_once`. `ask` gets an event
+    that is set once no more answers are wanted.
 
-    Iterating yields answers as they come. An error or an interrupt sends no more requests, and waits for pending ones.
+    Iterating yields answers as they come. An error or an interrupt sends no more requests, and
+    waits for pending ones.
     """
 
-    def __init__(self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], at_once: int):
+    def __init__(
+        self,
+        ask: Callable[[Question, threading.Event], Answer],
+        questions: Iterable[Question],
+        at_once: int,
+    ):
         self.ask, self.stopped, self.pool = ask, threading.Event(), ThreadPoolExecutor(at_once)
         self.awaited: set[Future[Answer]] = set()
         self.come: SimpleQueue[Future[Answer]] = SimpleQueue()

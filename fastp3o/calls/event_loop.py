@@ -1,4 +1,6 @@
-"""Event loops in threads of their own, in which users' coroutines and our requests run whatever the caller does."""
+"""Event loops in threads of their own, in which users' coroutines and our requests run whatever the
+caller does.
+"""
 
 import asyncio
 import inspect
@@ -19,8 +21,8 @@ OF_TASKS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASY
 
 
 class LoopThread(threading.Thread):
-    """An event loop that continues, whatever its tasks and callbacks raise, or if they stop it. ends: what callbacks
-    have raised to end the program. left: behind, for another loop.
+    """An event loop that continues, whatever its tasks and callbacks raise, or if they stop it.
+    ends: what callbacks have raised to end the program. left: behind, for another loop.
     """
 
     def __init__(self) -> None:
@@ -34,8 +36,12 @@ class LoopThread(threading.Thread):
             try:
                 self.loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as error:
-                # A task keeps what it has raised for those that wait for it; of a callback nobody would learn.
-                if not any(frame.f_code.co_flags & OF_TASKS for frame, _ in traceback.walk_tb(error.__traceback__)):
+                # A task keeps what it has raised for those that wait for it; of a callback nobody
+                # would learn.
+                if not any(
+                    frame.f_code.co_flags & OF_TASKS
+                    for frame, _ in traceback.walk_tb(error.__traceback__)
+                ):
                     self.ends.append(error)
             except BaseException as error:  # the loop itself is broken
                 self.ends.append(error)
@@ -43,7 +49,9 @@ class LoopThread(threading.Thread):
 
 
 class Workers(ThreadPoolExecutor):
-    """The threads of an event loop, as its own are. Python 3.11 waits for ever for one that raises StopIteration."""
+    """The threads of an event loop, as its own are. Python 3.11 waits for ever for one that raises
+    StopIteration.
+    """
 
     def submit(self, function: Callable, /, *arguments: Any, **named: Any) -> Future:
         def call() -> Any:
@@ -59,11 +67,12 @@ LOOPS: dict[tuple[int, str], LoopThread] = {}  # by process and what they run
 
 
 def event_loop(runs: str) -> LoopThread:
-    """The event loop of this process for coroutines of one kind: a client belongs to the loop in which it was first
-    used. It runs in a thread of its own, since a notebook's runs in the caller's.
+    """The event loop of this process for coroutines of one kind: a client belongs to the loop in
+    which it was first used. It runs in a thread of its own, since a notebook's runs in the
+    caller's.
 
-    runs: "users' code" or "requests". Users' code may block, break or close its loop, which then is left behind; our
-    requests continue in theirs.
+    runs: "users' code" or "requests". Users' code may block, break or close its loop, which then is
+    left behind; our requests continue in theirs.
     """
     thread = LOOPS.get((os.getpid(), runs))
     if thread is None or thread.left or not thread.is_alive():
@@ -72,8 +81,9 @@ def event_loop(runs: str) -> LoopThread:
 
 
 def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
-    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it may continue then.
-    Raises what a callback has raised meanwhile to end the program, and RuntimeError once the event loop has ended.
+    """The coroutine's result. Raises TookTooLongError if there is none after `timeout` seconds; it
+    may continue then. Raises what a callback has raised meanwhile to end the program, and
+    RuntimeError once the event loop has ended.
     """
 
     async def settled() -> tuple[Any, BaseException | None]:
@@ -103,7 +113,9 @@ def awaited(coroutine: Coroutine, timeout: float | None) -> Any:
 
 
 def continues(thread: LoopThread, given_up: Future) -> bool:
-    """Cancels a call, and says whether its event loop continues. Code that blocks it is left behind, with the loop."""
+    """Cancels a call, and says whether its event loop continues. Code that blocks it is left
+    behind, with the loop.
+    """
     if not thread.is_alive():
         return False
     given_up.cancel()

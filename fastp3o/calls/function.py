@@ -24,7 +24,7 @@ from fastp3o.errors import UserError, text_of, visible
 LONG = 60.0  # seconds, after which a line says that a call takes long
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 class FunctionError(UserError):
@@ -37,13 +37,15 @@ class FunctionInterruptedError(KeyboardInterrupt):
 
 def told(error: BaseException) -> str:
     """The place where users' code raised an error, and its message."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)  # `extract_tb` obeys sys.tracebacklimit
+    *_, (frame, line) = traceback.walk_tb(
+        error.__traceback__
+    )  # `extract_tb` obeys sys.tracebacklimit
     return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
 
 def raised_by_itself(error: BaseException) -> bool:
-    """Whether users' code has raised this for itself, as its result. Otherwise somebody wants it to end: a time limit,
-    Ctrl-C, or the cancellation of the task in which it runs.
+    """Whether users' code has raised this for itself, as its result. Otherwise somebody wants it to
+    end: a time limit, Ctrl-C, or the cancellation of the task in which it runs.
     """
     if isinstance(error, KeyboardInterrupt):
         # Signals come to the main thread alone; a run has a handler that raises nothing.
@@ -56,18 +58,19 @@ def raised_by_itself(error: BaseException) -> bool:
     return not isinstance(error, TookTooLongError)
 
 
-# --- import and call --------------------------------------------------------------------------------------------------
+# --- import and call ------------------------------------------------------------------------------
 
 
 def import_function(name: str, role: str) -> Callable:
     """Imports a function; modules of the current directory are found, too.
 
     Args:
-        name: module, as Python imports it or as the path of its file, and function: `module:function`.
-        role: what the function is for, in error messages ("reward function").
+        name: module, as Python imports it or as the path of its file, and function:
+        `module:function`. role: what the function is for, in error messages ("reward function").
 
     Raises:
-        ValueError: the name has another form, module or function do not exist, it is no function, or a module that
+        ValueError: the name has another form, module or function do not exist, it is no function,
+        or a module that
             the file of a path hides is imported already.
     """
     module, _, attribute = name.partition(":")
@@ -79,18 +82,29 @@ def import_function(name: str, role: str) -> Callable:
         with restored():
             imported = importlib.import_module(module)
             function = getattr(imported, attribute)
-    except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
-        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        near = nearest(attribute, sys.modules.get(module)) if isinstance(error, AttributeError) else ""
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a module is a program of the user's and may raise anything
+        kind = (
+            "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        )
+        near = (
+            nearest(attribute, sys.modules.get(module)) if isinstance(error, AttributeError) else ""
+        )
         raise UserError(f"cannot load the {role} {name!r}: {kind}{text_of(error)}{near}") from error
     finally:
         with suppress(ValueError):  # the module has removed it
             sys.path.remove(folder)
     file = getattr(imported, "__file__", None)
     if is_file(name) and (file is None or not os.path.samefile(file, name.partition(":")[0])):
-        raise UserError(f"cannot load the {role} {name!r}: another module {module} is imported already")
+        raise UserError(
+            f"cannot load the {role} {name!r}: another module {module} is imported already"
+        )
     if not callable(function):
-        raise UserError(f"cannot load the {role} {name!r}: it is a {type(function).__name__}, not a function")
+        raise UserError(
+            f"cannot load the {role} {name!r}: it is a {type(function).__name__}, not a function"
+        )
     return function
 
 
@@ -101,7 +115,9 @@ def is_file(name: str) -> bool:
 
 
 def folder_and_module(module: str) -> tuple[str, str]:
-    """The folder that Python looks for a module in, and the module's name there. module: may be the path of a file."""
+    """The folder that Python looks for a module in, and the module's name there. module: may be the
+    path of a file.
+    """
     if not is_file(module):
         return os.getcwd(), module
     return str(Path(module).parent.absolute()), Path(module).name.removesuffix(".py")
@@ -109,22 +125,28 @@ def folder_and_module(module: str) -> tuple[str, str]:
 
 def nearest(name: str, module: ModuleType | None) -> str:
     """The function of a module that a misspelt name is nearest to, as the end of a message."""
-    functions = [other for other, value in vars(module).items() if callable(value)] if module else []
+    functions = (
+        [other for other, value in vars(module).items() if callable(value)] if module else []
+    )
     near = get_close_matches(name, functions, n=1)
     return f"; the nearest one is {near[0]}" if near else ""
 
 
 def call_for_list(
-    function: Callable, name: str, *arguments: list, timeout: float | None = None, option: str = "--reward_timeout"
+    function: Callable,
+    name: str,
+    *arguments: list,
+    timeout: float | None = None,
+    option: str = "--reward_timeout",
 ) -> list:
-    """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
-    may be a list, a tuple, an array or a tensor; an `async def` is awaited. timeout: in seconds; None for no limit.
-    option: that says it, in messages.
+    """Calls the function and returns its result as a list, with one entry for each of the last
+    argument's. The result may be a list, a tuple, an array or a tensor; an `async def` is awaited.
+    timeout: in seconds; None for no limit. option: that says it, in messages.
 
-    The function may change the lists that it gets and the working directory. Raises FunctionError, with the function's
-    name, if it returns another type or another number of entries, if it raises (with the place) or
-    takes too long, and if it ends the program, which would look like the end of a run, or the event loop; and
-    FunctionInterruptedError after a KeyboardInterrupt.
+    The function may change the lists that it gets and the working directory. Raises FunctionError,
+    with the function's name, if it returns another type or another number of entries, if it raises
+    (with the place) or takes too long, and if it ends the program, which would look like the end of
+    a run, or the event loop; and FunctionInterruptedError after a KeyboardInterrupt.
     """
     expected = len(arguments[-1])
     late = f"{name} has not returned after {timeout:g} s ({option})" if timeout else ""
@@ -139,12 +161,18 @@ def call_for_list(
     except TookTooLongError as error:
         *_, (frame, line), (last, _) = traceback.walk_tb(error.__traceback__)
         # If the function has gone on after the alarm, nobody knows where it was.
-        place = f": it was in {frame.f_code.co_filename}, line {line}" if last.f_code.co_name == "ring" else ""
+        place = (
+            f": it was in {frame.f_code.co_filename}, line {line}"
+            if last.f_code.co_name == "ring"
+            else ""
+        )
         raise FunctionError(late + place) from error
     except SystemExit as error:
         ended = f"ended the program (sys.exit, status {error.code!r}) instead of returning"
         raise FunctionError(f"{name} {ended}") from error
-    except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
+    except (
+        BaseException
+    ) as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         raise FunctionError(f"{name} failed in {told(error)}") from error
     wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:
@@ -152,24 +180,33 @@ def call_for_list(
             result = result.tolist() if hasattr(result, "tolist") else result
             result = list(result) if isinstance(result, list | tuple) else None
     except BaseException as error:
-        raise FunctionError(f"{wrong} that gives no list: {type(error).__name__}: {text_of(error)}") from error
+        raise FunctionError(
+            f"{wrong} that gives no list: {type(error).__name__}: {text_of(error)}"
+        ) from error
     if result is None:
         raise FunctionError(wrong)
     if len(result) != expected:
-        raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
+        raise FunctionError(
+            f"{name} must return {expected} entries, one a response, got {len(result)}"
+        )
     return result
 
 
-# --- calls that are late ----------------------------------------------------------------------------------------------
+# --- calls that are late --------------------------------------------------------------------------
 
 
 @contextmanager
 def warned_if_late(name: str, timeout: float | None, late: str, option: str) -> Iterator[None]:
-    """Says on standard error that a call takes long, and that it is late: not everything can be interrupted."""
+    """Says on standard error that a call takes long, and that it is late: not everything can be
+    interrupted.
+    """
     lines = {timeout + GRACE: late} if timeout else {}
     if timeout and timeout > LONG:
         lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} ({option})"
-    timers = [threading.Timer(seconds, print, [line], {"file": sys.stderr}) for seconds, line in lines.items()]
+    timers = [
+        threading.Timer(seconds, print, [line], {"file": sys.stderr})
+        for seconds, line in lines.items()
+    ]
     if timeout and isinstance(thread := threading.current_thread(), Background):
         timers.append(threading.Timer(timeout + GRACE, thread.leave_behind, [FunctionError(late)]))
     for timer in timers:
@@ -183,8 +220,9 @@ def warned_if_late(name: str, timeout: float | None, late: str, option: str) -> 
 
 
 class Background(threading.Thread):
-    """A call in a thread of its own, for which the end of a program does not wait. No alarm rings in it: once a user's
-    function there is late, `result` has its error, and the thread is left behind.
+    """A call in a thread of its own, for which the end of a program does not wait. No alarm rings
+    in it: once a user's function there is late, `result` has its error, and the thread is left
+    behind.
     """
 
     def __init__(self, call: Callable[[], Any]):

@@ -9,14 +9,17 @@ from types import FrameType
 
 
 class TookTooLongError(BaseException):
-    """Code reached its time limit, the argument, in seconds. No Exception, so that the code does not catch it."""
+    """Code reached its time limit, the argument, in seconds. No Exception, so that the code does
+    not catch it.
+    """
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TookTooLongError after this many seconds in the context: where the code is, and at its end if it has
-    caught that. The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no
-    limit, and code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
+    """Raises TookTooLongError after this many seconds in the context: where the code is, and at its
+    end if it has caught that. The clock is a signal, SIGALRM, so it stops only Python code in the
+    main thread; other threads have no limit, and code that sets an alarm of its own has that one.
+    An outer limit waits for the end of an inner one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,7 +40,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         # A handler that the code has installed to stay is not ours to remove.
         if signal.getsignal(signal.SIGALRM) is ring:
             signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, outer and max(outer + began - time.monotonic(), 1e-6), interval)
+        signal.setitimer(
+            signal.ITIMER_REAL, outer and max(outer + began - time.monotonic(), 1e-6), interval
+        )
     if rung:
         raise TookTooLongError(seconds)
 

@@ -12,9 +12,10 @@ end_process = os._exit  # while users' code runs, `os._exit` is `end_by_error`
 
 
 class Directory:
-    """The working directory, which users' code may change for the whole process. A thread that puts it back, while
-    another's code has changed it for a while, takes it from that. So the main thread alone puts it back, to what it was
-    when no thread ran users' code, and only when no other thread does. A thread that is left behind counts no more.
+    """The working directory, which users' code may change for the whole process. A thread that puts
+    it back, while another's code has changed it for a while, takes it from that. So the main thread
+    alone puts it back, to what it was when no thread ran users' code, and only when no other thread
+    does. A thread that is left behind counts no more.
 
     holders, running: threads, each as often as it has begun.
     """
@@ -31,7 +32,9 @@ class Directory:
         return None
 
     def hold(self, thread: threading.Thread) -> None:
-        """Until `release`, the directory counts as the run's, unless users' code has left it behind."""
+        """Until `release`, the directory counts as the run's, unless users' code has left it
+        behind.
+        """
         with self.lock:
             if not self.holders and (now := self.now()) != self.left:
                 self.before = now
@@ -85,8 +88,8 @@ directory = Directory()
 
 
 def end_by_error(status: int) -> NoReturn:
-    """What users' code gets as `os._exit`, which ends a run without a word, and with status 0 as if it were finished:
-    raises SystemExit. In other threads the process ends.
+    """What users' code gets as `os._exit`, which ends a run without a word, and with status 0 as if
+    it were finished: raises SystemExit. In other threads the process ends.
     """
     if directory.runs_here or isinstance(threading.current_thread(), LoopThread):
         raise SystemExit(status)

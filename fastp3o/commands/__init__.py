@@ -1,1 +1,3 @@
-"""Commands that do more than read a configuration, a file each, whose `main` reads the command line."""
+"""Commands that do more than read a configuration, a file each, whose `main` reads the command
+line.
+"""

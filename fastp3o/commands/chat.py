@@ -3,8 +3,8 @@
 fastp3o chat --model runs/p3o/model
 fastp3o chat --model runs/p3o/model --beside runs/sft/model --temperature 0
 
-A model with a chat template is told the whole conversation, its own answers included. To one without, a message is the
-text that it continues; --turn puts it into a conversation of plain text:
+A model with a chat template is told the whole conversation, its own answers included. To one
+without, a message is the text that it continues; --turn puts it into a conversation of plain text:
 fastp3o chat --model MODEL --turn '\\n\\nHuman: {}\\n\\nAssistant:' --stop '\\n\\nHuman:'
 """
 
@@ -31,28 +31,39 @@ class ChatConfig(Flags):
     """Talk to a model, or to two that answer the same messages."""
 
     model: str = required("Model to talk to: a Hugging Face causal LM, as a folder or a hub name.")
-    beside: str | None = option(None, "Second model, whose answers are shown beside the first's. Default: none.")
-    system: str | None = option(None, "System message, for models with a chat template. Default: none.")
+    beside: str | None = option(
+        None, "Second model, whose answers are shown beside the first's. Default: none."
+    )
+    system: str | None = option(
+        None, "System message, for models with a chat template. Default: none."
+    )
     turn: str = option(
         "{}",
         "What a message becomes for a model without a chat template: {} stands for the message, \\n for a new line. "
         "The default continues each message alone; with any other the conversation so far goes before it.",
     )
     stop: str | None = option(
-        None, "Text that ends an answer, beside the model's end-of-sequence; \\n stands for a new line. Default: none."
+        None,
+        "Text that ends an answer, beside the model's end-of-sequence; \\n stands for a new line. Default: none.",
     )
     max_prompt_tokens: int = option(
-        4096, "Maximum length of a conversation, in tokens; longer ones lose their beginning.", at_least=1
+        4096,
+        "Maximum length of a conversation, in tokens; longer ones lose their beginning.",
+        at_least=1,
     )
     max_response_tokens: int = option(512, "Maximum length of an answer, in tokens.", at_least=1)
-    temperature: float = option(1.0, "Sampling temperature; 0 takes the most likely token each time.", at_least=0.0)
+    temperature: float = option(
+        1.0, "Sampling temperature; 0 takes the most likely token each time.", at_least=0.0
+    )
     seed: int = option(0, "Seed of the answers.", at_least=0, below=LARGEST_INT)
     trust_remote_code: bool = option(False, "Run code that comes with the models.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "{}" not in self.turn:
-            raise UserError(f"--turn must hold {{}}, which stands for the message, got {self.turn!r}")
+            raise UserError(
+                f"--turn must hold {{}}, which stands for the message, got {self.turn!r}"
+            )
 
 
 @dataclass
@@ -76,11 +87,13 @@ class Speaker:
     def begin(self) -> None:
         """Forgets the conversation."""
         self.text = ""
-        self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        self.messages = (
+            [{"role": "system", "content": self.config.system}] if self.config.system else []
+        )
 
     def answer(self, message: str, seed: int) -> tuple[str, bool]:
-        """The answer, and whether the conversation's beginning was cut off for it. Raises UserError for a message that
-        the tokenizer or the chat template cannot take.
+        """The answer, and whether the conversation's beginning was cut off for it. Raises UserError
+        for a message that the tokenizer or the chat template cannot take.
         """
         from fastp3o.data.errors import RecordError
         from fastp3o.data.layouts import Part
@@ -97,7 +110,8 @@ class Speaker:
         if isinstance(encoded, RecordError):
             raise UserError(str(encoded))
         ((response,),) = (
-            group.responses for group in self.sampler([Prompt(encoded.prompt, encoded.prompt_ids)], 1, seed)
+            group.responses
+            for group in self.sampler([Prompt(encoded.prompt, encoded.prompt_ids)], 1, seed)
         )
         text = response.text
         if self.chats:
@@ -124,7 +138,10 @@ def main() -> None:
         elif message:
             try:
                 with console.status("answering"):
-                    answers = [speaker.answer(message, (config.seed + number) % LARGEST_INT) for speaker in speakers]
+                    answers = [
+                        speaker.answer(message, (config.seed + number) % LARGEST_INT)
+                        for speaker in speakers
+                    ]
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
                 continue
@@ -168,10 +185,16 @@ def load(name: str, config: ChatConfig) -> Speaker:
     stops = (with_new_lines(config.stop),) if config.stop else ()
     settings = SamplingSettings(top_k=0 if config.temperature else 1, stops=stops)
     sampler = TransformersSampler(
-        policy, tokenizer, max_response_tokens=config.max_response_tokens, batch_size=1, settings=settings
+        policy,
+        tokenizer,
+        max_response_tokens=config.max_response_tokens,
+        batch_size=1,
+        settings=settings,
     )
     ends = response_ends(tokenizer, policy.model.generation_config)
-    return Speaker(name, Encoder(tokenizer, config.max_prompt_tokens, None, ends=ends), sampler, config)
+    return Speaker(
+        name, Encoder(tokenizer, config.max_prompt_tokens, None, ends=ends), sampler, config
+    )
 
 
 def with_new_lines(text: str) -> str:
@@ -180,7 +203,9 @@ def with_new_lines(text: str) -> str:
 
 
 def show(console: Console, speakers: list[Speaker], answers: list[tuple[str, bool]]) -> None:
-    """One answer as text, two side by side. What a policy writes is shown without control characters."""
+    """One answer as text, two side by side. What a policy writes is shown without control
+    characters.
+    """
     if len(answers) == 1:
         console.print(Text(visible(answers[0][0].strip())))
     else:
@@ -190,4 +215,7 @@ def show(console: Console, speakers: list[Speaker], answers: list[tuple[str, boo
         console.print(table)
     for speaker, (_, truncated) in zip(speakers, answers, strict=True):
         if truncated:
-            print(f"{speaker.name} saw the conversation without its beginning (--max_prompt_tokens)", file=sys.stderr)
+            print(
+                f"{speaker.name} saw the conversation without its beginning (--max_prompt_tokens)",
+                file=sys.stderr,
+            )

@@ -1,9 +1,10 @@
-"""Runs side by side: the options that differ, last evaluations, curves in one picture, answers to the same prompts.
+"""Runs side by side: the options that differ, last evaluations, curves in one picture, answers to
+the same prompts.
 
 fastp3o compare runs/a runs/b
 
-With --first and --second: the reward at matched KL of two sets of runs that differ in one setting, paired by seed, with
-95% Student intervals.
+With --first and --second: the reward at matched KL of two sets of runs that differ in one setting,
+paired by seed, with 95% Student intervals.
 
 fastp3o compare --first runs/joint-seed* --second runs/ppo-seed* --kl 1 2 4
 """
@@ -32,15 +33,27 @@ from fastp3o.run.names import CONFIG
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, help="Output folders of two or more runs.")
-    parser.add_argument("--output", type=Path, default=Path("compare.png"), help="Picture of the runs' curves.")
-    parser.add_argument(
-        "--prompts", type=int, default=5, help="Number of prompts to show with the runs' answers (default: 5)."
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--first", nargs="+", type=Path, help="Output folders of the first arm, one run per seed.")
+    parser.add_argument("runs", nargs="*", type=Path, help="Output folders of two or more runs.")
     parser.add_argument(
-        "--second", nargs="+", type=Path, help="Output folders of the runs to compare with, one per seed."
+        "--output", type=Path, default=Path("compare.png"), help="Picture of the runs' curves."
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=5,
+        help="Number of prompts to show with the runs' answers (default: 5).",
+    )
+    parser.add_argument(
+        "--first", nargs="+", type=Path, help="Output folders of the first arm, one run per seed."
+    )
+    parser.add_argument(
+        "--second",
+        nargs="+",
+        type=Path,
+        help="Output folders of the runs to compare with, one per seed.",
     )
     parser.add_argument(
         "--kl",
@@ -56,14 +69,18 @@ def main() -> None:
         help="Reward of the evaluations to compare: reward, or gold (--gold_reward).",
     )
     arguments = parser.parse_args()
-    if bool(arguments.first) != bool(arguments.second) or bool(arguments.first) == (len(arguments.runs) > 0):
+    if bool(arguments.first) != bool(arguments.second) or bool(arguments.first) == (
+        len(arguments.runs) > 0
+    ):
         parser.error("expected the folders of two or more runs, or else --first and --second")
     if arguments.runs:
         if len(arguments.runs) < 2:
             parser.error(f"one run, {arguments.runs[0]}: fastp3o report shows a single one")
         print_runs(read_runs(arguments.runs), arguments.output, arguments.prompts)
         return
-    sides = [read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second)]
+    sides = [
+        read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second)
+    ]
     print_table(sides, arguments.kl, arguments.metric)
 
 
@@ -81,11 +98,17 @@ def print_runs(runs: list[LoggedRun], picture: Path, prompts: int) -> None:
     table = Table(*columns, title="first answers of the last updates", show_lines=True)
     for prompt, responses in answered.items():
         cells = [
-            "–" if response is None else f"{visible(response.text.strip())}\n[{response.reward:.4g}]"
+            "–"
+            if response is None
+            else f"{visible(response.text.strip())}\n[{response.reward:.4g}]"
             for response in responses
         ]
         table.add_row(Text(visible(prompt_end(prompt))), *map(Text, cells))
-    console.print(table if answered else "answers: the runs have logged no prompt in common (--log_rollouts_prompts)")
+    console.print(
+        table
+        if answered
+        else "answers: the runs have logged no prompt in common (--log_rollouts_prompts)"
+    )
     if figure := draw_curves(runs):
         require_place(picture)
         with whole_file(picture) as file:
@@ -96,7 +119,8 @@ def print_runs(runs: list[LoggedRun], picture: Path, prompts: int) -> None:
 def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
     """The evaluations of each run, by the prompts it was evaluated on and its seed.
 
-    Raises ValueError for a folder without a run, a run without `metric` in its evaluations, and two runs of one seed.
+    Raises ValueError for a folder without a run, a run without `metric` in its evaluations, and two
+    runs of one seed.
     """
     runs: dict[Seed, Evaluations] = {}
     for folder in folders:
@@ -113,13 +137,23 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
 
 def print_table(sides: list[dict[Seed, Evaluations]], kls: list[float], metric: str) -> None:
     """Prints the gains of both sides over update 0 at each KL, and their paired difference."""
-    columns = (Column(name, justify="right") for name in ("KL, nats", "first", "second", "first − second, paired"))
-    title = f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)"
+    columns = (
+        Column(name, justify="right")
+        for name in ("KL, nats", "first", "second", "first − second, paired")
+    )
+    title = (
+        f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)"
+    )
     caption = "KL exceeded: already at the first evaluation after update 0, so no gain was measured (--eval_at 1,2,5)"
     table = Table(*columns, title=title, caption=caption)
     for kl in kls:
-        gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
-        early = [sum(any(evaluation["kl"] >= kl for evaluation in run[:2]) for run in side.values()) for side in sides]
+        gains = [
+            {seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides
+        ]
+        early = [
+            sum(any(evaluation["kl"] >= kl for evaluation in run[:2]) for run in side.values())
+            for side in sides
+        ]
         none = [f"KL exceeded ({count})" if count else "not reached" for count in early]
         means = map(matched_kl.interval, gains)
         cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]

@@ -2,7 +2,8 @@
 
 fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/model,checks:right_answer --greedy
 
-With several responses to each prompt it also says how large the offsets of prompts are beside the spread within one:
+With several responses to each prompt it also says how large the offsets of prompts are beside the
+spread within one:
 fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/model --responses_per_prompt 4
 """
 
@@ -44,7 +45,9 @@ def main() -> None:
     responses = respond(config.model, tokenizer, prompts_for(tokenizer, settings), settings)
     means = {}
     title = f"{config.model}, {len(responses.groups)} prompts{', greedy' if config.greedy else ''}"
-    table = Table("", "mean", "± (95%, over prompts)", "SD within prompts", "offset / SD within", title=title)
+    table = Table(
+        "", "mean", "± (95%, over prompts)", "SD within prompts", "offset / SD within", title=title
+    )
     for name, value in (responses.rewards | lengths_and_ends(responses.groups)).items():
         of_prompts = value.double().mean(dim=1).numpy()
         half = half_width(of_prompts - of_prompts.mean(), len(of_prompts) - 1)
@@ -55,7 +58,11 @@ def main() -> None:
             spreads = f"{parts.within:.3g}", f"{parts.ratio:.2f}"
         table.add_row(name, f"{means[name]['mean']:.4g}", f"{half:.2g}", *spreads)
     samples = Table("prompt", "response", *responses.rewards, title="samples")
-    for number in torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups))).long().tolist():
+    for number in (
+        torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups)))
+        .long()
+        .tolist()
+    ):
         group = responses.groups[number]
         scores = [f"{value[number, 0]:.3g}" for value in responses.rewards.values()]
         texts = visible(prompt_end(group.prompt.text)), visible(group.responses[0].text.strip())

@@ -1,4 +1,5 @@
-"""Predicts the GPU memory of P3O's passes for a model and mean lengths, from only its configuration.
+"""Predicts the GPU memory of P3O's passes for a model and mean lengths, from only its
+configuration.
 
 fastp3o memory --model MODEL --prompt_tokens 350 --response_tokens 40 --precision fp16
 """
@@ -26,43 +27,67 @@ less free memory, rollouts cache less."""
 
 
 class MemoryConfig(TrainableConfig):
-    """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
+    """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's
+    configuration.
+    """
 
-    model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
+    model: str = required(
+        "Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read."
+    )
     prompt_tokens: int = option(350, "Mean length of a prompt, in tokens.", at_least=1)
     response_tokens: int = option(40, "Mean length of a response, in tokens.", at_least=1)
     responses_per_prompt: int = option(2, "Responses to each prompt.", at_least=1)
-    tokens_per_row: int = option(8192, "Tokens of a packed row, prompts included, as in training.", at_least=1)
-    share_prompts: bool = option(True, "Compute each prompt once, and share it among its responses, as in training.")
+    tokens_per_row: int = option(
+        8192, "Tokens of a packed row, prompts included, as in training.", at_least=1
+    )
+    share_prompts: bool = option(
+        True, "Compute each prompt once, and share it among its responses, as in training."
+    )
     precision: Literal["fp32", "bf16-autocast", "bf16", "fp16"] = option(
         "fp16",
         "Arithmetic as in training: fp32, bf16-autocast (fp32 weights, computed in bf16), or half-precision weights "
         "in bf16 or fp16. In training, auto takes fp16 unless a trial overflows, and bf16-autocast then.",
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass, as in training.")
-    max_prompt_tokens: int = option(512, "Maximum length of a prompt in rollouts, in tokens.", at_least=1)
-    max_response_tokens: int = option(128, "Maximum length of a response in rollouts, in tokens.", at_least=1)
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass, as in training."
+    )
+    max_prompt_tokens: int = option(
+        512, "Maximum length of a prompt in rollouts, in tokens.", at_least=1
+    )
+    max_response_tokens: int = option(
+        128, "Maximum length of a response in rollouts, in tokens.", at_least=1
+    )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1)
     optimizer: Literal["adamw", "adamw_8bit"] = option(
         "adamw", "Optimizer as in training. adamw: moments in fp32. adamw_8bit: moments in 8 bits."
     )
     offload: bool = option(False, "Keep the reference on the CPU between uses, as in training.")
-    kl_coef: float = option(0.05, "Weight of the KL as in training; with 0 there is no reference.", at_least=0)
+    kl_coef: float = option(
+        0.05, "Weight of the KL as in training; with 0 there is no reference.", at_least=0
+    )
     gpu_gb: float = option(
-        0.0, "Memory of each GPU, in GB: the head takes a twentieth of it for logits. 0: at most 19.", at_least=0
+        0.0,
+        "Memory of each GPU, in GB: the head takes a twentieth of it for logits. 0: at most 19.",
+        at_least=0,
     )
     gpus: int = option(1, "GPUs that train together; the table is for each of them.", at_least=1)
     shard_size: int = option(
-        0, "GPUs that hold one copy of the model, or of its tensor-parallel part, together; 0: all.", at_least=0
+        0,
+        "GPUs that hold one copy of the model, or of its tensor-parallel part, together; 0: all.",
+        at_least=0,
     )
-    tensor_parallel: int = option(1, "GPUs that compute each layer together; 1 disables it.", at_least=1)
+    tensor_parallel: int = option(
+        1, "GPUs that compute each layer together; 1 disables it.", at_least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize:
             raise UserError("--quantize: the memory of quantized bases is not predicted")
         if self.gpus % (self.shards * self.tensor_parallel):
-            raise UserError(f"--shard_size times --tensor_parallel must divide --gpus ({self.gpus})")
+            raise UserError(
+                f"--shard_size times --tensor_parallel must divide --gpus ({self.gpus})"
+            )
 
     @property
     def shards(self) -> int:
@@ -93,7 +118,10 @@ def main() -> None:
     )
     phases = phases_of(config, Model(policy, config.trainable_layers), lengths)
     each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
-    columns = (Column(name, justify="right") for name in ("policy's update", "reference's pass", "rollouts"))
+    columns = (
+        Column(name, justify="right")
+        for name in ("policy's update", "reference's pass", "rollouts")
+    )
     title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labeled} of them labeled"
     table = Table("", *columns, title=title)
     for name in (*vars(phases[0]), "peak"):
@@ -111,12 +139,21 @@ def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list
     """The update, the reference's pass and rollouts, each with what waits beside it."""
     from fastp3o.rollouts.cache import fitting_room
     from fastp3o.runtime.precision import choose_precision
-    from fastp3o.training.predicted_memory import frozen_memory, rollout_memory, sharded, together, update_memory
+    from fastp3o.training.predicted_memory import (
+        frozen_memory,
+        rollout_memory,
+        sharded,
+        together,
+        update_memory,
+    )
     from fastp3o_kernels.head.chunks import budget_of
 
     precision = choose_precision(config.precision, config.precision)
     part, budget = model.cut(config.tensor_parallel), budget_of(int(config.gpu_gb * 1e9))
-    saves: dict[str, Any] = {"checkpointing": config.gradient_checkpointing, "optimizer": config.optimizer}
+    saves: dict[str, Any] = {
+        "checkpointing": config.gradient_checkpointing,
+        "optimizer": config.optimizer,
+    }
     update = update_memory(part, lengths, precision, **saves, budget=budget)
     frozen = frozen_memory(part, lengths, precision, budget=budget)
     adapters = config.lora_rank > 0
@@ -128,7 +165,13 @@ def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list
         bytes_per_token=1,
         memory=sys.maxsize,
     )
-    rollouts = rollout_memory(model, room, precision, shards=config.shards * config.tensor_parallel, adapters=adapters)
+    rollouts = rollout_memory(
+        model, room, precision, shards=config.shards * config.tensor_parallel, adapters=adapters
+    )
     if config.gpus > 1:
-        update, frozen = (sharded(memory, part, precision, config.shards) for memory in (update, frozen))
-    return together(update, frozen, rollouts, second=config.kl_coef > 0 and not adapters, offload=config.offload)
+        update, frozen = (
+            sharded(memory, part, precision, config.shards) for memory in (update, frozen)
+        )
+    return together(
+        update, frozen, rollouts, second=config.kl_coef > 0 and not adapters, offload=config.offload
+    )

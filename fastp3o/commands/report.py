@@ -1,4 +1,5 @@
-"""One HTML file with curves, evaluations, options and responses of runs, to look at without a server.
+"""One HTML file with curves, evaluations, options and responses of runs, to look at without a
+server.
 
 fastp3o report runs/p3o
 fastp3o report runs/p3o runs/ppo --output both.html
@@ -14,10 +15,14 @@ from fastp3o.run.names import REPORT
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="Output folders of runs.")
     parser.add_argument(
-        "--output", type=Path, help="HTML file to write. Default: report.html in the run's folder, or here for several."
+        "--output",
+        type=Path,
+        help="HTML file to write. Default: report.html in the run's folder, or here for several.",
     )
     parser.add_argument(
         "--most_responses",

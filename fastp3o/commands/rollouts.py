@@ -22,17 +22,25 @@ WIDTH = 110  # columns off a terminal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="Output folder of an online run (--log_rollouts).")
-    parser.add_argument("--update", type=int, help="Update to show. Default: the last one that is logged.")
-    parser.add_argument("--count", type=int, default=3, help="Responses in each table (default: 3).")
+    parser.add_argument(
+        "--update", type=int, help="Update to show. Default: the last one that is logged."
+    )
+    parser.add_argument(
+        "--count", type=int, default=3, help="Responses in each table (default: 3)."
+    )
     arguments = parser.parse_args()
     if arguments.count < 1:
         parser.error(f"--count must be at least 1, got {arguments.count}")
     path = arguments.run / ROLLOUTS
     logged = find_update(path, arguments.update)
     if not logged.updates:
-        parser.error(f"{path} does not exist, or has no whole update: online runs write it (--log_rollouts)")
+        parser.error(
+            f"{path} does not exist, or has no whole update: online runs write it (--log_rollouts)"
+        )
     update = logged.last if arguments.update is None else arguments.update
     if not logged.groups:
         parser.error(
@@ -41,7 +49,10 @@ def main() -> None:
     console = Console() if Console().is_terminal else Console(width=WIDTH)
     responses = [(group, response) for group in logged.groups for response in group.responses]
     responses.sort(key=lambda entry: entry[1].reward, reverse=True)
-    for kind, chosen in (("best", responses[: arguments.count]), ("worst", responses[::-1][: arguments.count])):
+    for kind, chosen in (
+        ("best", responses[: arguments.count]),
+        ("worst", responses[::-1][: arguments.count]),
+    ):
         columns = (Column("end of prompt", ratio=2), Column("response", ratio=3))
         numbers = (Column(name, justify="right") for name in ("reward", "log-ratio", "tokens"))
         title = f"update {update}: {kind} of {len(responses)} logged responses"
@@ -55,7 +66,9 @@ def main() -> None:
 
 
 class Found(NamedTuple):
-    """The groups of an update, empty if the log does not have it; the number of updates, the first and the last."""
+    """The groups of an update, empty if the log does not have it; the number of updates, the first
+    and the last.
+    """
 
     groups: list[LoggedGroup]
     updates: int
@@ -68,7 +81,9 @@ def find_update(path: Path, number: int | None) -> Found:
     logged = Found([], 0, 0, 0)
     for groups in read_updates(path):
         step = groups[0].step
-        first, last = (min(step, logged.first), max(step, logged.last)) if logged.updates else (step, step)
+        first, last = (
+            (min(step, logged.first), max(step, logged.last)) if logged.updates else (step, step)
+        )
         kept = groups if step == (last if number is None else number) else logged.groups
         logged = Found(kept, logged.updates + 1, first, last)
     return logged

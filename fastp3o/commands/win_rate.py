@@ -48,7 +48,9 @@ def print_win_rates(config: WinRateConfig) -> None:
             for name, rate in win_rates(config, judge, responses[first], responses[second]):
                 rates.setdefault(name, {})[first, second] = rate
     except EndpointError as error:
-        raise EndpointError(f"{error}; with --verdicts FILE the next run continues from the verdicts so far") from error
+        raise EndpointError(
+            f"{error}; with --verdicts FILE the next run continues from the verdicts so far"
+        ) from error
     finally:
         if rates:
             print_table(config, rates, responses)
@@ -74,7 +76,9 @@ def print_table(config: WinRateConfig, rates: "Rates", responses: "list[Response
         for pair, rate in by_pair.items():
             counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
             shares = (f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}")
-            table.add_row(*(config.checkpoints[number] for number in pair), name, *shares, *map(str, counts))
+            table.add_row(
+                *(config.checkpoints[number] for number in pair), name, *shares, *map(str, counts)
+            )
     Console(width=140).print(table, markup=False)
     for name, side in zip(config.checkpoints, responses, strict=True):
         print(f"tokens per response: {side.mean_tokens:.1f} of {name}")

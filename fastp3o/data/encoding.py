@@ -1,7 +1,9 @@
-"""Makes token ids of texts or messages. Prompt and response are tokenized separately: no token is part of both.
+"""Makes token ids of texts or messages. Prompt and response are tokenized separately: no token is
+part of both.
 
-The tokenizer's chat template writes messages. None of them can hold or make a special token's text. An outline, the
-text of the same messages with a mark in place of each content, tells what the template wrote.
+The tokenizer's chat template writes messages. None of them can hold or make a special token's text.
+An outline, the text of the same messages with a mark in place of each content, tells what the
+template wrote.
 """
 
 import json
@@ -30,8 +32,8 @@ TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 # Variables that are no setting of a record's.
 RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize", READS_CLOCK)
 NO_FIELDS: Fields = {}
-# Fields of a message that are part of what its author says. A template may leave them out of earlier turns, but a reply
-# without them would teach something else.
+# Fields of a message that are part of what its author says. A template may leave them out of
+# earlier turns, but a reply without them would teach something else.
 SAID = ("reasoning_content", "reasoning", "thinking", "function_call")
 CHECKED = ("role", "content", "tool_calls")  # what is dropped of these is an error in any message
 # Differs in every directive of a clock.
@@ -44,9 +46,10 @@ def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 
 class BetweenTurns(NamedTuple):
-    """The text that a chat template writes between two replies. before: the messages up to the first one, which are
-    marks. written_before: them, as the template writes them. between: from there to the content of a message of this
-    role; after: from there to the next reply, with what the template begins it with.
+    """The text that a chat template writes between two replies. before: the messages up to the
+    first one, which are marks. written_before: them, as the template writes them. between: from
+    there to the content of a message of this role; after: from there to the next reply, with what
+    the template begins it with.
     """
 
     role: str
@@ -57,17 +60,18 @@ class BetweenTurns(NamedTuple):
     after: str
 
 
-# --- messages: what a chat template writes ----------------------------------------------------------------------------
+# --- messages: what a chat template writes --------------------------------------------------------
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise. clock:
-    that it reads; by default the process's. Methods raise RecordError if the template refuses messages or leaves one
-    out, and for the text of a special token in a message, which could end its turn and begin another; DataError if the
-    template does not end. `variables` are what the function of that name returns. unread: names of messages' fields
-    that it has written nowhere, in their order.
+    settings: variables that the template reads (`enable_thinking`), where a record's own do not say
+    otherwise. clock: that it reads; by default the process's. Methods raise RecordError if the
+    template refuses messages or leaves one out, and for the text of a special token in a message,
+    which could end its turn and begin another; DataError if the template does not end. `variables`
+    are what the function of that name returns. unread: names of messages' fields that it has
+    written nowhere, in their order.
     """
 
     def __init__(
@@ -76,39 +80,50 @@ class ChatTemplate:
         settings: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ):
-        self.tokenizer, self.settings, self.clock = tokenizer, settings or {}, clock or process_clock()
+        self.tokenizer = tokenizer
+        self.settings = settings or {}
+        self.clock = clock or process_clock()
         self.unread: dict[str, None] = {}
         self.read: set[str] = set()
         self.special = name_pattern(special_tokens(tokenizer).values())
         if self.settings:
             if tokenizer.chat_template is None:
-                raise UserError("--chat_template_kwargs: the tokenizer has no chat template that could read them")
+                raise UserError(
+                    "--chat_template_kwargs: the tokenizer has no chat template that could read them"
+                )
             try:
                 self.require_read({}, [])
             except RecordError as unread:
-                raise UserError(f"--chat_template_kwargs: {unread.reason}, got {unread.got}") from None
+                raise UserError(
+                    f"--chat_template_kwargs: {unread.reason}, got {unread.got}"
+                ) from None
 
-    # --- what the template reads and how it ends ----------------------------------------------------------------------
+    # --- what the template reads and how it ends --------------------------------------------------
 
     def closing(self) -> int | None:
-        """The token with which the template ends a reply: the first special one that it writes after it. None if it
-        writes none there, or refuses a conversation of two messages.
+        """The token with which the template ends a reply: the first special one that it writes
+        after it. None if it writes none there, or refuses a conversation of two messages.
         """
         marks = ("\ue0000\ue001", "\ue0001\ue001")
-        messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant"), marks, strict=True)]
+        messages = [
+            {"role": role, "content": mark}
+            for role, mark in zip(("user", "assistant"), marks, strict=True)
+        ]
         try:
             text = self.apply(messages, "messages", self.settings, add_generation_prompt=False)
         except RecordError:
             return None
         _, written, after = text.rpartition(marks[1])
         # One token may be the end of sequence and unknown characters.
-        special = special_tokens(self.tokenizer).keys() - {self.tokenizer.unk_token_id} | {self.tokenizer.eos_token_id}
+        special = special_tokens(self.tokenizer).keys() - {self.tokenizer.unk_token_id} | {
+            self.tokenizer.eos_token_id
+        }
         (ids,) = tokenize(self.tokenizer, [after if written else ""], control=True)
         return next((number for number in ids if number in special), None)
 
     def variables(self, record: Fields) -> dict[str, Any]:
-        """The variables that the template reads besides messages: `tools`, and the values of `chat_template_kwargs`.
-        Raises RecordError for one that the template does not name.
+        """The variables that the template reads besides messages: `tools`, and the values of
+        `chat_template_kwargs`. Raises RecordError for one that the template does not name.
         """
         tools = json_value(record, "tools", list, "a list of tools")
         variables = json_value(record, "chat_template_kwargs", dict, "an object")
@@ -121,23 +136,33 @@ class ChatTemplate:
         return {**self.settings, **variables} | ({"tools": tools} if tools else {})
 
     def require_read(self, own: Fields, tools: list) -> None:
-        """Raises RecordError unless the template names all settings, a record's own, and tools if there are some."""
+        """Raises RecordError unless the template names all settings, a record's own, and tools if
+        there are some.
+        """
         places = {name: f"chat_template_kwargs.{name}" for name in [*self.settings, *own]}
         for name, place in (places | ({"tools": "tools"} if tools else {})).items():
             if not self.reads(name, tools):
-                raise RecordError(place, "what the chat template reads", Found("a name that is not in it"))
+                raise RecordError(
+                    place, "what the chat template reads", Found("a name that is not in it")
+                )
 
     def reads(self, name: str, tools: list) -> bool:
-        """Whether the template names a variable that may be set. tools: of the record; some have a template for it."""
+        """Whether the template names a variable that may be set. tools: of the record; some have a
+        template for it.
+        """
         template = self.tokenizer.get_chat_template(tools=tools or None)
         return name not in RESERVED and re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     def fields_read(self, record: Fields) -> dict[str, Any]:
-        """A record's fields for the template, without what it does not read. Raises RecordError as `variables`."""
+        """A record's fields for the template, without what it does not read. Raises RecordError as
+        `variables`.
+        """
         tools = json_value(record, "tools", list, "a list of tools")
         variables = json_value(record, "chat_template_kwargs", dict, "an object")
         variables = {name: value for name, value in variables.items() if self.reads(name, tools)}
-        return {"chat_template_kwargs": variables} | ({"tools": tools} if self.reads("tools", tools) else {})
+        return {"chat_template_kwargs": variables} | (
+            {"tools": tools} if self.reads("tools", tools) else {}
+        )
 
     @cached_property
     def reads_clock(self) -> bool:
@@ -147,12 +172,15 @@ class ChatTemplate:
         other = ChatTemplate(self.tokenizer, self.settings, Clock(self.clock.moment + ANOTHER_TIME))
         asked = [{"role": "user", "content": "Hi"}]
         try:
-            texts = [template.apply(asked, "", self.settings, add_generation_prompt=True) for template in (self, other)]
+            texts = [
+                template.apply(asked, "", self.settings, add_generation_prompt=True)
+                for template in (self, other)
+            ]
         except RecordError:  # it wants other messages
             return True
         return texts[0] != texts[1]
 
-    # --- what it writes -----------------------------------------------------------------------------------------------
+    # --- what it writes ---------------------------------------------------------------------------
 
     def prompt(self, prompt: Part, variables: Fields = NO_FIELDS) -> str:
         """The text of the messages and of the beginning of the reply."""
@@ -169,27 +197,34 @@ class ChatTemplate:
         if not text.startswith(before):
             expected = "a chat template that writes the messages before a reply the same with and without the reply"
             raise RecordError(reply.field, expected, Found("one that changes them"))
-        self.check(conversation, len(asked), reply.field, text, variables, add_generation_prompt=False)
+        self.check(
+            conversation, len(asked), reply.field, text, variables, add_generation_prompt=False
+        )
         return text[len(before) :]
 
     def between_turns(self, role: str, variables: Fields) -> BetweenTurns:
-        """The text that the template writes between two replies, with a message of this role. It is asked about marks.
+        """The text that the template writes between two replies, with a message of this role. It is
+        asked about marks.
 
-        Raises RecordError for a template that refuses the role, or writes earlier replies, as they were begun and went
-        on, otherwise once others follow them.
+        Raises RecordError for a template that refuses the role, or writes earlier replies, as they
+        were begun and went on, otherwise once others follow them.
         """
         marks = [f"\ue000{number}\ue001" for number in range(7)]
 
         def conversation(*turns: str) -> list[Message]:
             roles = ("user", *("assistant", role) * (len(turns) // 2 + 1))
-            return [{"role": one, "content": text} for one, text in zip(roles, (marks[0], *turns), strict=False)]
+            return [
+                {"role": one, "content": text}
+                for one, text in zip(roles, (marks[0], *turns), strict=False)
+            ]
 
         def written(*turns: str) -> str:
             return self.apply(conversation(*turns), role, variables, add_generation_prompt=True)
 
         before = written()
         head = written(marks[1], marks[2]).partition(marks[1])[0]
-        # A reply may begin with what the template writes for it to continue from, such as an empty thought.
+        # A reply may begin with what the template writes for it to continue from, such as an empty
+        # thought.
         begun = before[len(head) :] if before.startswith(head) else ""
         thought = "<think>\n{}\n</think>\n\n"
         if "<think>" in begun:
@@ -203,10 +238,14 @@ class ChatTemplate:
         if turn != up_to_second or turns != up_to_second + second + between + last + after:
             expected = f"a chat template that leaves a reply as it is once a message of role {role} follows it"
             raise RecordError(None, expected, Found("one that changes it"))
-        return BetweenTurns(role, variables, conversation(begun + first), before + first, between, after)
+        return BetweenTurns(
+            role, variables, conversation(begun + first), before + first, between, after
+        )
 
     def content_between(self, turns: BetweenTurns, text: str) -> str:
-        """The text as the template writes it in a message between turns: some cut white space off, or quote it."""
+        """The text as the template writes it in a message between turns: some cut white space off,
+        or quote it.
+        """
         messages = [*turns.before, {"role": turns.role, "content": text}]
         try:
             whole = self.apply(messages, turns.role, turns.variables, add_generation_prompt=True)
@@ -216,17 +255,25 @@ class ChatTemplate:
         as_expected = whole.startswith(start) and whole[len(start) :].endswith(turns.after)
         return whole[len(start) : len(whole) - len(turns.after)] if as_expected else text
 
-    # --- what it refuses, drops or changes ----------------------------------------------------------------------------
+    # --- what it refuses, drops or changes --------------------------------------------------------
 
     def check(
-        self, messages: list[Message], first: int, field: str, text: str, variables: Fields, add_generation_prompt: bool
+        self,
+        messages: list[Message],
+        first: int,
+        field: str,
+        text: str,
+        variables: Fields,
+        add_generation_prompt: bool,
     ) -> None:
-        """Raises RecordError if the template drops one of the messages from the first on, calls of tools, or what a
-        reply says beside its content; or if one holds the text of a special token, or a part that the template
-        completes. Notes which other fields it does not read.
+        """Raises RecordError if the template drops one of the messages from the first on, calls of
+        tools, or what a reply says beside its content; or if one holds the text of a special token,
+        or a part that the template completes. Notes which other fields it does not read.
         """
         # Characters for private use, which neither templates nor tokenizers know.
-        marks = [f"\ue000{number}\ue001" if one["content"] else "" for number, one in enumerate(messages)]
+        marks = [
+            f"\ue000{number}\ue001" if one["content"] else "" for number, one in enumerate(messages)
+        ]
         marked = [{**one, "content": mark} for one, mark in zip(messages, marks, strict=True)]
         outline = self.apply(marked, field, variables, add_generation_prompt=add_generation_prompt)
         completed = len(self.special.findall(text)) > len(self.special.findall(outline))
@@ -236,48 +283,79 @@ class ChatTemplate:
                 raise RecordError(field, "a message that the chat template writes", dropped)
             written = message["content"] + json.dumps(message, ensure_ascii=False, default=str)
             if completed or self.special.search(written):
-                raise RecordError(field, "a message without the text of a special token", Found("one with it"))
+                raise RecordError(
+                    field, "a message without the text of a special token", Found("one with it")
+                )
 
         def drops(names: list[str], first: int = 0) -> bool:
             """Whether the text is the same without these fields of the messages from the first on."""
             later = [
-                {name: value for name, value in message.items() if name not in names} for message in messages[first:]
+                {name: value for name, value in message.items() if name not in names}
+                for message in messages[first:]
             ]
             try:
                 without = [*messages[:first], *later]
-                return self.apply(without, field, variables, add_generation_prompt=add_generation_prompt) == text
+                return (
+                    self.apply(
+                        without, field, variables, add_generation_prompt=add_generation_prompt
+                    )
+                    == text
+                )
             except RecordError:  # the template needs them
                 return False
 
         if any(message.get("tool_calls") for message in messages) and drops(["tool_calls"]):
-            raise RecordError(field, "messages that the chat template writes", Found("tool_calls that it drops"))
+            raise RecordError(
+                field, "messages that the chat template writes", Found("tool_calls that it drops")
+            )
         if not add_generation_prompt:
-            self.require_all_said(messages[-1], field, lambda names: drops(names, len(messages) - 1))
-        has_value = [n for one in messages[first:] for n, value in one.items() if value not in (None, "", [], {})]
+            self.require_all_said(
+                messages[-1], field, lambda names: drops(names, len(messages) - 1)
+            )
+        has_value = [
+            n
+            for one in messages[first:]
+            for n, value in one.items()
+            if value not in (None, "", [], {})
+        ]
         source = self.tokenizer.get_chat_template(tools=variables.get("tools"))
         for name in dict.fromkeys(has_value):
             if name in CHECKED or name in self.read:
                 continue
-            if not re.search(rf"\b{re.escape(name)}\b", source) or (name not in SAID and drops([name])):
+            if not re.search(rf"\b{re.escape(name)}\b", source) or (
+                name not in SAID and drops([name])
+            ):
                 self.unread[name] = None
             else:
                 self.read.add(name)
                 self.unread.pop(name, None)
 
-    def require_all_said(self, reply: Message, field: str, drops: Callable[[list[str]], bool]) -> None:
-        """Raises RecordError if the template drops what the reply says beside its content. One text may have several
-        names.
+    def require_all_said(
+        self, reply: Message, field: str, drops: Callable[[list[str]], bool]
+    ) -> None:
+        """Raises RecordError if the template drops what the reply says beside its content. One text
+        may have several names.
         """
-        said = {name: json.dumps(reply[name], default=str) for name in SAID if str(reply.get(name) or "").strip()}
+        said = {
+            name: json.dumps(reply[name], default=str)
+            for name in SAID
+            if str(reply.get(name) or "").strip()
+        }
         for value in dict.fromkeys(said.values()):
             names = [name for name, other in said.items() if other == value]
             if drops(names):
-                expected = (
-                    f"a reply whose {names[0]} the chat template writes: move it into the content, or leave it out"
-                )
+                remedy = "move it into the content, or leave it out"
+                expected = f"a reply whose {names[0]} the chat template writes: {remedy}"
                 raise RecordError(field, expected, Found("one that it drops"))
 
-    def apply(self, conversation: list[Message], field: str, variables: Fields, *, add_generation_prompt: bool) -> str:
+    def apply(
+        self,
+        conversation: list[Message],
+        field: str,
+        variables: Fields,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
         options = dict(variables)
         try:
             if self.tokenizer.chat_template is not None:
@@ -286,23 +364,30 @@ class ChatTemplate:
                     options["chat_template"] = with_clock
             with time_limit(TIME_LIMIT):
                 text = self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+                    conversation,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **options,
                 )
             return cast(str, text)
         except TookTooLongError as error:  # the next records would take as long, so none is skipped
-            raise DataError(f"the chat template has not ended after {TIME_LIMIT:g} s, for field '{field}'") from error
-        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise DataError(
+                f"the chat template has not ended after {TIME_LIMIT:g} s, for field '{field}'"
+            ) from error
+        except (
+            Exception
+        ) as error:  # a template is a program of the model's author and may raise anything
             refusal = Found(f"its refusal: {error}")
             raise RecordError(field, "messages that the chat template accepts", refusal) from error
 
 
-# --- ends of responses ------------------------------------------------------------------------------------------------
+# --- ends of responses ----------------------------------------------------------------------------
 
 
 class ResponseEnds(NamedTuple):
-    """How responses end. ids: the tokens that end one wherever they stand, those of a model's settings first. text,
-    chat: the one that closes a written response, to plain text and to messages, where the template writes none; None
-    for a tokenizer without an end-of-sequence.
+    """How responses end. ids: the tokens that end one wherever they stand, those of a model's
+    settings first. text, chat: the one that closes a written response, to plain text and to
+    messages, where the template writes none; None for a tokenizer without an end-of-sequence.
     """
 
     ids: tuple[int, ...]
@@ -313,12 +398,13 @@ class ResponseEnds(NamedTuple):
 def response_ends(
     tokenizer: PreTrainedTokenizerBase, config: GenerationConfig | PretrainedConfig | None = None
 ) -> ResponseEnds:
-    """The ends of a response: the tokens at which the model's settings stop, the tokenizer's end-of-sequence, and the
-    token with which the chat template ends a reply. Data, samplers, servers, reward models and saved files all ask
-    here: what one of them took for an end and another did not would be trained, but never sampled.
+    """The ends of a response: the tokens at which the model's settings stop, the tokenizer's
+    end-of-sequence, and the token with which the chat template ends a reply. Data, samplers,
+    servers, reward models and saved files all ask here: what one of them took for an end and
+    another did not would be trained, but never sampled.
 
-    config: a policy's generation_config, or the configuration of a reward model, which has none. Without it the
-    tokenizer alone says. A token for padding that is also one of these is an end.
+    config: a policy's generation_config, or the configuration of a reward model, which has none.
+    Without it the tokenizer alone says. A token for padding that is also one of these is an end.
     """
     eos = getattr(config, "eos_token_id", None)
     of_model = eos if isinstance(eos, list | tuple) else [eos]
@@ -342,14 +428,14 @@ def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
     return kind() if value is None else value
 
 
-# --- token ids of prompts and responses -------------------------------------------------------------------------------
+# --- token ids of prompts and responses -----------------------------------------------------------
 
 
 class Texts(NamedTuple):
-    """A prompt and its responses. fields: the record's fields that the prompt and each response come from. templated:
-    whether the chat template wrote them. changed: replies that it does not write as they are: it trims them, or moves
-    their thinking. given: the fields that say the prompt: as the record has it, with `tools` and
-    `chat_template_kwargs`.
+    """A prompt and its responses. fields: the record's fields that the prompt and each response
+    come from. templated: whether the chat template wrote them. changed: replies that it does not
+    write as they are: it trims them, or moves their thinking. given: the fields that say the
+    prompt: as the record has it, with `tools` and `chat_template_kwargs`.
     """
 
     prompt: str
@@ -361,8 +447,8 @@ class Texts(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of a prompt and its responses. prompt: its text after truncation. special_texts: how many of prompt
-    and responses hold a special token's text.
+    """The token ids of a prompt and its responses. prompt: its text after truncation.
+    special_texts: how many of prompt and responses hold a special token's text.
     """
 
     prompt: str
@@ -374,16 +460,18 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Tokenizes for one model, within limits that count special tokens and the end-of-sequence token.
+    """Tokenizes for one model, within limits that count special tokens and the end-of-sequence
+    token.
 
-    A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer or the chat
-    template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
-    to stop there. The text of a special token is text, unless the chat template wrote it.
+    A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer
+    or the chat template put first. A long response loses its end, and with it the end-of-sequence
+    token: the model must not learn to stop there. The text of a special token is text, unless the
+    chat template wrote it.
 
-    tokenizer: the model's, with a chat template if the data are messages. ends: the model's, by default what the
-    tokenizer alone says. The others are as in `Loader`. Raises
-    ValueError if a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or the chat
-    template does not name a variable.
+    tokenizer: the model's, with a chat template if the data are messages. ends: the model's, by
+    default what the tokenizer alone says. The others are as in `Loader`. Raises ValueError if a
+    limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or the
+    chat template does not name a variable.
     """
 
     def __init__(
@@ -403,46 +491,77 @@ class Encoder:
         self.max_characters = max_characters
         self.first_ids = ids_added_first(tokenizer)
         if max_prompt_tokens <= len(self.first_ids):
-            raise UserError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
+            raise UserError(
+                f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}"
+            )
         if max_response_tokens is not None and tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, which must close each response"
+            )
         self.ends = ends or response_ends(tokenizer)
 
-    def render(self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS) -> Texts:
-        """Applies the chat template to messages, with their record's fields for it; text stays. Raises RecordError."""
+    def render(
+        self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS
+    ) -> Texts:
+        """Applies the chat template to messages, with their record's fields for it; text stays.
+        Raises RecordError.
+        """
         fields = (prompt.field, *(response.field for response in responses))
         templated = not isinstance(prompt.value, str)
         variables = self.template.variables(record) if templated else {}
         before = self.template.prompt(prompt, variables) if templated else cast(str, prompt.value)
         replies = tuple(
-            self.template.reply(prompt, before, response, variables) if templated else cast(str, response.value)
+            self.template.reply(prompt, before, response, variables)
+            if templated
+            else cast(str, response.value)
             for response in responses
         )
         given = {"prompt": prompt.value}
         if templated:
-            given |= {name: record[name] for name in TEMPLATE_FIELDS if record.get(name) is not None}
+            given |= {
+                name: record[name] for name in TEMPLATE_FIELDS if record.get(name) is not None
+            }
         for field, text in zip(fields, (before, *replies), strict=True):
             if len(text) > self.max_characters:
-                raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{len(text)} of them"))
-        contents = [cast(Any, response.value)[-1]["content"] for response in responses] if templated else []
-        changed = sum(content not in reply for content, reply in zip(contents, replies, strict=False))
+                raise RecordError(
+                    field,
+                    f"at most {self.max_characters} characters",
+                    Found(f"{len(text)} of them"),
+                )
+        contents = (
+            [cast(Any, response.value)[-1]["content"] for response in responses]
+            if templated
+            else []
+        )
+        changed = sum(
+            content not in reply for content, reply in zip(contents, replies, strict=False)
+        )
         return Texts(before, replies, fields, templated, given, changed)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
-        """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""
+        """One result for each entry of the batch, in order; a RecordError if its tokens cannot be
+        used.
+        """
         prompt_ids = self.tokenize([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
-        # What responses continue: nothing, text, or a special token, behind which a text may begin again.
+        # What responses continue: nothing, text, or a special token, behind which a text may begin
+        # again.
         last = [ids[-1] if ids else BEGINNING for ids in prompt_ids]
         last = [entry if entry in self.continuation.begins else INSIDE for entry in last]
         keys = [
-            [(entry.templated, end, text) for text in entry.responses] for entry, end in zip(batch, last, strict=True)
+            [(entry.templated, end, text) for text in entry.responses]
+            for entry, end in zip(batch, last, strict=True)
         ]
         response_ids = iter(self.tokenize([key for those in keys for key in those]))
-        ids = [[first, *islice(response_ids, len(those))] for first, those in zip(prompt_ids, keys, strict=True)]
+        ids = [
+            [first, *islice(response_ids, len(those))]
+            for first, those in zip(prompt_ids, keys, strict=True)
+        ]
         return list(map(self.encode_one, batch, ids))
 
     def tokenize(self, keys: list[tuple[bool, int, str]]) -> list[list[int]]:
-        """The ids of texts: whether the chat template wrote it, the token before it, and the text itself."""
+        """The ids of texts: whether the chat template wrote it, the token before it, and the text
+        itself.
+        """
         by_kind: dict[tuple[bool, int], dict[str, list[int]]] = {}
         for templated, last, text in keys:
             by_kind.setdefault((templated, last), {})[text] = []
@@ -450,17 +569,25 @@ class Encoder:
             of |= zip(of, self.continuation.ids(list(of), last, control=templated), strict=True)
         return [by_kind[templated, last][text] for templated, last, text in keys]
 
-    def encode_one(self, texts: Texts, prompt_and_response_ids: list[list[int]]) -> Encoded | RecordError:
+    def encode_one(
+        self, texts: Texts, prompt_and_response_ids: list[list[int]]
+    ) -> Encoded | RecordError:
         prompt_ids, *response_ids = prompt_and_response_ids
         plain_text = not texts.prompt and not texts.templated and bool(response_ids)
         if plain_text:
             (ids,) = response_ids
-            prompt_ids, response_ids = (self.first_ids, [ids]) if self.first_ids else (ids[:1], [ids[1:]])
+            prompt_ids, response_ids = (
+                (self.first_ids, [ids]) if self.first_ids else (ids[:1], [ids[1:]])
+            )
         try:
             for field, ids in zip(texts.fields, prompt_and_response_ids, strict=True):
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
-                    raise RecordError(field, "text that encodes to ordinary tokens", Found("a special token"))
-            encoded = ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
+                    raise RecordError(
+                        field, "text that encodes to ordinary tokens", Found("a special token")
+                    )
+            encoded = (
+                ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
+            )
             written = zip(response_ids, texts.fields[1:], strict=True)
             whole = [self.closed(*response, templated=texts.templated) for response in written]
         except RecordError as problem:
@@ -473,7 +600,9 @@ class Encoder:
         plain = () if texts.templated else (texts.prompt, *texts.responses)
         special_texts = sum(self.template.special.search(text) is not None for text in plain)
         prompt, ids, prompt_truncated = encoded
-        return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts)
+        return Encoded(
+            prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts
+        )
 
     def encode_prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
         """The text as the model sees it, its ids, and whether the beginning was cut off."""
@@ -488,36 +617,54 @@ class Encoder:
             return texts.prompt, first + rest, False
         kept = rest[len(rest) - room :]
         seen = first + kept if texts.templated else kept
-        return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True
+        return (
+            cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)),
+            first + kept,
+            True,
+        )
 
     def closed(self, ids: list[int], field: str, *, templated: bool) -> list[int]:
-        """The ids up to the first token at which a sampler stops, which is added if there is none. White space and
-        special tokens that a template writes after it are cut off: no policy is asked for them.
+        """The ids up to the first token at which a sampler stops, which is added if there is none.
+        White space and special tokens that a template writes after it are cut off: no policy is
+        asked for them.
         """
         place = next((place for place, token in enumerate(ids) if token in self.ends.ids), len(ids))
         content, after = ids[:place], ids[place + 1 :]
         if not content:
             raise RecordError(field, "text that the tokenizer knows", Found("no token"))
         if after and cast(str, self.tokenizer.decode(after, skip_special_tokens=True)).strip():
-            raise RecordError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
+            raise RecordError(
+                field,
+                "no end-of-sequence token inside a response",
+                Found("one, with text after it"),
+            )
         closing = self.ends.chat if templated else self.ends.text
         return [*content, ids[place] if place < len(ids) else cast(int, closing)]
 
 
-# --- tokens that a tokenizer adds by itself ---------------------------------------------------------------------------
+# --- tokens that a tokenizer adds by itself -------------------------------------------------------
 
 
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that the tokenizer puts before a text; those after it (often eos) must not end a prompt."""
+    """The special tokens that the tokenizer puts before a text; those after it (often eos) must not
+    end a prompt.
+    """
     # A letter, then the vocabulary, in case it lacks the letter.
-    for probe in ("a", *(token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)):
+    for probe in (
+        "a",
+        *(token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens),
+    ):
         plain = tokenizer(probe, add_special_tokens=False).input_ids
         if plain:
             marked = tokenizer(probe).input_ids
-            return next(marked[:i] for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
+            return next(
+                marked[:i] for i in range(len(marked)) if marked[i : i + len(plain)] == plain
+            )
     raise UserError("the tokenizer turns every text into nothing")
 
 
 def split_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
-    """The beginning-of-sequence token, or nothing if `ids` does not start with it; and the other ids."""
+    """The beginning-of-sequence token, or nothing if `ids` does not start with it; and the other
+    ids.
+    """
     return (ids[:1], ids[1:]) if bos is not None and ids[:1] == [bos] else ([], ids)

@@ -7,7 +7,9 @@ from fastp3o.errors import UserError
 
 
 class DataError(UserError):
-    """Data that cannot be used. The message names the file or hub name and, if known, the record and the field."""
+    """Data that cannot be used. The message names the file or hub name and, if known, the record
+    and the field.
+    """
 
 
 class RecordError(Exception):
@@ -24,11 +26,15 @@ class RecordError(Exception):
 
     @property
     def reason(self) -> str:
-        """The problem without what was found, so that records with the same problem count as one reason."""
+        """The problem without what was found, so that records with the same problem count as one
+        reason.
+        """
         return f"{self.field}expected {self.expected}"
 
     def at(self, file: str, number: int) -> DataError:
-        return DataError(f"{file} record {number}{' ' if self.field else ': '}{self.reason}, got {self.got}")
+        return DataError(
+            f"{file} record {number}{' ' if self.field else ': '}{self.reason}, got {self.got}"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +56,13 @@ def describe(value: object) -> str:
         case None:
             return "null"
         case str():
-            return "an empty string" if value == "" else "only white space" if is_blank(value) else "a string"
+            return (
+                "an empty string"
+                if value == ""
+                else "only white space"
+                if is_blank(value)
+                else "a string"
+            )
         case bool():
             return "true" if value else "false"
         case int() | float() if not abs(value) >= 1e12:
@@ -66,8 +78,12 @@ def describe(value: object) -> str:
 
 
 def is_blank(value: str) -> bool:
-    """Whether a text has nothing to read: only white space and characters that are not seen, such as U+200B."""
-    return all(character.isspace() or unicodedata.category(character) == "Cf" for character in value)
+    """Whether a text has nothing to read: only white space and characters that are not seen, such
+    as U+200B.
+    """
+    return all(
+        character.isspace() or unicodedata.category(character) == "Cf" for character in value
+    )
 
 
 def field_names(fields: object) -> str:
@@ -75,4 +91,8 @@ def field_names(fields: object) -> str:
     names = [str(name)[:40] for name in fields]  # type: ignore[attr-defined]
     if not names:
         return "no fields"
-    return "the fields " + ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return (
+        "the fields "
+        + ", ".join(names[:12])
+        + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    )

@@ -1,4 +1,6 @@
-"""Reads a record as a prompt and its responses, text or messages. README.md lists the layouts, with examples."""
+"""Reads a record as a prompt and its responses, text or messages. README.md lists the layouts, with
+examples.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ HH_REPLY, HH_TURN = "\n\nAssistant:", "\n\nHuman:"
 
 
 class Part(NamedTuple):
-    """A prompt (text or messages) or a response (text or a list with one assistant message); `field` is its source."""
+    """A prompt (text or messages) or a response (text or a list with one assistant message);
+    `field` is its source.
+    """
 
     field: str
     value: str | list[Message]
@@ -24,8 +28,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How to read the records of one form. fields: names that a record must have. response_count: responses in a
-    record, 0 to 2; a ranking may have more. prompt, responses: functions that read them, or raise RecordError.
+    """How to read the records of one form. fields: names that a record must have. response_count:
+    responses in a record, 0 to 2; a ranking may have more. prompt, responses: functions that read
+    them, or raise RecordError.
     """
 
     fields: tuple[str, ...]
@@ -37,7 +42,7 @@ class Layout:
         return "/".join(self.fields)
 
 
-# --- values of fields -------------------------------------------------------------------------------------------------
+# --- values of fields -----------------------------------------------------------------------------
 
 
 def text(record: Fields, field: str, name: str | None = None) -> str:
@@ -53,8 +58,8 @@ def text(record: Fields, field: str, name: str | None = None) -> str:
 
 
 def message(value: object, name: str) -> Message:
-    """One message without its null fields, which are none to chat templates. Parts of its content are joined. It may
-    have no content if it calls tools, or is what a tool answered.
+    """One message without its null fields, which are none to chat templates. Parts of its content
+    are joined. It may have no content if it calls tools, or is what a tool answered.
     """
     if not isinstance(value, Mapping):
         raise RecordError(name, "a message with role and content", value)
@@ -65,10 +70,16 @@ def message(value: object, name: str) -> Message:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 raise RecordError(place, "a part of type text, with its text", part)
         content = "".join(text(part, "text", f"{place}.text") for place, part in parts.items())
-    if not content and (value.get("tool_calls") or role == "tool" or (role == "system" and content == "")):
+    if not content and (
+        value.get("tool_calls") or role == "tool" or (role == "system" and content == "")
+    ):
         content = ""
     else:
-        content = text({**value, "content": content} if content is not None else value, "content", f"{name}.content")
+        content = text(
+            {**value, "content": content} if content is not None else value,
+            "content",
+            f"{name}.content",
+        )
     return {field: item for field, item in value.items() if item is not None} | {"content": content}
 
 
@@ -83,11 +94,13 @@ def ends_with(conversation: list[Message], roles: tuple[str, ...], field: str) -
     """Returns the conversation. Raises RecordError if its last message has none of the roles."""
     role = conversation[-1]["role"]
     if role not in roles:
-        raise RecordError(field, f"a last message of {' or '.join(roles)}", Found(f"one of role '{role[:40]}'"))
+        raise RecordError(
+            field, f"a last message of {' or '.join(roles)}", Found(f"one of role '{role[:40]}'")
+        )
     return conversation
 
 
-# --- prompts and single responses -------------------------------------------------------------------------------------
+# --- prompts and single responses -----------------------------------------------------------------
 
 
 def prompt_field(record: Fields) -> Part:
@@ -118,7 +131,9 @@ def the_response(field: str, record: Fields) -> tuple[Part, ...]:
     """The response. Raises RecordError if two of the fields for it differ."""
     responses = {name: record[name] for name in DEMONSTRATIONS if record.get(name) is not None}
     if any(value != responses.get(field, value) for value in responses.values()):
-        raise RecordError(None, f"one response in the fields {', '.join(responses)}", Found("different ones"))
+        raise RecordError(
+            None, f"one response in the fields {', '.join(responses)}", Found("different ones")
+        )
     return (response_field(record, field),)
 
 
@@ -129,11 +144,13 @@ def desirable(record: Fields) -> bool:
     return label
 
 
-# --- pairs ------------------------------------------------------------------------------------------------------------
+# --- pairs ----------------------------------------------------------------------------------------
 
 
 def messages_prompt(record: Fields) -> Part:
-    conversation = ends_with(messages(record, "messages"), ("assistant", "user", "tool"), "messages")
+    conversation = ends_with(
+        messages(record, "messages"), ("assistant", "user", "tool"), "messages"
+    )
     if conversation[-1]["role"] == "assistant":
         conversation = before_reply(conversation, "messages")
     return Part("messages", conversation)
@@ -154,10 +171,16 @@ def pair_prompt(record: Fields) -> Part:
     if not holds_dialogues(record):
         return prompt_field(record)
     shared = dialogues(record)[0]
-    prompt = messages(record, "prompt") if isinstance(record.get("prompt"), list) else record.get("prompt")
+    prompt = (
+        messages(record, "prompt")
+        if isinstance(record.get("prompt"), list)
+        else record.get("prompt")
+    )
     contents = [message["content"] for message in shared.value if isinstance(message, dict)]
     if prompt != shared.value and prompt not in contents:
-        raise RecordError("prompt", "the messages that 'chosen' starts with, or the text of one of them", prompt)
+        raise RecordError(
+            "prompt", "the messages that 'chosen' starts with, or the text of one of them", prompt
+        )
     return shared
 
 
@@ -167,7 +190,7 @@ def pair_responses(record: Fields) -> tuple[Part, ...]:
     return response_field(record, "chosen"), response_field(record, "rejected")
 
 
-# --- pairs of Anthropic's HH ------------------------------------------------------------------------------------------
+# --- pairs of Anthropic's HH ----------------------------------------------------------------------
 
 
 def holds_dialogues(record: Fields) -> bool:
@@ -177,23 +200,42 @@ def holds_dialogues(record: Fields) -> bool:
 
 
 def dialogues(record: Fields) -> tuple[Part, Part, Part]:
-    """Shared messages, chosen reply and rejected reply of two conversations that differ in their last message."""
-    chosen, rejected = (ends_with(messages(record, field), ("assistant",), field) for field in ("chosen", "rejected"))
+    """Shared messages, chosen reply and rejected reply of two conversations that differ in their
+    last message.
+    """
+    chosen, rejected = (
+        ends_with(messages(record, field), ("assistant",), field)
+        for field in ("chosen", "rejected")
+    )
     if chosen[:-1] != rejected[:-1]:
         raise RecordError("rejected", "the messages of 'chosen' except the last", Found("others"))
-    return Part("chosen", before_reply(chosen, "chosen")), Part("chosen", chosen[-1:]), Part("rejected", rejected[-1:])
+    return (
+        Part("chosen", before_reply(chosen, "chosen")),
+        Part("chosen", chosen[-1:]),
+        Part("rejected", rejected[-1:]),
+    )
 
 
 def hh_dialogues(record: Fields) -> tuple[Part, Part, Part]:
-    """Shared text, chosen reply and rejected reply of two dialogue texts that differ after the last "Assistant:"."""
+    """Shared text, chosen reply and rejected reply of two dialogue texts that differ after the last
+    "Assistant:".
+    """
     chosen, rejected = text(record, "chosen"), text(record, "rejected")
     before = chosen.rpartition(HH_REPLY)[0]
     if not before.strip():
         raise RecordError("chosen", f"a dialogue with {HH_REPLY!r}", chosen)
     shared = before + HH_REPLY
     if not rejected.startswith(shared):
-        raise RecordError("rejected", f"the text of 'chosen' up to its last {HH_REPLY!r}", Found("another dialogue"))
-    return Part("chosen", shared), hh_reply(chosen, shared, "chosen"), hh_reply(rejected, shared, "rejected")
+        raise RecordError(
+            "rejected",
+            f"the text of 'chosen' up to its last {HH_REPLY!r}",
+            Found("another dialogue"),
+        )
+    return (
+        Part("chosen", shared),
+        hh_reply(chosen, shared, "chosen"),
+        hh_reply(rejected, shared, "rejected"),
+    )
 
 
 def hh_reply(dialogue: str, shared: str, field: str) -> Part:
@@ -203,15 +245,17 @@ def hh_reply(dialogue: str, shared: str, field: str) -> Part:
     return Part(field, text({field: reply}, field))
 
 
-# --- pairs that begin with the same text ------------------------------------------------------------------------------
+# --- pairs that begin with the same text ----------------------------------------------------------
 
 
 def implicit_pair(record: Fields) -> tuple[Part, Part, Part]:
-    """Prompt, chosen reply and rejected reply of a record that has its prompt only inside its two dialogues."""
+    """Prompt, chosen reply and rejected reply of a record that has its prompt only inside its two
+    dialogues.
+    """
     return dialogues(record) if isinstance(record.get("chosen"), list) else hh_dialogues(record)
 
 
-# --- rankings ---------------------------------------------------------------------------------------------------------
+# --- rankings -------------------------------------------------------------------------------------
 
 
 def ranked_responses(record: Fields) -> tuple[Part, ...]:
@@ -222,7 +266,9 @@ def ranked_responses(record: Fields) -> tuple[Part, ...]:
     if record.get("margin") is not None:
         raise RecordError("margin", "none in a ranking: it is of two responses", record["margin"])
     if record.get("probability") is not None:
-        raise RecordError("probability", "none in a ranking: it is of two responses", record["probability"])
+        raise RecordError(
+            "probability", "none in a ranking: it is of two responses", record["probability"]
+        )
     by_name = {f"{field}[{number}]": item for number, item in enumerate(ranked)}
     return tuple(response_field({"prompt": record["prompt"], **by_name}, name) for name in by_name)
 
@@ -232,30 +278,46 @@ def margin(record: Fields) -> float:
     value = record.get("margin")
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FP32:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= LARGEST_FP32
+    ):
         raise RecordError("margin", "a finite number, 0 or more", value)
     return float(value)
 
 
 def probability(record: Fields) -> float:
-    """The probability that the chosen response is better: a soft label, ½ for a tie; 1 if the record has none."""
+    """The probability that the chosen response is better: a soft label, ½ for a tie; 1 if the
+    record has none.
+    """
     value = record.get("probability")
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise RecordError("probability", "a number from 0 to 1, that the chosen response is better", value)
+        raise RecordError(
+            "probability", "a number from 0 to 1, that the chosen response is better", value
+        )
     if record.get("margin") is not None:
-        raise RecordError("margin", "none beside a probability, which says how much better it is", record["margin"])
+        raise RecordError(
+            "margin",
+            "none beside a probability, which says how much better it is",
+            record["margin"],
+        )
     return float(value)
 
 
 def require_preferred(record: Fields) -> None:
-    """Raises RecordError if the chosen response is not the better one, by the record's own probability."""
+    """Raises RecordError if the chosen response is not the better one, by the record's own
+    probability.
+    """
     if (value := probability(record)) <= 0.5:
-        raise RecordError("probability", "more than 0.5: only the reward stage learns ties and soft labels", value)
+        raise RecordError(
+            "probability", "more than 0.5: only the reward stage learns ties and soft labels", value
+        )
 
 
-# --- comparisons of summaries -----------------------------------------------------------------------------------------
+# --- comparisons of summaries ---------------------------------------------------------------------
 
 
 def comparison_prompt(record: Fields) -> Part:
@@ -265,7 +327,11 @@ def comparison_prompt(record: Fields) -> Part:
         raise RecordError("info", "an object", info)
     parts = [
         head + text(info, field, f"info.{field}")
-        for head, field in (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", "post"))
+        for head, field in (
+            ("SUBREDDIT: r/", "subreddit"),
+            ("TITLE: ", "title"),
+            ("POST: ", "post"),
+        )
         if field == "post" or info.get(field) not in (None, "")
     ]
     return Part("info.post", "\n\n".join([*parts, "TL;DR:"]))
@@ -278,19 +344,30 @@ def comparison_responses(record: Fields) -> tuple[Part, ...]:
     if type(choice) is not int or choice not in (0, 1):
         raise RecordError("choice", "0 or 1, the index of the better summary", choice)
     responses = []
-    for name, value in ((f"summaries[{index}]", summaries[index]) for index in (choice, 1 - choice)):
+    for name, value in (
+        (f"summaries[{index}]", summaries[index]) for index in (choice, 1 - choice)
+    ):
         if not isinstance(value, Mapping):
             raise RecordError(name, "an object with text", value)
         responses.append(Part(f"{name}.text", " " + text(value, "text", f"{name}.text").strip()))
     return tuple(responses)
 
 
-# The first one that a record fits counts: many preference sets repeat their dialogues in `messages`.
+# The first one that a record fits counts: many preference sets repeat their dialogues in
+# `messages`.
 LAYOUTS = (
     Layout(("prompt", "chosen", "rejected"), 2, pair_prompt, pair_responses),
-    Layout(("chosen", "rejected"), 2, lambda pair: implicit_pair(pair)[0], lambda pair: implicit_pair(pair)[1:]),
+    Layout(
+        ("chosen", "rejected"),
+        2,
+        lambda pair: implicit_pair(pair)[0],
+        lambda pair: implicit_pair(pair)[1:],
+    ),
     Layout(("info", "summaries", "choice"), 2, comparison_prompt, comparison_responses),
-    *(Layout(("prompt", field), 1, prompt_field, partial(the_response, field)) for field in DEMONSTRATIONS),
+    *(
+        Layout(("prompt", field), 1, prompt_field, partial(the_response, field))
+        for field in DEMONSTRATIONS
+    ),
     Layout(("messages",), 1, messages_prompt, messages_response),
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
@@ -298,7 +375,12 @@ LAYOUTS = (
 # Plain text comes after nothing, or after its first token.
 DEMONSTRATION_LAYOUTS = (
     *LAYOUTS,
-    Layout(("text",), 1, lambda record: Part("text", ""), lambda record: (Part("text", text(record, "text")),)),
+    Layout(
+        ("text",),
+        1,
+        lambda record: Part("text", ""),
+        lambda record: (Part("text", text(record, "text")),),
+    ),
 )
 
 # The reward model takes all responses of a record.
@@ -309,15 +391,22 @@ RANKINGS = (
 
 # These are not in LAYOUTS: demonstrations have these fields too, so a stage takes one or the other.
 UNPAIRED_PREFERENCES = (
-    Layout(("prompt", "completion", "label"), 1, prompt_field, lambda record: (response_field(record, "completion"),)),
+    Layout(
+        ("prompt", "completion", "label"),
+        1,
+        prompt_field,
+        lambda record: (response_field(record, "completion"),),
+    ),
 )
 
 
-# --- choice of the layout ---------------------------------------------------------------------------------------------
+# --- choice of the layout -------------------------------------------------------------------------
 
 
 def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
-    """The first layout with at least `responses` responses whose fields the record has. RecordError if none fits."""
+    """The first layout with at least `responses` responses whose fields the record has. RecordError
+    if none fits.
+    """
     accepted = [layout for layout in layouts if layout.response_count >= responses]
     for layout in accepted:
         if all(field in record for field in layout.fields):

@@ -42,24 +42,26 @@ BATCH = 1000  # records tokenized at once
 IDS = List(Value("int32"))
 PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
 
-# Further fields to keep of each record, by name; the values say, in a message's words, what asks for the field.
+# Further fields to keep of each record, by name; the values say, in a message's words, what asks
+# for the field.
 Asked = Mapping[str, str]
 
 
-# --- what is told of the data -----------------------------------------------------------------------------------------
+# --- what is told of the data ---------------------------------------------------------------------
 
 
 @dataclass
 class DataReport:
     """Counts of one pass over a source.
 
-    examples: usable records, which are the entries of the data set. truncated_prompts, truncated_responses: texts cut
-    at a limit; both responses of a pair may count. changed_replies: messages that the chat template trims, or writes
-    otherwise than they are. repeated_prompts: records of text whose responses all begin with the whole prompt.
-    special_texts: texts that hold the text of a special token, such as a written end of sequence. skipped: records that
-    cannot be used. reasons: how many were skipped for each reason. unread: fields with values that nothing reads, in
-    their order, those of messages last.
-    templated: whether the chat template wrote any of the texts. clock: what it read for the time; "" if it reads none.
+    examples: usable records, which are the entries of the data set. truncated_prompts,
+    truncated_responses: texts cut at a limit; both responses of a pair may count. changed_replies:
+    messages that the chat template trims, or writes otherwise than they are. repeated_prompts:
+    records of text whose responses all begin with the whole prompt. special_texts: texts that hold
+    the text of a special token, such as a written end of sequence. skipped: records that cannot be
+    used. reasons: how many were skipped for each reason. unread: fields with values that nothing
+    reads, in their order, those of messages last. templated: whether the chat template wrote any of
+    the texts. clock: what it read for the time; "" if it reads none.
     """
 
     examples: int = 0
@@ -83,7 +85,11 @@ class DataReport:
         why = "; ".join(f"{count} × {reason}" for reason, count in self.reasons.most_common())
         unread = f"; nothing reads {field_names(self.unread)}" if self.unread else ""
         skipped = f"{self.skipped} records skipped" + (f" ({why})" if why else "")
-        twice = f"; responses of {self.repeated_prompts} records repeat the prompt" if self.repeated_prompts else ""
+        twice = (
+            f"; responses of {self.repeated_prompts} records repeat the prompt"
+            if self.repeated_prompts
+            else ""
+        )
         day = "which stays so; at another time the same seed has other texts"
         clock = f"; the chat template reads the time, {self.clock}, {day}" if self.clock else ""
         return f"{self.examples} examples, {cut}, {skipped}{twice}{unread}{clock}"
@@ -92,81 +98,98 @@ class DataReport:
 Loaded = tuple[Dataset, DataReport]
 
 
-# --- one function for each kind of data -------------------------------------------------------------------------------
+# --- one function for each kind of data -----------------------------------------------------------
 
 
 def load_prompts(
-    source: Source, tokenizer: Tokenizer, *, columns: Asked | None = None, as_given: bool = False, **options: Any
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    columns: Asked | None = None,
+    as_given: bool = False,
+    **options: Any,
 ) -> Loaded:
     """The prompts of any layout (README.md lists them), for the online stage, and the report.
 
-    source: any that README.md lists, or records. columns: further fields, which every record must have, kept as JSON
-    text; `column_values` reads it. as_given: also keep the column `given`: the record's fields that say its prompt, not
-    truncated, as JSON text: `prompt` (a string or a list of messages), `tools` and `chat_template_kwargs`. options: see
-    `Loader`.
+    source: any that README.md lists, or records. columns: further fields, which every record must
+    have, kept as JSON text; `column_values` reads it. as_given: also keep the column `given`: the
+    record's fields that say its prompt, not truncated, as JSON text: `prompt` (a string or a list
+    of messages), `tools` and `chat_template_kwargs`. options: see `Loader`.
 
-    The other columns are `prompt` (str, the text as the model sees it: after the chat template, without a truncated
-    beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32). Raises
-    DataError if the source cannot be read, or a record or none can be used; ValueError if a limit leaves no room, a
-    field is asked for that has the name of a column, or the tokenizer lacks responses' end-of-sequence token.
+    The other columns are `prompt` (str, the text as the model sees it: after the chat template,
+    without a truncated beginning, without the token that the tokenizer itself puts first) and
+    `prompt_ids` (list of int32). Raises DataError if the source cannot be read, or a record or none
+    can be used; ValueError if a limit leaves no room, a field is asked for that has the name of a
+    column, or the tokenizer lacks responses' end-of-sequence token.
     """
     columns = columns or {}
     for name in PROMPT_COLUMNS:
         if name in columns:
-            raise UserError(f"{columns[name]} asks for the column '{name}', which is the prompt itself")
-    return Loader(tokenizer, {}, max_response_tokens=None, columns=columns, as_given=as_given, **options).load(source)
+            raise UserError(
+                f"{columns[name]} asks for the column '{name}', which is the prompt itself"
+            )
+    return Loader(
+        tokenizer, {}, max_response_tokens=None, columns=columns, as_given=as_given, **options
+    ).load(source)
 
 
-# The others add columns of responses to `prompt` and `prompt_ids`, and take and raise what `load_prompts` does. A
-# response longer than `max_response_tokens` loses its end and is counted; any other ends with an end-of-sequence token.
+# The others add columns of responses to `prompt` and `prompt_ids`, and take and raise what
+# `load_prompts` does. A response longer than `max_response_tokens` loses its end and is counted;
+# any other ends with an end-of-sequence token.
 
 
 def load_demonstrations(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
-    """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one. Plain text, the field
-    `text`, is the response to the tokens that the tokenizer puts first, or to its own first token.
+    """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one.
+    Plain text, the field `text`, is the response to the tokens that the tokenizer puts first, or to
+    its own first token.
     """
     return Loader(tokenizer, {"response_ids": IDS}, DEMONSTRATION_LAYOUTS, **options).load(source)
 
 
 def load_preferences(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
-    """`chosen_ids`, `rejected_ids`. A record whose two responses are equal, also once truncated, cannot be used."""
+    """`chosen_ids`, `rejected_ids`. A record whose two responses are equal, also once truncated,
+    cannot be used.
+    """
     return Loader(tokenizer, {"chosen_ids": IDS, "rejected_ids": IDS}, **options).load(source)
 
 
 def load_rankings(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
-    """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model. `margin`
-    (float64): by how much the chosen response of a preference is better, 0 if the record has none. `probability`
-    (float64): that it is better, 1 if the record has none.
+    """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the
+    reward model. `margin` (float64): by how much the chosen response of a preference is better, 0
+    if the record has none. `probability` (float64): that it is better, 1 if the record has none.
     """
     labels = {"margin": (Value("float64"), margin), "probability": (Value("float64"), probability)}
     return Loader(tokenizer, {"ranked_ids": List(IDS)}, RANKINGS, labels, **options).load(source)
 
 
 def load_unpaired_preferences(source: Source, tokenizer: Tokenizer, **options: Any) -> Loaded:
-    """`response_ids` and `desirable` (bool), for KTO: `prompt, completion, label` with a boolean label."""
+    """`response_ids` and `desirable` (bool), for KTO: `prompt, completion, label` with a boolean
+    label.
+    """
     labels = {"desirable": (Value("bool"), desirable)}
-    return Loader(tokenizer, {"response_ids": IDS}, UNPAIRED_PREFERENCES, labels, **options).load(source)
+    return Loader(tokenizer, {"response_ids": IDS}, UNPAIRED_PREFERENCES, labels, **options).load(
+        source
+    )
 
 
-# --- from records to a data set ---------------------------------------------------------------------------------------
+# --- from records to a data set -------------------------------------------------------------------
 
 
 @dataclass
 class Loader:
     """One pass over the records of a source.
 
-    response_columns: the columns of an example's first responses, or one of all of them, with their types. labels:
-    columns of other values of a record, with their types and what reads them.
-    split: the split of a hub data set or a folder; files have only "train".
-    max_prompt_tokens: longer prompts lose their beginning and are counted.
-    max_response_tokens: longer responses lose their end and are counted; None without responses.
-    max_characters: longest prompt or response; a record with a longer one cannot be used.
-    skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
-    limit: stop reading after this many usable records.
-    chat_template_kwargs: variables of the chat template (`enable_thinking`), where a record's own do not say otherwise.
-    ends: what ends responses of the model; by default what the tokenizer alone says.
-    clock: that the template reads, by default the process's.
-    observation_role: of messages that will follow replies, which the template must write with a record's variables.
+    response_columns: the columns of an example's first responses, or one of all of them, with their
+    types. labels: columns of other values of a record, with their types and what reads them. split:
+    the split of a hub data set or a folder; files have only "train". max_prompt_tokens: longer
+    prompts lose their beginning and are counted. max_response_tokens: longer responses lose their
+    end and are counted; None without responses. max_characters: longest prompt or response; a
+    record with a longer one cannot be used. skip_bad_records: skip and count records that cannot be
+    used, instead of stopping at the first. limit: stop reading after this many usable records.
+    chat_template_kwargs: variables of the chat template (`enable_thinking`), where a record's own
+    do not say otherwise. ends: what ends responses of the model; by default what the tokenizer
+    alone says. clock: that the template reads, by default the process's. observation_role: of
+    messages that will follow replies, which the template must write with a record's variables.
     all_turns: an example of each assistant's turn in `messages` that follows a user's or a tool's.
     """
 
@@ -191,39 +214,55 @@ class Loader:
 
     def __post_init__(self) -> None:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
-        self.encoder = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs, self.ends, self.clock)
+        self.encoder = Encoder(
+            self.tokenizer, *lengths, self.chat_template_kwargs, self.ends, self.clock
+        )
         self.report = DataReport()
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
         self.examples: Counter[str] = Counter()  # by their file
         self.repeated: Counter[str] = Counter()
 
-    # --- the data set -------------------------------------------------------------------------------------------------
+    # --- the data set -----------------------------------------------------------------------------
 
     def load(self, source: Source) -> Loaded:
-        """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
-        name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
+        """Writes the examples to an Arrow file as they come, so that memory holds one batch of
+        them. The file has no name: nothing is left of it, whatever ends the process. The data set's
+        fingerprint is a hash of its examples.
         """
-        kept = dict.fromkeys([*(["given"] if self.as_given else []), *self.columns], Value("string"))
+        kept = dict.fromkeys(
+            [*(["given"] if self.as_given else []), *self.columns], Value("string")
+        )
         kept |= {name: kind for name, (kind, _) in self.labels.items()}
         columns = {"prompt": Value("string"), "prompt_ids": IDS, **self.response_columns, **kept}
         schema = Features(columns).arrow_schema
         digest = hashlib.sha256()
-        with naming(Path(tempfile.gettempdir())), tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
+        with (
+            naming(Path(tempfile.gettempdir())),
+            tempfile.TemporaryFile(prefix="fastp3o-data-") as file,
+        ):
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
                 for batch in self.example_batches(read_records(source, self.split)):
                     digest.update("".join(map(repr, batch)).encode(errors="surrogatepass"))
                     writer.write_table(pa.Table.from_pylist(batch, schema=schema))
-            self.report.unread |= dict.fromkeys(f"{name} of messages" for name in self.encoder.template.unread)
+            self.report.unread |= dict.fromkeys(
+                f"{name} of messages" for name in self.encoder.template.unread
+            )
             self.require_prompts_once()
             if not self.report.examples:
-                raise DataError(f"{source}: expected at least one usable record, got none ({self.report})")
+                raise DataError(
+                    f"{source}: expected at least one usable record, got none ({self.report})"
+                )
             file.flush()
             # The mapping outlives the file.
-            examples = pa.ipc.open_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read_all()
+            examples = pa.ipc.open_stream(
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            ).read_all()
         return Dataset(examples, fingerprint=digest.hexdigest()), self.report
 
     def require_prompts_once(self) -> None:
-        """Raises DataError if all responses of a file repeat their prompts. A few may begin like that for a reason."""
+        """Raises DataError if all responses of a file repeat their prompts. A few may begin like
+        that for a reason.
+        """
         for file, count in self.repeated.items():
             if count == self.examples[file] > 1:
                 raise DataError(
@@ -234,15 +273,21 @@ class Loader:
     def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
         readable = self.readable(records)
         # Within the limit, so that no bad record past it stops the run.
-        while batch := list(islice(readable, min(BATCH, (self.limit or sys.maxsize) - self.report.examples))):
+        while batch := list(
+            islice(readable, min(BATCH, (self.limit or sys.maxsize) - self.report.examples))
+        ):
             encoded = self.encoder.encode([texts for _, texts, _ in batch])
-            examples = [self.example(*read, result) for read, result in zip(batch, encoded, strict=True)]
+            examples = [
+                self.example(*read, result) for read, result in zip(batch, encoded, strict=True)
+            ]
             yield [example for example in examples if example is not None]
 
-    # --- one record after the other -----------------------------------------------------------------------------------
+    # --- one record after the other ---------------------------------------------------------------
 
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, Any]]]:
-        """The records that fit the layout of their file, with their texts and the further values that are kept."""
+        """The records that fit the layout of their file, with their texts and the further values
+        that are kept.
+        """
         layouts: dict[str, Layout] = {}
         for record in chain.from_iterable(map(self.turns, records)):
             try:
@@ -250,7 +295,9 @@ class Loader:
                 content = cast(Fields, record.content)
                 kept = {name: read(content) for name, (_, read) in self.labels.items()}
                 if self.as_given:
-                    kept["given"] = json_text(texts.given, texts.fields[0], "a prompt that JSON has, in UTF-8")
+                    kept["given"] = json_text(
+                        texts.given, texts.fields[0], "a prompt that JSON has, in UTF-8"
+                    )
                 kept |= fields_json(content, self.columns)
             except RecordError as problem:
                 self.reject(record, problem)
@@ -259,16 +306,30 @@ class Loader:
 
     def turns(self, record: Record) -> list[Record]:
         """The record once for each turn that trains, up to it."""
-        conversation = record.content.get("messages") if self.all_turns and isinstance(record.content, dict) else None
+        conversation = (
+            record.content.get("messages")
+            if self.all_turns and isinstance(record.content, dict)
+            else None
+        )
         if not isinstance(conversation, list):
             return [record]
-        roles = [message.get("role") if isinstance(message, dict) else None for message in conversation]
-        ends = [n for n in range(2, len(roles) + 1) if roles[n - 1] == "assistant" and roles[n - 2] in ("user", "tool")]
+        roles = [
+            message.get("role") if isinstance(message, dict) else None for message in conversation
+        ]
+        ends = [
+            n
+            for n in range(2, len(roles) + 1)
+            if roles[n - 1] == "assistant" and roles[n - 2] in ("user", "tool")
+        ]
         content = cast(dict, record.content)
-        return [record._replace(content=content | {"messages": conversation[:end]}) for end in ends] or [record]
+        return [
+            record._replace(content=content | {"messages": conversation[:end]}) for end in ends
+        ] or [record]
 
     def read(self, record: Record, layouts: dict[str, Layout]) -> Texts:
-        """Reads a record by its file's layout, which the first record that has one decides for the whole file."""
+        """Reads a record by its file's layout, which the first record that has one decides for the
+        whole file.
+        """
         if isinstance(record.content, RecordError):
             raise record.content
         if not isinstance(record.content, Mapping):
@@ -280,7 +341,9 @@ class Loader:
         prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.tokenizer.chat_template is None:
             place = f"{record.file} record {record.number}"
-            raise DataError(f"{place}: holds messages, and the tokenizer has no chat template (see --chat_template)")
+            raise DataError(
+                f"{place}: holds messages, and the tokenizer has no chat template (see --chat_template)"
+            )
         responses = layout.responses(record.content) if self.response_columns else ()
         if layout.response_count == 2 and self.response_columns and not self.takes_all:
             require_preferred(record.content)
@@ -289,7 +352,12 @@ class Loader:
         template = self.encoder.template
         if self.observation_role and not texts.given.keys().isdisjoint(TEMPLATE_FIELDS):
             template.between_turns(self.observation_role, template.variables(record.content))
-        read = {*layout.fields, *self.columns, *self.labels, *(TEMPLATE_FIELDS if texts.templated else ())}
+        read = {
+            *layout.fields,
+            *self.columns,
+            *self.labels,
+            *(TEMPLATE_FIELDS if texts.templated else ()),
+        }
         has_value = (name for name, value in record.content.items() if value is not None)
         self.report.templated |= texts.templated
         if texts.templated and template.reads_clock:
@@ -297,7 +365,9 @@ class Loader:
         self.report.unread |= dict.fromkeys(name for name in has_value if name not in read)
         return texts
 
-    def example(self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError) -> dict | None:
+    def example(
+        self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError
+    ) -> dict | None:
         """Counts the record and returns its example, None if it was skipped."""
         if isinstance(result, RecordError):
             self.reject(record, result)
@@ -324,18 +394,22 @@ class Loader:
         self.report.reasons[problem.reason] += 1
 
 
-# --- columns that rewards and environments ask for --------------------------------------------------------------------
+# --- columns that rewards and environments ask for ------------------------------------------------
 
 
 def fields_json(record: Fields, asked: Asked) -> dict[str, str]:
-    """The fields as JSON text. Raises RecordError for a field that is missing, null, or no JSON value."""
+    """The fields as JSON text. Raises RecordError for a field that is missing, null, or no JSON
+    value.
+    """
     texts = {}
     for name, asker in asked.items():
         value = record.get(name)
         if value is None:
             reason = "null" if name in record else f"nothing: the record has {field_names(record)}"
             raise RecordError(name, f"a value, which {asker} asks for", Found(reason))
-        texts[name] = json_text(value, name, f"a value that JSON has, which {asker} asks for", ensure_ascii=True)
+        texts[name] = json_text(
+            value, name, f"a value that JSON has, which {asker} asks for", ensure_ascii=True
+        )
     return texts
 
 
@@ -351,4 +425,8 @@ def json_text(value: object, field: str, expected: str, *, ensure_ascii: bool = 
 
 def column_values(examples: Mapping[str, list]) -> dict[str, list]:
     """The values of the further fields that a batch of examples keeps."""
-    return {name: list(map(json.loads, texts)) for name, texts in examples.items() if name not in PROMPT_COLUMNS}
+    return {
+        name: list(map(json.loads, texts))
+        for name, texts in examples.items()
+        if name not in PROMPT_COLUMNS
+    }

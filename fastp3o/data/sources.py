@@ -1,9 +1,10 @@
 """Reads records from a hub name or a path, each with its file and number.
 
-Numbers start at 1. They count the lines of JSON Lines, and the entries of a JSON array, a parquet file or a hub split.
+Numbers start at 1. They count the lines of JSON Lines, and the entries of a JSON array, a parquet
+file or a hub split.
 
-A table has one type for a column, so a field that one record has is null in all others, at every level: such nulls,
-which nobody wrote, are taken out. In JSON a null is the author's.
+A table has one type for a column, so a field that one record has is null in all others, at every
+level: such nulls, which nobody wrote, are taken out. In JSON a null is the author's.
 """
 
 import glob
@@ -34,13 +35,23 @@ READABLE = JSON_LINES + JSON + PARQUET
 FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".zip")
 SAVED_TO_DISK = ("dataset_info.json", "state.json")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError)
+UNREADABLE = (
+    OSError,
+    EOFError,
+    zlib.error,
+    pa.ArrowException,
+    ValueError,
+    OverflowError,
+    RecursionError,
+)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 WHOLE = "train"  # the split that files and folders without one have
 
 
 class Record(NamedTuple):
-    """One record as read. `content` is any JSON value, of which only a dict is usable, or a RecordError."""
+    """One record as read. `content` is any JSON value, of which only a dict is usable, or a
+    RecordError.
+    """
 
     file: str
     number: int
@@ -48,13 +59,17 @@ class Record(NamedTuple):
 
 
 def read_records(source: Source, split: str) -> Iterator[Record]:
-    """The records of local files, or of a split of a hub data set; several sources, separated by commas, follow one
-    another. Raises DataError if `source` cannot be read.
+    """The records of local files, or of a split of a hub data set; several sources, separated by
+    commas, follow one another. Raises DataError if `source` cannot be read.
     """
     if isinstance(source, InMemory):  # a Dataset, or any other records that can be read twice
         if split != WHOLE:
-            raise DataError(f"{source}: there is no split '{split}' of records in memory: take those of the split")
-        yield from (Record(str(source), *record) for record in enumerate(dataset_records(source.value), 1))
+            raise DataError(
+                f"{source}: there is no split '{split}' of records in memory: take those of the split"
+            )
+        yield from (
+            Record(str(source), *record) for record in enumerate(dataset_records(source.value), 1)
+        )
         return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
@@ -66,14 +81,20 @@ def read_records(source: Source, split: str) -> Iterator[Record]:
     before: dict[Path, Path] = {}
     for file in (file for _, files in files_by_name for file in files or ()):
         if (same := before.setdefault(file.resolve(), file)) is not file:
-            raise DataError(f"{source}: {file} is the same file as {same}, and its records would count twice")
+            raise DataError(
+                f"{source}: {file} is the same file as {same}, and its records would count twice"
+            )
     for name, files in files_by_name:
         if files is None:
             place, _, config = name.partition(":")
             try:
                 dataset = datasets.load_dataset(place, config or None, split=split)
-            except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
-                raise DataError(f"{name}: the split '{split}' cannot be loaded from the hub: {error}") from error
+            except (
+                Exception
+            ) as error:  # the hub's own errors, the network's and the builders' share no base class
+                raise DataError(
+                    f"{name}: the split '{split}' cannot be loaded from the hub: {error}"
+                ) from error
             yield from (Record(name, *record) for record in enumerate(dataset_records(dataset), 1))
             continue
         for file in files:
@@ -85,7 +106,7 @@ def read_records(source: Source, split: str) -> Iterator[Record]:
                 raise DataError(f"{file}: cannot be read: {error}") from error
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def local_files(source: str, split: str) -> list[Path] | None:
@@ -99,12 +120,18 @@ def local_files(source: str, split: str) -> list[Path] | None:
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         if not files:
             raise DataError(f"{source}: no file matches")
-    elif source.startswith(("/", ".", "~")) or source.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(source):
+    elif (
+        source.startswith(("/", ".", "~"))
+        or source.endswith(FILE_SUFFIXES)
+        or not HUB_NAME.fullmatch(source)
+    ):
         raise DataError(f"{source}: no such file or folder")
     else:
         return None
     if "[" in split:
-        raise DataError(f"{source}: the split '{split}' has a slice, which only the hub takes; use a limit for files")
+        raise DataError(
+            f"{source}: the split '{split}' has a slice, which only the hub takes; use a limit for files"
+        )
     if split != WHOLE and not path.is_dir():
         raise DataError(f"{source}: there is no split '{split}': all that files hold is '{WHOLE}'")
     for file in files:
@@ -114,16 +141,25 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """A split's readable files. Names of files and folders tell it as in `datasets`; all are train if none does."""
-    if (folder / "dataset_dict.json").exists() or all((folder / name).exists() for name in SAVED_TO_DISK):
-        raise DataError(f"{folder}: save_to_disk wrote this folder, which is not read: use to_json or to_parquet")
+    """A split's readable files. Names of files and folders tell it as in `datasets`; all are train
+    if none does.
+    """
+    if (folder / "dataset_dict.json").exists() or all(
+        (folder / name).exists() for name in SAVED_TO_DISK
+    ):
+        raise DataError(
+            f"{folder}: save_to_disk wrote this folder, which is not read: use to_json or to_parquet"
+        )
     place = folder.absolute()
     pattern = glob.escape(str(place))
     try:
         named = DataFilesDict.from_patterns(get_data_patterns(pattern), base_path=pattern)
     except EmptyDatasetError:
         named = {}
-    splits = {name: {Path(file) for file in files if file.endswith(READABLE)} for name, files in named.items()}
+    splits = {
+        name: {Path(file) for file in files if file.endswith(READABLE)}
+        for name, files in named.items()
+    }
     files = set().union(*splits.values())
     if not files:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
@@ -137,7 +173,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
     return [folder / file.relative_to(place) for file in sorted(splits[split])]
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def file_records(file: Path) -> Iterator[tuple[int, object]]:
@@ -148,7 +184,10 @@ def file_records(file: Path) -> Iterator[tuple[int, object]]:
             if len(set(names)) < len(names):
                 raise DataError(f"{file}: several columns have one name in {', '.join(names)}")
             batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
-            rows = (as_written(row, table.schema_arrow, json_is_text=True) for row in chain.from_iterable(batches))
+            rows = (
+                as_written(row, table.schema_arrow, json_is_text=True)
+                for row in chain.from_iterable(batches)
+            )
             yield from enumerate(rows, 1)
         return
     with open_binary(file) as content:
@@ -160,7 +199,8 @@ def file_records(file: Path) -> Iterator[tuple[int, object]]:
                 raise DataError(f"{file}: expected {array.expected}, got {array.got}")
             yield from enumerate(cast(list, array), 1)
             return
-        # Line by line: readers that infer column types cast strings that look like dates and lose line numbers.
+        # Line by line: readers that infer column types cast strings that look like dates and lose
+        # line numbers.
         for number, line in enumerate(content, 1):
             text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if text.strip():
@@ -168,7 +208,9 @@ def file_records(file: Path) -> Iterator[tuple[int, object]]:
 
 
 def dataset_records(content: Iterable) -> Iterator[object]:
-    """Records in memory: those of a Dataset are a table's; a stream's, too, whose types may be unknown."""
+    """Records in memory: those of a Dataset are a table's; a stream's, too, whose types may be
+    unknown.
+    """
     if not isinstance(content, datasets.Dataset | datasets.IterableDataset):
         yield from content
         return
@@ -176,9 +218,11 @@ def dataset_records(content: Iterable) -> Iterator[object]:
     yield from (as_written(record, schema) for record in content)
 
 
-def as_written(row: dict[str, Any], schema: pa.Schema | None, *, json_is_text: bool = False) -> dict[str, Any]:
-    """A table's row without the nulls below its columns. Values of Arrow's type for JSON keep theirs. json_is_text:
-    whether those are not decoded yet.
+def as_written(
+    row: dict[str, Any], schema: pa.Schema | None, *, json_is_text: bool = False
+) -> dict[str, Any]:
+    """A table's row without the nulls below its columns. Values of Arrow's type for JSON keep
+    theirs. json_is_text: whether those are not decoded yet.
     """
     kinds = {} if schema is None else dict(zip(schema.names, schema.types, strict=True))
 
@@ -186,8 +230,16 @@ def as_written(row: dict[str, Any], schema: pa.Schema | None, *, json_is_text: b
         if getattr(kind, "extension_name", "") == "arrow.json":
             return json.loads(value) if json_is_text and value is not None else value
         if isinstance(value, dict):
-            inner = {} if kind is None or not pa.types.is_struct(kind) else {part.name: part.type for part in kind}
-            return {name: written(part, inner.get(name)) for name, part in value.items() if part is not None}
+            inner = (
+                {}
+                if kind is None or not pa.types.is_struct(kind)
+                else {part.name: part.type for part in kind}
+            )
+            return {
+                name: written(part, inner.get(name))
+                for name, part in value.items()
+                if part is not None
+            }
         if isinstance(value, list):
             return [written(part, getattr(kind, "value_type", None)) for part in value]
         return value
@@ -195,7 +247,7 @@ def as_written(row: dict[str, Any], schema: pa.Schema | None, *, json_is_text: b
     return {name: written(value, kinds.get(name)) for name, value in row.items()}
 
 
-# --- reading JSON strictly --------------------------------------------------------------------------------------------
+# --- reading JSON strictly ------------------------------------------------------------------------
 
 
 def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:
@@ -203,7 +255,9 @@ def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError if a name comes twice: a plain dict would silently keep only the last value."""
+    """A JSON object. Raises ValueError if a name comes twice: a plain dict would silently keep only
+    the last value.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         raise UserError("a field's name comes twice in one object")

@@ -1,8 +1,9 @@
-"""Accuracy and calibration of a reward model: predicted probabilities σ(|r_w − r_l|) next to observed shares.
+"""Accuracy and calibration of a reward model: predicted probabilities σ(|r_w − r_l|) next to
+observed shares.
 
-The order of a pair says nothing. The prediction is the probability that the response with the higher score is the
-better one, and the observation is whether it is; by soft labels, the share of raters who say so. A preference model's
-log-odds take the place of r_w − r_l.
+The order of a pair says nothing. The prediction is the probability that the response with the
+higher score is the better one, and the observation is whether it is; by soft labels, the share of
+raters who say so. A preference model's log-odds take the place of r_w − r_l.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ BINS = 10  # of equal width, from 1/2 to 1
 
 
 def judged(pairs: Sequence[tuple[int, float, float]]) -> dict[str, float]:
-    """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite. pairs: each one's
-    prompt number, r_w − r_l, and the labels' probability that the better response is better. Accuracy is the share of
-    pairs with the better response ahead, equal scores counting a half, averaged over prompts, as is the interval.
+    """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite.
+    pairs: each one's prompt number, r_w − r_l, and the labels' probability that the better response
+    is better. Accuracy is the share of pairs with the better response ahead, equal scores counting
+    a half, averaged over prompts, as is the interval.
     """
     values = np.array([difference for _, difference, _ in pairs])
     if not np.isfinite(values).all():
@@ -26,11 +28,17 @@ def judged(pairs: Sequence[tuple[int, float, float]]) -> dict[str, float]:
     _, prompts = np.unique([number for number, *_ in pairs], return_inverse=True)
     shares = np.bincount(prompts, right) / np.bincount(prompts)
     low, high = share_interval(shares, np.ones(len(shares)))
-    return {"accuracy_low": low, "accuracy_high": high, "calibration_error": calibration_error(values, right)}
+    return {
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "calibration_error": calibration_error(values, right),
+    }
 
 
 def calibration_error(differences: np.ndarray, right: np.ndarray) -> float:
-    """The expected calibration error: the mean distance of prediction and observation, bins weighted by their pairs."""
+    """The expected calibration error: the mean distance of prediction and observation, bins
+    weighted by their pairs.
+    """
     predicted = 1 / (1 + np.exp(-np.abs(differences)))
     bins = np.minimum(((predicted - 0.5) * 2 * BINS).astype(int), BINS - 1)
     return float(np.abs(np.bincount(bins, predicted - right)).sum() / len(right))

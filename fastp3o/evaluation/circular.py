@@ -14,7 +14,9 @@ Ids = tuple[int, ...]
 
 
 class Compared(NamedTuple):
-    """Responses to a prompt from best to worst, their vectors, and the labels' probability of that order."""
+    """Responses to a prompt from best to worst, their vectors, and the labels' probability of that
+    order.
+    """
 
     prompt: Ids
     responses: list[Ids]
@@ -23,9 +25,9 @@ class Compared(NamedTuple):
 
 
 def circular_triples(records: Sequence[Compared]) -> dict[str, float]:
-    """`circular_triples`, the share of a prompt's triples of responses that a preference model orders in a circle, over
-    all prompts; `labeled_circular_triples`, that of the labels. Records with the same prompt are put together. Absent
-    where no three responses were compared.
+    """`circular_triples`, the share of a prompt's triples of responses that a preference model
+    orders in a circle, over all prompts; `labeled_circular_triples`, that of the labels. Records
+    with the same prompt are put together. Absent where no three responses were compared.
     """
     by_prompt: dict[Ids, list[Compared]] = defaultdict(list)
     for record in records:
@@ -39,7 +41,11 @@ def circular_triples(records: Sequence[Compared]) -> dict[str, float]:
 
 def predicted_wins(records: Sequence[Compared]) -> np.ndarray:
     """Which of a prompt's n different responses is ahead of which by the vectors, [n, n] bool."""
-    vectors = {ids: v for record in records for ids, v in zip(record.responses, record.vectors, strict=True)}
+    vectors = {
+        ids: v
+        for record in records
+        for ids, v in zip(record.responses, record.vectors, strict=True)
+    }
     return log_odds_of_groups(torch.tensor([[*vectors.values()]]))[0].numpy() > 0
 
 
@@ -58,8 +64,9 @@ def labeled_wins(records: Sequence[Compared]) -> np.ndarray:
 
 
 def circular_share(wins: Iterable[np.ndarray]) -> float | None:
-    """The share of circles among triples of which each pair is decided; None without such a triple. wins: tables [n, n]
-    bool, never true at [i, j] and [j, i]. The traces of third powers count each circle 3 times, each triple 6 times.
+    """The share of circles among triples of which each pair is decided; None without such a triple.
+    wins: tables [n, n] bool, never true at [i, j] and [j, i]. The traces of third powers count each
+    circle 3 times, each triple 6 times.
     """
     circles = triples = 0.0
     for table in wins:

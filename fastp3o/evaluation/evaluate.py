@@ -1,4 +1,6 @@
-"""Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward frontier."""
+"""Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward
+frontier.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,10 +31,11 @@ EVALUATION = 2**32 - 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys are the names of
-    their means. prompts: with the columns that rewards ask for. sets: places of prompts, whose own means are
-    `set/NAME/...`. greedy: samples the most likely tokens, for `greedy/...`. rival: the rewards, [P, K] each, of the
-    responses to this process's prompts that the policy's are compared with; None if they are not.
+    """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys
+    are the names of their means. prompts: with the columns that rewards ask for. sets: places of
+    prompts, whose own means are `set/NAME/...`. greedy: samples the most likely tokens, for
+    `greedy/...`. rival: the rewards, [P, K] each, of the responses to this process's prompts that
+    the policy's are compared with; None if they are not.
     """
 
     accelerator: Accelerator
@@ -49,14 +52,17 @@ class Evaluation:
     rival: Mapping[str, Tensor] | None = None
 
     def __call__(self) -> dict[str, float]:
-        """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in nats per sequence
-        (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence. `_std` is the
-        standard deviation over prompts. And means of what rewards log. Against a rival also win rates, with `_low` and
-        `_high`, their 95% interval over prompts; missing verdicts count for nothing.
+        """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in
+        nats per sequence (log π − log π_ref of the samples), response length in tokens, share
+        without end-of-sequence. `_std` is the standard deviation over prompts. And means of what
+        rewards log. Against a rival also win rates, with `_low` and `_high`, their 95% interval
+        over prompts; missing verdicts count for nothing.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
-        groups = self.sampler(prompts, self.responses_per_prompt, derived_seed(self.seed, EVALUATION))
+        groups = self.sampler(
+            prompts, self.responses_per_prompt, derived_seed(self.seed, EVALUATION)
+        )
         with self.accelerator.autocast():
             with_deviation = rewarded(self.rewards, groups)
             if self.reference is not None:
@@ -72,17 +78,26 @@ class Evaluation:
             if self.rival is not None:
                 of_greedy = preferences(self.rewards, likeliest, self.rival)
                 wins |= {f"greedy/{name}": table for name, table in of_greedy.items()}
-            logged |= {f"greedy/{name}": value for name, value in logged_means(self.rewards).items()}
+            logged |= {
+                f"greedy/{name}": value for name, value in logged_means(self.rewards).items()
+            }
         # Of all processes, in the order of the prompts.
         order = torch.tensor(gather_object(numbers)).argsort()
-        means = {name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order] for name, value in values.items()}
-        verdicts = {name: (table.nansum(dim=1), (~table.isnan()).sum(dim=1)) for name, table in wins.items()}
+        means = {
+            name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order]
+            for name, value in values.items()
+        }
+        verdicts = {
+            name: (table.nansum(dim=1), (~table.isnan()).sum(dim=1)) for name, table in wins.items()
+        }
         points = {
             name: [np.array(gather_object(part.tolist()))[order.numpy()] for part in parts]
             for name, parts in verdicts.items()
         }
         metrics: dict[str, float] = {}
-        sets = {"": range(len(self.prompts))} | {f"set/{name}/": places for name, places in self.sets.items()}
+        sets = {"": range(len(self.prompts))} | {
+            f"set/{name}/": places for name, places in self.sets.items()
+        }
         for prefix, places in sets.items():
             for name, prompt_means in means.items():
                 chosen = prompt_means[places.start : places.stop]
@@ -90,7 +105,11 @@ class Evaluation:
                 if name in with_deviation:
                     metrics[f"{prefix}{name}_std"] = chosen.std().item() if len(chosen) > 1 else 0.0
             for name, (won, judged) in points.items():
-                metrics |= win_rate(prefix + name, won[places.start : places.stop], judged[places.start : places.stop])
+                metrics |= win_rate(
+                    prefix + name,
+                    won[places.start : places.stop],
+                    judged[places.start : places.stop],
+                )
             metrics[f"{prefix}prompts"] = len(places)
         return metrics | logged
 
@@ -100,12 +119,15 @@ class Evaluation:
         groups, local = with_tensor_group(self.policy, groups)
         rows = [row.to(self.accelerator.device) for row in pack_groups(groups, self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(labeled_logprobs, self.policy))
-        return sums_by_group(rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)])[local]
+        return sums_by_group(
+            rows, [ours - ref for ours, ref in zip(logprobs, reference(rows), strict=True)]
+        )[local]
 
 
 def win_rate(name: str, won: np.ndarray, judged: np.ndarray) -> dict[str, float]:
-    """The share of comparisons that were won, and its 95% interval over prompts; without a verdict 1/2, within 0 and 1.
-    won: points of each prompt, [P], half a point for a tie. judged: the prompt's comparisons with a verdict, [P].
+    """The share of comparisons that were won, and its 95% interval over prompts; without a verdict
+    1/2, within 0 and 1. won: points of each prompt, [P], half a point for a tie. judged: the
+    prompt's comparisons with a verdict, [P].
     """
     known = judged > 0
     if not known.any():

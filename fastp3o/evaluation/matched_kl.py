@@ -1,4 +1,6 @@
-"""Comparison of runs at equal KL: gains over the start, and confidence intervals for a handful of paired seeds."""
+"""Comparison of runs at equal KL: gains over the start, and confidence intervals for a handful of
+paired seeds.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +13,8 @@ from fastp3o.evaluation.interval import half_width
 from fastp3o.run import log
 from fastp3o.run.names import EVALUATIONS
 
-# The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
+# The evaluations of one run, each a line of its file: update (step), mean reward and KL with
+# deviations, prompts.
 Evaluations = list[dict[str, float]]
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
 Gains = Mapping[Seed, float | None]
@@ -27,13 +30,20 @@ class Estimate(NamedTuple):
 
 
 def read_run(folder: Path) -> Evaluations:
-    """The evaluations of a run, in order. Raises ValueError with the file if they are missing, or lack a metric."""
+    """The evaluations of a run, in order. Raises ValueError with the file if they are missing, or
+    lack a metric.
+    """
     path = folder / EVALUATIONS
     evaluations = list(log.read(path))
     if not evaluations:
-        raise UserError(f"{path} has no evaluations: give the folder of a P3O run with evaluations (--eval_prompts)")
+        raise UserError(
+            f"{path} has no evaluations: give the folder of a P3O run with evaluations (--eval_prompts)"
+        )
     for evaluation in evaluations:
-        if missing := {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys():
+        if (
+            missing := {"step", "reward", "kl", "reward_std", "kl_std", "prompts"}
+            - evaluation.keys()
+        ):
             lacks = f"{path} lacks {', '.join(sorted(missing))} at step {evaluation['step']}"
             remedy = ": where the loss has no KL, a run reports one if --reference names a model"
             raise UserError(lacks + (remedy if "kl" in missing else ""))
@@ -41,11 +51,13 @@ def read_run(folder: Path) -> Evaluations:
 
 
 def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> float | None:
-    """Gain in `metric` over the evaluation at step 0 when the run first reaches `kl` (nats per response).
+    """Gain in `metric` over the evaluation at step 0 when the run first reaches `kl` (nats per
+    response).
 
-    The gain is interpolated linearly between the two evaluations around the crossing. It is None if the run never
-    reaches `kl`, or reaches it by its first evaluation after step 0: a gain interpolated from the start would not be
-    measured. Raises ValueError without an evaluation at step 0.
+    The gain is interpolated linearly between the two evaluations around the crossing. It is None if
+    the run never reaches `kl`, or reaches it by its first evaluation after step 0: a gain
+    interpolated from the start would not be measured. Raises ValueError without an evaluation at
+    step 0.
     """
     if not evaluations or evaluations[0]["step"] != 0:
         raise UserError("gains need the evaluation at step 0 first")
@@ -58,7 +70,9 @@ def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> f
 
 
 def interval(values: Gains) -> Estimate | None:
-    """Mean over the seeds that have a value, and Student's interval from the variance in tasks; None if none has."""
+    """Mean over the seeds that have a value, and Student's interval from the variance in tasks;
+    None if none has.
+    """
     by_task: dict[str, list[float]] = {}
     for (task, _), value in values.items():
         if value is not None:
@@ -72,6 +86,10 @@ def interval(values: Gains) -> Estimate | None:
 
 
 def paired_difference(first: Gains, second: Gains) -> Estimate | None:
-    """`interval` of first − second over the seeds where both have a value; None if no seed has both."""
+    """`interval` of first − second over the seeds where both have a value; None if no seed has
+    both.
+    """
     both = {seed: (value, second.get(seed)) for seed, value in sorted(first.items())}
-    return interval({seed: a - b for seed, (a, b) in both.items() if a is not None and b is not None})
+    return interval(
+        {seed: a - b for seed, (a, b) in both.items() if a is not None and b is not None}
+    )

@@ -1,7 +1,9 @@
-"""How much of a reward is an offset per prompt: what a prompt's responses share, which no comparison of them can see.
+"""How much of a reward is an offset per prompt: what a prompt's responses share, which no
+comparison of them can see.
 
-P3O follows differences of rewards, so an offset changes nothing for it; an algorithm with a critic must learn it first.
-The estimate is that of an analysis of variance with random effects (Searle, Casella and McCulloch, 1992, chapter 3).
+P3O follows differences of rewards, so an offset changes nothing for it; an algorithm with a critic
+must learn it first. The estimate is that of an analysis of variance with random effects (Searle,
+Casella and McCulloch, 1992, chapter 3).
 """
 
 from typing import NamedTuple
@@ -10,8 +12,9 @@ from torch import Tensor
 
 
 class Spread(NamedTuple):
-    """Standard deviations of a reward. within: between responses to one prompt. offset: between prompts, of the mean
-    that infinitely many responses to each would have; 0 where the means differ no more than the responses explain.
+    """Standard deviations of a reward. within: between responses to one prompt. offset: between
+    prompts, of the mean that infinitely many responses to each would have; 0 where the means differ
+    no more than the responses explain.
     """
 
     within: float
@@ -19,15 +22,17 @@ class Spread(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Offsets in units of the spread within a prompt: infinite where only offsets differ, NaN if nothing does."""
+        """Offsets in units of the spread within a prompt: infinite where only offsets differ, NaN
+        if nothing does.
+        """
         if self.within == 0:
             return float("inf") if self.offset > 0 else float("nan")
         return self.offset / self.within
 
 
 def spread(rewards: Tensor) -> Spread | None:
-    """rewards: [P, K], of K responses to each of P prompts. None for a single prompt or single responses, which cannot
-    be told apart.
+    """rewards: [P, K], of K responses to each of P prompts. None for a single prompt or single
+    responses, which cannot be told apart.
     """
     P, K = rewards.shape
     if P < 2 or K < 2:

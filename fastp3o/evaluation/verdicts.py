@@ -16,9 +16,9 @@ POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NON
 class WinRate:
     """Win rate of the first checkpoint against the second.
 
-    win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even. low, high: its 95%
-    interval over prompts. wins, ties, losses: numbers of comparisons. missing: those without a verdict, which
-    count nowhere else. prompts: number of prompts with a verdict.
+    win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even. low,
+    high: its 95% interval over prompts. wins, ties, losses: numbers of comparisons. missing: those
+    without a verdict, which count nowhere else. prompts: number of prompts with a verdict.
     """
 
     win_rate: float
@@ -34,8 +34,9 @@ class WinRate:
 def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1) -> WinRate:
     """Win rate from verdicts [P * K], those on the K responses to a prompt adjacent.
 
-    The interval is over prompts, each with all its comparisons: these are not independent of each other. Raises
-    ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
+    The interval is over prompts, each with all its comparisons: these are not independent of each
+    other. Raises ValueError if there is no verdict at all, or their number is not a multiple of
+    `responses_per_prompt`.
     """
     if len(verdicts) % responses_per_prompt:
         raise UserError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")

@@ -32,8 +32,8 @@ from fastp3o.runtime.precision import choose_precision
 
 @dataclass(frozen=True)
 class Responses:
-    """One checkpoint's responses, and their rewards by the rewards' names, an environment's with their parts. relative:
-    the reward that compares them with another's, if it is one.
+    """One checkpoint's responses, and their rewards by the rewards' names, an environment's with
+    their parts. relative: the reward that compares them with another's, if it is one.
     """
 
     groups: list[Group]
@@ -47,9 +47,10 @@ class Responses:
 
 
 def responses_of_all(config: WinRateConfig) -> list[Responses]:
-    """Each checkpoint's responses to the same prompts with the same seed, and their rewards if asked for. One
-    checkpoint is in memory at a time. Raises ValueError if their tokenizers make different texts of the prompts (chat
-    template, length limit): they would not respond to the same prompts.
+    """Each checkpoint's responses to the same prompts with the same seed, and their rewards if
+    asked for. One checkpoint is in memory at a time. Raises ValueError if their tokenizers make
+    different texts of the prompts (chat template, length limit): they would not respond to the same
+    prompts.
     """
     checkpoints = config.checkpoints
     tokenizers = [load_tokenizer(name, **config.tokenizer_options) for name in checkpoints]
@@ -58,8 +59,13 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
     for name, others in zip(checkpoints, prompts, strict=True):
         if list(others["prompt"]) != texts_of_first:
             names = f"the tokenizers of {checkpoints[0]} and {name}"
-            raise UserError(f"{names} make different texts of {config.prompts}, by template or --max_prompt_tokens")
-    return [respond(*arguments, config) for arguments in zip(checkpoints, tokenizers, prompts, strict=True)]
+            raise UserError(
+                f"{names} make different texts of {config.prompts}, by template or --max_prompt_tokens"
+            )
+    return [
+        respond(*arguments, config)
+        for arguments in zip(checkpoints, tokenizers, prompts, strict=True)
+    ]
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> Dataset:
@@ -71,22 +77,39 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> D
 
 
 def respond(
-    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, config: WinRateConfig | EvaluateConfig
+    checkpoint: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Dataset,
+    config: WinRateConfig | EvaluateConfig,
 ) -> Responses:
-    """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
+    """The checkpoint's responses, in the precision in which P3O samples and rewards, and their
+    rewards.
+    """
     precision = choose_precision("auto", automatic="fp16")
     context = Context(Accelerator(), precision, tokenizer, None)
     choose_attention(config.attention, context.device)
-    rewards = {str(name): load_named_reward(context, config, config, name, prompts) for name in config.scorers}
-    if isinstance(config, EvaluateConfig) and (compare := [name for name in rewards if compares(rewards[name])]):
+    rewards = {
+        str(name): load_named_reward(context, config, config, name, prompts)
+        for name in config.scorers
+    }
+    if isinstance(config, EvaluateConfig) and (
+        compare := [name for name in rewards if compares(rewards[name])]
+    ):
         raise UserError(
             f"--reward {compare[0]} compares responses with others, as `fastp3o win_rate` does: it has no mean"
         )
-    policy, prefix = load_frozen_policy(context, config, checkpoint), Prefix(tokenizer, config.prefix)
+    policy = load_frozen_policy(context, config, checkpoint)
+    prefix = Prefix(tokenizer, config.prefix)
     policy.check_reach(config.longest_sequence + len(prefix.ids))
-    sampler = policy_sampler(config, sampled_frozen(config, policy, context), context, config.rollout_batch_size)
-    groups = prefix.before_each(sampler)(make_prompts(prompts[:]), config.responses_per_prompt, config.seed)
-    relative = {name: reward for name, reward in rewards.items() if isinstance(reward, RelativeReward)}
+    sampler = policy_sampler(
+        config, sampled_frozen(config, policy, context), context, config.rollout_batch_size
+    )
+    groups = prefix.before_each(sampler)(
+        make_prompts(prompts[:]), config.responses_per_prompt, config.seed
+    )
+    relative = {
+        name: reward for name, reward in rewards.items() if isinstance(reward, RelativeReward)
+    }
     if isinstance(config, WinRateConfig):
         scoring = {name: reward for name, reward in rewards.items() if name not in relative}
         return Responses(groups, rewarded(scoring, groups), next(iter(relative.values()), None))
@@ -96,10 +119,17 @@ def respond(
 def win_rates(
     config: WinRateConfig, judge: Judge | None, first: Responses, second: Responses
 ) -> Iterator[tuple[str, WinRate]]:
-    """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as it is known."""
+    """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as
+    it is known.
+    """
     rate = partial(win_rate, responses_per_prompt=config.responses_per_prompt)
     if config.reward:
-        yield "reward", rate(by_reward(first, second) if first.relative is None else by_comparison(first, second))
+        yield (
+            "reward",
+            rate(
+                by_reward(first, second) if first.relative is None else by_comparison(first, second)
+            ),
+        )
     if judge is not None:
         prompts, first_responses = texts(first.groups)
         _, second_responses = texts(second.groups)
@@ -118,8 +148,8 @@ def by_comparison(first: Responses, second: Responses) -> list[Verdict]:
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:
-    """The higher reward wins; equal rewards are a tie. So are equal responses: packed differently, their rewards may
-    differ by rounding. Raises UserError if a reward is not finite.
+    """The higher reward wins; equal rewards are a tie. So are equal responses: packed differently,
+    their rewards may differ by rounding. Raises UserError if a reward is not finite.
     """
     sides = []
     for name, side in (("first", first), ("second", second)):
@@ -128,7 +158,9 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
             what = f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint"
             raise UserError(f"{what} are not finite, the first that of response {broken[0]}")
         responses = [
-            (response.text, response.finished, response.turns) for group in side.groups for response in group.responses
+            (response.text, response.finished, response.turns)
+            for group in side.groups
+            for response in group.responses
         ]
         sides.append(zip(responses, rewards, strict=True))
     verdicts = []

@@ -42,7 +42,10 @@ class SelectionConfig(Flags):
         changeable=True,
     )
     threshold: float = option(
-        0.0, "Reward above which --keep rest keeps a response (ReST's τ).", needs="keep=rest", changeable=True
+        0.0,
+        "Reward above which --keep rest keeps a response (ReST's τ).",
+        needs="keep=rest",
+        changeable=True,
     )
     min_gap: float = option(
         0.0,
@@ -78,9 +81,13 @@ class SelectionConfig(Flags):
 
 
 class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
-    """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection sampling, preferences."""
+    """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection
+    sampling, preferences.
+    """
 
-    model: str = required("Policy to sample from: a Hugging Face causal LM, as a hub name or a folder.")
+    model: str = required(
+        "Policy to sample from: a Hugging Face causal LM, as a hub name or a folder."
+    )
     reward: str | None = option(
         None,
         "Reward by which responses are kept, except with --keep judged: a reward model (folder or hub name), a "
@@ -92,7 +99,9 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
         'requests {"critique": ..., "revision": ...} (Constitutional AI, arXiv 2212.08073).',
         needs=("keep=revised", "keep=revised_pairs"),
     )
-    revisions: int = option(1, "Number of rounds, each a critique and a revision.", at_least=1, needs="principles")
+    revisions: int = option(
+        1, "Number of rounds, each a critique and a revision.", at_least=1, needs="principles"
+    )
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
     precision: PrecisionName = option(
         "auto",
@@ -104,15 +113,23 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.environment and self.keep != NOTHING:
-            raise UserError(f"--keep {self.keep} would train on what the --environment says: give --keep none")
+            raise UserError(
+                f"--keep {self.keep} would train on what the --environment says: give --keep none"
+            )
         if self.keep in REVISED and (self.reward or self.sampler == "vllm" or not self.principles):
-            raise UserError(f"--keep {self.keep} revises by --principles, without --reward and without --sampler vllm")
+            raise UserError(
+                f"--keep {self.keep} revises by --principles, without --reward and without --sampler vllm"
+            )
         if not self.reward and self.keep not in (JUDGED, NOTHING, *REVISED):
             raise UserError(f"--keep {self.keep} keeps responses by their rewards: give --reward")
         if self.keep == JUDGED and not (self.judge or self.judge_url):
-            raise UserError("--keep judged asks a judge: give --judge, or --judge_url with --judge_model")
+            raise UserError(
+                "--keep judged asks a judge: give --judge, or --judge_url with --judge_model"
+            )
         if self.keep in PAIRS and self.keep not in REVISED and self.responses_per_prompt < 2:
-            raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
+            raise UserError(
+                f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}"
+            )
         if f"keep={self.keep}" in REJECTION_SAMPLING and self.accept >= self.responses_per_prompt:
             raise UserError(
                 f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt})"
@@ -124,5 +141,7 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
 
     @classmethod
     def changeable(cls) -> set[str]:
-        """Without the sampler's: a resumed run samples its last batch again, and these would round it differently."""
+        """Without the sampler's: a resumed run samples its last batch again, and these would round
+        it differently.
+        """
         return super().changeable() - {"rollout_batch_size", "rollout_memory"}

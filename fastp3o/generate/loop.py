@@ -1,4 +1,6 @@
-"""Sampling without training: responses to prompts, their rewards, and those kept as data to train on."""
+"""Sampling without training: responses to prompts, their rewards, and those kept as data to train
+on.
+"""
 
 import json
 from functools import partial
@@ -35,7 +37,13 @@ from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
-from fastp3o.run.manifest import CorruptStateError, Manifest, first_start, read_manifest, require_same_run
+from fastp3o.run.manifest import (
+    CorruptStateError,
+    Manifest,
+    first_start,
+    read_manifest,
+    require_same_run,
+)
 from fastp3o.run.names import KEPT, SAMPLES
 from fastp3o.run.phases import Phases
 from fastp3o.runtime.context import Context
@@ -47,17 +55,19 @@ from fastp3o.training.setup import make_accelerator
 def generate(config: GenerateConfig) -> Generated:
     """Samples responses to all prompts and leaves in `config.output_dir`
 
-    samples.jsonl a line a prompt: all responses with their rewards, see `Samples` kept.jsonl those that are kept, as
-    demonstrations or as preferences
+    samples.jsonl a line a prompt: all responses with their rewards, see `Samples` kept.jsonl those
+    that are kept, as demonstrations or as preferences
 
-    A resumed run continues after the last whole batch, and has the bits of an unbroken one; so has one on another
-    number of processes, which take whole batches in turns. It may keep other responses: nothing is sampled again.
-    Without `rollout_memory`, free memory decides how many prompts are sampled at once if it has no room for a batch,
-    and the bits are those of that number.
+    A resumed run continues after the last whole batch, and has the bits of an unbroken one; so has
+    one on another number of processes, which take whole batches in turns. It may keep other
+    responses: nothing is sampled again. Without `rollout_memory`, free memory decides how many
+    prompts are sampled at once if it has no room for a batch, and the bits are those of that
+    number.
 
-    With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not ask for it again.
-    Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
-    fails, EndpointError if an endpoint refuses or fails after all retries.
+    With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not
+    ask for it again. Raises ValueError if nothing is kept, NotFiniteError if a reward is not
+    finite, FunctionError if a reward function fails, EndpointError if an endpoint refuses or fails
+    after all retries.
     """
     config.check_complete()
     precision = choose_precision(config.precision, automatic="fp16")
@@ -67,21 +77,29 @@ def generate(config: GenerateConfig) -> Generated:
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     folders = [Path(config.output_dir)] if config.resume else []
     clock = on_main_process(accelerator, lambda: first_start(folders))
-    context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device), clock=clock)
+    context = Context(
+        accelerator, precision, tokenizer, process_mesh(accelerator.device), clock=clock
+    )
     asked = asked_of_records(config.scorers, config) | {"as_given": True}
     if config.principles:  # the requests of messages are a user's
         asked["observation_role"] = "user"
-    prompts, report = load_prompts(config.prompts, tokenizer, clock=clock, **asked, **config.reading)
+    prompts, report = load_prompts(
+        config.prompts, tokenizer, clock=clock, **asked, **config.reading
+    )
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
     load_judge(config, None)  # what is wrong with it is said before anything is sampled
-    manifest, done = on_main_process(accelerator, lambda: find_progress(context, config, prompts, samples))
+    manifest, done = on_main_process(
+        accelerator, lambda: find_progress(context, config, prompts, samples)
+    )
     models = load_models(context, config, prompts) if done < len(prompts) else None
 
     folder = claim(accelerator, config)
     try:
         on_main_process(accelerator, lambda: begin(config, folder, manifest, samples, done))
-        speed = 0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
+        speed = (
+            0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
+        )
         generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
         generated.tokens_per_second = speed
     finally:
@@ -92,14 +110,18 @@ def generate(config: GenerateConfig) -> Generated:
     return generated
 
 
-def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward | None]:
-    """A sampler of the policy, and the reward. Each process has a part of the models. prompts: an endpoint is asked
-    about the first one, before anything begins.
+def load_models(
+    context: Context, config: GenerateConfig, prompts: Dataset
+) -> tuple[Sampler, Reward | None]:
+    """A sampler of the policy, and the reward. Each process has a part of the models. prompts: an
+    endpoint is asked about the first one, before anything begins.
     """
     _, precision, tokenizer, mesh, *_ = context
     prefix, reward = Prefix(tokenizer, config.prefix), None
     if config.reward:
-        reward = load_named_reward(context, config, config, config.reward, prompts, continues=config.resume)
+        reward = load_named_reward(
+            context, config, config, config.reward, prompts, continues=config.resume
+        )
     if config.keep == TOURNAMENT:
         if not isinstance(reward, RelativeReward):
             raise UserError(
@@ -115,7 +137,9 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_frozen(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
-    return prefix.before_each(policy_sampler(config, sampled, context, config.rollout_batch_size)), reward
+    return prefix.before_each(
+        policy_sampler(config, sampled, context, config.rollout_batch_size)
+    ), reward
 
 
 def asked_together(reward: Reward) -> bool:
@@ -126,13 +150,16 @@ def asked_together(reward: Reward) -> bool:
 def find_progress(
     context: Context, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
 ) -> tuple[Manifest, int]:
-    """Returns the manifest of this run's samples, and the number of prompts that have theirs. Changes nothing. Raises
-    ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
+    """Returns the manifest of this run's samples, and the number of prompts that have theirs.
+    Changes nothing. Raises ResumeError if the samples in the folder are of another run, and
+    CorruptStateError if nothing tells.
     """
     accelerator, clock = context.accelerator, context.clock
     fingerprints = run_fingerprints(config.values(), {"prompts": prompts})
     begun = "" if clock is None else clock.moment.isoformat()
-    manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {}, begun)
+    manifest = Manifest(
+        0, False, accelerator.num_processes, config.plain(), fingerprints, {}, begun
+    )
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))
     if config.resume:
         lines = []
@@ -143,12 +170,17 @@ def find_progress(
                 unknown = f"--resume: what the samples in {samples.path.parent} are of cannot be told: {error}"
                 raise CorruptStateError(f"{unknown}. Begin a new --output_dir") from error
             lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
-        for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
+        for line in [
+            *lines,
+            f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}",
+        ]:
             accelerator.print(line)
     return manifest, done
 
 
-def begin(config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int) -> None:
+def begin(
+    config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int
+) -> None:
     """Puts the folder in order for sampling, after all checks."""
     clear_away(folder)
     manifest.write(folder)
@@ -165,7 +197,9 @@ def sample_rest(
     samples: SamplesFile,
     done: int,
 ) -> float:
-    """Samples responses to all prompts after the first `done`. Returns tokens per second, over all processes."""
+    """Samples responses to all prompts after the first `done`. Returns tokens per second, over all
+    processes.
+    """
     accelerator, tokenizer = context.accelerator, context.tokenizer
     limits = (config.max_prompt_tokens, None, config.max_characters, config.template_settings)
     ends = checkpoint_ends(config.model, tokenizer, trust_remote_code=config.trust_remote_code)
@@ -177,18 +211,24 @@ def sample_rest(
         for first in range(done, total, size * accelerator.num_processes):
             start = first + size * accelerator.process_index
             share = list(range(start, min(start + size, total)))
-            # A process that has none left works on another's first prompt: each must make as many passes.
+            # A process that has none left works on another's first prompt: each must make as many
+            # passes.
             numbers = share or [first]
             examples = prompts[numbers]
             with phases("sampling"):
-                groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
-            # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
+                groups = sampler(
+                    make_prompts(examples, numbers), config.responses_per_prompt, config.seed
+                )
+            # A model that is spread over processes needs all of them; other rewards only see
+            # samples that are kept.
             asked = {"reward": reward} if reward and (share or asked_together(reward)) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             if reward is not None:
                 require_finite_rewards(accelerator, reward, groups, rewards)
-            batch = gather_object(list(map(as_sample, groups, rewards.tolist(), examples["given"])) if share else [])
+            batch = gather_object(
+                list(map(as_sample, groups, rewards.tolist(), examples["given"])) if share else []
+            )
             on_main_process(accelerator, partial(samples.append, batch))
             tokens += sum(sum(sample.lengths) for sample in batch)
             bar.update(len(batch))

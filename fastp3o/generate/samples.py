@@ -18,11 +18,12 @@ from fastp3o.run import log
 class Samples:
     """K responses to one prompt.
 
-    number: the prompt's, from 0. prompt: as the data have it, text or messages. template_fields: the record's `tools`
-    and `chat_template_kwargs`. responses: texts. lengths: in the policy's tokens. finished: whether the response
-    ended with an end-of-sequence. rewards: none without a reward. read_back: whether the response, of a trajectory
-    its last turn, is read as the tokens that were sampled if it is data. turns: of trajectories, with their texts, and
-    each with its own `read_back`.
+    number: the prompt's, from 0. prompt: as the data have it, text or messages. template_fields:
+    the record's `tools` and `chat_template_kwargs`. responses: texts. lengths: in the policy's
+    tokens. finished: whether the response ended with an end-of-sequence. rewards: none without a
+    reward. read_back: whether the response, of a trajectory its last turn, is read as the tokens
+    that were sampled if it is data. turns: of trajectories, with their texts, and each with its own
+    `read_back`.
     """
 
     number: int
@@ -37,7 +38,12 @@ class Samples:
 
 
 def make_samples(
-    group: Group, rewards: list[float], given: str, *, continuation: Continuation, reads_back: ReadsBack
+    group: Group,
+    rewards: list[float],
+    given: str,
+    *,
+    continuation: Continuation,
+    reads_back: ReadsBack,
 ) -> Samples:
     """given: the prompt and its template's fields as the data have them, in JSON."""
     record, responses, turns = json.loads(given), group.responses, []
@@ -45,7 +51,12 @@ def make_samples(
         if response.turns:
             alone = turns_alone(group.prompt, response, continuation)
             about = zip(response.turns, alone, reads_back(record, alone), strict=True)
-            turns.append([turn._asdict() | {"text": one.text, "read_back": back} for turn, one, back in about])
+            turns.append(
+                [
+                    turn._asdict() | {"text": one.text, "read_back": back}
+                    for turn, one, back in about
+                ]
+            )
     read_back = [its[-1]["read_back"] for its in turns] or reads_back(record, responses)
     return Samples(
         group.prompt.number,
@@ -64,15 +75,17 @@ def turns_alone(prompt: Prompt, trajectory: Response, continuation: Continuation
     """Each turn of the policy as a response. Only the last one may be cut."""
     alone = []
     for turn in trajectory.turns:
-        ids, before = trajectory.ids[turn.start : turn.end], [*prompt.ids, *trajectory.ids[: turn.start]]
+        ids = trajectory.ids[turn.start : turn.end]
+        before = [*prompt.ids, *trajectory.ids[: turn.start]]
         finished = trajectory.finished or turn is not trajectory.turns[-1]
         alone.append(Response(ids, continuation.text(ids, before[-1]), finished))
     return alone
 
 
 class SamplesFile:
-    """The samples of prompts 0, 1, ... in order. Lines are synced a batch at a time. Whatever ended the process, the
-    file begins with whole batches; lines after them are cut off before a resumed run continues.
+    """The samples of prompts 0, 1, ... in order. Lines are synced a batch at a time. Whatever ended
+    the process, the file begins with whole batches; lines after them are cut off before a resumed
+    run continues.
     """
 
     def __init__(self, path: Path):
@@ -87,7 +100,9 @@ class SamplesFile:
         sync(self.path.parent)
 
     def whole_batches(self, batch_size: int, total: int) -> int:
-        """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
+        """Number of prompts in whole batches. total: of all; the last batch may have fewer than
+        `batch_size`.
+        """
         names, done = {field.name for field in fields(Samples)}, 0
         for values in log.read(self.path, key="number"):
             if done == total or values.keys() != names or values["number"] != done:

@@ -1,1 +1,3 @@
-"""P3O in other trainers: one module for each, which needs that trainer installed. No other module of fastp3o does."""
+"""P3O in other trainers: one module for each, which needs that trainer installed. No other module
+of fastp3o does.
+"""

@@ -16,8 +16,8 @@ METRICS = ("ratio_mean", "clip_fraction", "advantage_mean_abs", "zero_gradient_f
 
 
 class PaddedBatch(NamedTuple):
-    """Padded responses, as trainers hold them. input_ids, attention_mask: [B, T]. response_mask: [B, T], 1 at the
-    responses' own tokens. responses_per_prompt: K; siblings are neighbors.
+    """Padded responses, as trainers hold them. input_ids, attention_mask: [B, T]. response_mask:
+    [B, T], 1 at the responses' own tokens. responses_per_prompt: K; siblings are neighbors.
     """
 
     input_ids: Tensor
@@ -26,7 +26,9 @@ class PaddedBatch(NamedTuple):
     responses_per_prompt: int
 
     def tokens(self) -> ResponseTokens:
-        return response_tokens(self.input_ids, self.response_mask, responses_per_prompt=self.responses_per_prompt)
+        return response_tokens(
+            self.input_ids, self.response_mask, responses_per_prompt=self.responses_per_prompt
+        )
 
 
 def padded_p3o_loss(
@@ -42,26 +44,30 @@ def padded_p3o_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss over the pairs of a batch, and METRICS.
 
-    A pair with an empty response (a truncated completion that is masked) has no gradient and stays in the mean, as
-    masked completions stay in TRL's: batches of equally many prompts weigh the same. `metrics["pairs"]` is the share of
-    the other pairs; the other metrics are means over these.
+    A pair with an empty response (a truncated completion that is masked) has no gradient and stays
+    in the mean, as masked completions stay in TRL's: batches of equally many prompts weigh the
+    same. `metrics["pairs"]` is the share of the other pairs; the other metrics are means over
+    these.
 
     Args:
-        model: after `expose_head`, in any wrapper.
-        rewards: [P, K].
-        settings: clipping is "joint", "separate" or "none".
-        old_logprobs: [P, K], the log-probs by the policy that sampled; None if it is this policy.
-        ref_logprobs: [P, K], those by the reference; None if it is the policy that sampled.
-        temperature: the sampler's, which divides logits.
-        divisor: divides the sum over prompts; P by default. For uneven batches it is the number of prompts in the whole
+        model: after `expose_head`, in any wrapper. rewards: [P, K]. settings: clipping is "joint",
+        "separate" or "none". old_logprobs: [P, K], the log-probs by the policy that sampled; None
+        if it is this policy. ref_logprobs: [P, K], those by the reference; None if it is the policy
+        that sampled. temperature: the sampler's, which divides logits. divisor: divides the sum
+        over prompts; P by default. For uneven batches it is the number of prompts in the whole
             minibatch, divided by the number of processes whose gradients are averaged.
 
-    Raises ValueError for torch's DataParallel, which would cut the batch anywhere; and as `linear_p3o_loss` does.
+    Raises ValueError for torch's DataParallel, which would cut the batch anywhere; and as
+    `linear_p3o_loss` does.
     """
     if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel cuts batches between responses to one prompt: start with torchrun, or one GPU")
+        raise ValueError(
+            "DataParallel cuts batches between responses to one prompt: start with torchrun, or one GPU"
+        )
     if settings.clipping == "token":
-        raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate or none')
+        raise ValueError(
+            'clipping="token" is a mean over tokens, not pairs; choose joint, separate or none'
+        )
     ref = old_logprobs if ref_logprobs is None else ref_logprobs
     is_reference = ref is None
     if ref is None:
@@ -71,10 +77,17 @@ def padded_p3o_loss(
     tokens = batch.tokens()
 
     def head_loss(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
-        predicting, constants = hidden.flatten(0, 1)[tokens.predicted_at], (old_logprobs, ref, rewards)
+        predicting = hidden.flatten(0, 1)[tokens.predicted_at]
+        constants = (old_logprobs, ref, rewards)
         head = replace(head, temperature=head.temperature * temperature)
         loss, metrics, _ = linear_p3o_loss(
-            predicting, head, tokens.labels, tokens.cu_seqlens, *constants, settings, divisor=divisor
+            predicting,
+            head,
+            tokens.labels,
+            tokens.cu_seqlens,
+            *constants,
+            settings,
+            divisor=divisor,
         )
         if is_reference:
             # Against itself the policy prefers no response.
@@ -84,4 +97,6 @@ def padded_p3o_loss(
         pairs = (counted * (counted - 1) / (K * (K - 1))).mean()
         return loss, {name: metrics[name] for name in METRICS} | {"pairs": pairs.to(loss.device)}
 
-    return model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, head_loss=head_loss)
+    return model(
+        batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, head_loss=head_loss
+    )

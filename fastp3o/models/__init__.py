@@ -1,1 +1,3 @@
-"""Hugging Face models over packed rows: loading, attention, sharding, the reference, and which parameters train."""
+"""Hugging Face models over packed rows: loading, attention, sharding, the reference, and which
+parameters train.
+"""

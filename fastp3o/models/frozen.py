@@ -19,11 +19,17 @@ from fastp3o.sources import ModelSource
 
 
 def load_held(
-    context: Context, load: Callable[..., PackedModel], name: ModelSource, *, dtype: torch.dtype, **options: Any
+    context: Context,
+    load: Callable[..., PackedModel],
+    name: ModelSource,
+    *,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> PackedModel:
-    """A model that does not train, before it is spread over the processes: with weights in this dtype, or wider ones
-    where that is fp16, which nobody has named and which does not hold it in a trial of a few tokens. All processes get
-    the same dtype. load: `load_policy` or `load_reward_model`, with options. Raises UserError if fp16 was named.
+    """A model that does not train, before it is spread over the processes: with weights in this
+    dtype, or wider ones where that is fp16, which nobody has named and which does not hold it in a
+    trial of a few tokens. All processes get the same dtype. load: `load_policy` or
+    `load_reward_model`, with options. Raises UserError if fp16 was named.
     """
     if dtype != torch.float16:
         return load(name, dtype=dtype, **options)
@@ -44,7 +50,9 @@ def load_held(
         raise UserError(f"{name} overflows fp16: {overflow}: --precision auto loads it in another")
     loaded.clear()  # two of them may not fit
     wider = wider_precision(trains=False)
-    context.accelerator.print(f"--precision auto: {name} in {wider.name}, since in a trial {overflow}")
+    context.accelerator.print(
+        f"--precision auto: {name} in {wider.name}, since in a trial {overflow}"
+    )
     return load(name, dtype=wider.weights, **options)
 
 

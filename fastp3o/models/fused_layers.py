@@ -1,19 +1,21 @@
-"""A model's norms, rotary positions, gates and residual sums in one kernel each, and its residual stream in fp32.
+"""A model's norms, rotary positions, gates and residual sums in one kernel each, and its residual
+stream in fp32.
 
-A part is replaced by what it computes, and a trial finds out what that is: its structure suggests formulas, and a small
-copy of it with random weights must give what one of them gives, and the same gradients, within rounding. No family is
-named, and what fits no formula stays as it is. The trial needs neither the model's weights nor its device, so that
-all processes come to the same end.
+A part is replaced by what it computes, and a trial finds out what that is: its structure suggests
+formulas, and a small copy of it with random weights must give what one of them gives, and the same
+gradients, within rounding. No family is named, and what fits no formula stays as it is. The trial
+needs neither the model's weights nor its device, so that all processes come to the same end.
 
     norm       one vector of weights, and an eps                           `rms_norm`
     gate       two layers of one shape, one back, and an activation        `gated`
     attention  names a function of (q, k, cos, sin) in its forward         `rotate`
     layer      an attention, a feed-forward part, and two or four norms    `wired`
 
-Where no kernels run, on a CPU and in what torch compiles, the parts compute as transformers wrote them, in fp32 to the
-bit. Layers whose wiring is known keep the residual stream in fp32 where weights are in half precision, with kernels and
-without: norms read it and write the weights' dtype, and what a block computed is added to it without a rounding. So
-branches that are small next to the stream lose no digits, and in fp16 it does not overflow.
+Where no kernels run, on a CPU and in what torch compiles, the parts compute as transformers wrote
+them, in fp32 to the bit. Layers whose wiring is known keep the residual stream in fp32 where
+weights are in half precision, with kernels and without: norms read it and write the weights' dtype,
+and what a block computed is added to it without a rounding. So branches that are small next to the
+stream lose no digits, and in fp16 it does not overflow.
 """
 
 import inspect
@@ -27,7 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastp3o_kernels.layers import ACTIVATIONS, NormKind, add_and_norm, gated, norm_and_add, rms_norm, rotate
+from fastp3o_kernels.layers import (
+    ACTIVATIONS,
+    NormKind,
+    add_and_norm,
+    gated,
+    norm_and_add,
+    rms_norm,
+    rotate,
+)
 from fastp3o_kernels.operation import use_triton
 
 # Sizes of a trial.
@@ -37,7 +47,7 @@ TOLERANCE = 1e-5
 ANGLES = ["q", "k", "cos", "sin"]  # the first parameters of a function that turns queries and keys
 
 
-# --- what is found of a layer -----------------------------------------------------------------------------------------
+# --- what is found of a layer ---------------------------------------------------------------------
 
 
 class Norm(NamedTuple):
@@ -57,8 +67,9 @@ class Gate(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """The names of a layer's parts. norms: before each of the two; or before and behind each of them. keywords: the
-    layer's, beside the hidden states, in order. unused: those of them that its attention does not get.
+    """The names of a layer's parts. norms: before each of the two; or before and behind each of
+    them. keywords: the layer's, beside the hidden states, in order. unused: those of them that its
+    attention does not get.
     """
 
     attention: str
@@ -69,18 +80,23 @@ class Wiring(NamedTuple):
     unused: frozenset[str]
 
 
-# --- replacing what a layer runs --------------------------------------------------------------------------------------
+# --- replacing what a layer runs ------------------------------------------------------------------
 
 
 def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
-    """Replaces what a trial recognizes in a model's body, but no forward that has been replaced before, here or by
-    others' hooks. layers: None if they are not known.
+    """Replaces what a trial recognizes in a model's body, but no forward that has been replaced
+    before, here or by others' hooks. layers: None if they are not known.
     """
     modules = [module for module in body.modules() if "forward" not in vars(module)]
     norms = {module: norm for module in modules if (norm := norm_of(module)) is not None}
     wirings = [wiring_of(layer, norms) for layer in layers or ()]
     # What comes behind the last layer must take the stream, too.
-    beside = {child for module in body.modules() if layers in [*module.children()] for child in module.children()}
+    beside = {
+        child
+        for module in body.modules()
+        if layers in [*module.children()]
+        for child in module.children()
+    }
     if wirings and all(wirings) and len(beside & set(norms)) == 1:
         for layer, wiring in zip(layers or (), wirings, strict=True):
             vars(layer)["fastp3o_wiring"] = wiring
@@ -95,13 +111,17 @@ def fuse(body: nn.Module, layers: nn.ModuleList | None) -> None:
 
 
 def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """An attribute leaves the module's hooks and names as they are. A copy of a module runs its copied parts."""
+    """An attribute leaves the module's hooks and names as they are. A copy of a module runs its
+    copied parts.
+    """
     vars(module).update(forward=MethodType(forward, module), fastp3o_replaced=True)
 
 
 @cache
 def wired_class(kind: Any) -> Any:
-    """The class of layers with `wired` as its forward: gradient checkpointing is part of a class's forward."""
+    """The class of layers with `wired` as its forward: gradient checkpointing is part of a class's
+    forward.
+    """
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": wired})
 
 
@@ -115,7 +135,7 @@ def without_replaced_parts(layer: nn.Module) -> None:
 # ---- what the parts compute
 
 
-# --- what runs in its place -------------------------------------------------------------------------------------------
+# --- what runs in its place -----------------------------------------------------------------------
 
 
 def runs_kernels(*tensors: Tensor) -> bool:
@@ -154,7 +174,11 @@ def rotated(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """family_function: what packed rows [1, H, T, D] on a GPU go without."""
-    packed = unsqueeze_dim in (1, 2) and cos.shape[:2] == (len(q), q.shape[3 - unsqueeze_dim]) and len(q) == 1
+    packed = (
+        unsqueeze_dim in (1, 2)
+        and cos.shape[:2] == (len(q), q.shape[3 - unsqueeze_dim])
+        and len(q) == 1
+    )
     if rest or options or not packed or not runs_kernels(q, k, cos, sin):
         return family_function(q, k, cos, sin, *rest, unsqueeze_dim=unsqueeze_dim, **options)
     heads_last = unsqueeze_dim == 2
@@ -170,7 +194,9 @@ def wired(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tenso
     wiring: Wiring = layer.fastp3o_wiring
     kwargs |= dict(zip(wiring.keywords, args, strict=False))
     passed = {name: value for name, value in kwargs.items() if name not in wiring.unused}
-    norms = [(getattr(layer, name), norm) for name, norm in zip(wiring.norms, wiring.kinds, strict=True)]
+    norms = [
+        (getattr(layer, name), norm) for name, norm in zip(wiring.norms, wiring.kinds, strict=True)
+    ]
     stream = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     stream, x = added_and_normed(stream, None, *norms[0])
     branch = getattr(layer, wiring.attention)(hidden_states=x, **passed)[0]
@@ -182,14 +208,18 @@ def wired(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tenso
     return normed_and_added(getattr(layer, wiring.feed_forward)(x), stream, *norms[3])
 
 
-def added_and_normed(stream: Tensor, branch: Tensor | None, module: Any, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The sum, and it normalized in the weight's dtype. Under autocast a kernel writes the dtype of the products, which
-    would each round it for themselves.
+def added_and_normed(
+    stream: Tensor, branch: Tensor | None, module: Any, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """The sum, and it normalized in the weight's dtype. Under autocast a kernel writes the dtype of
+    the products, which would each round it for themselves.
     """
     weight = getattr(module, norm.weight)
     if runs_kernels(stream, weight):
         device = stream.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        )
         return add_and_norm(stream, branch, weight, norm.kind, dtype=dtype)
     total = stream if branch is None else stream + branch
     return total, normed(module, total, norm=norm)
@@ -206,7 +236,7 @@ def normed_and_added(branch: Tensor, stream: Tensor, module: Any, norm: Norm) ->
 # ---- which parts compute it
 
 
-# --- finding norms and gates ------------------------------------------------------------------------------------------
+# --- finding norms and gates ----------------------------------------------------------------------
 
 
 def norm_of(module: nn.Module) -> Norm | None:
@@ -221,20 +251,29 @@ def norm_of(module: nn.Module) -> Norm | None:
     def part(x: Tensor, weight: Tensor) -> Tensor:
         return type(module).forward(shadow(module, _parameters={name: weight}), x)
 
-    scales = torch.tensor([[1e-2], [0.3], [1.0], [3.0], [1e3]], device="cpu")  # of rows, next to the root of eps
-    for eps, offset in product({value for value in vars(module).values() if type(value) is float}, (0.0, 1.0)):
+    scales = torch.tensor(
+        [[1e-2], [0.3], [1.0], [3.0], [1e3]], device="cpu"
+    )  # of rows, next to the root of eps
+    for eps, offset in product(
+        {value for value in vars(module).values() if type(value) is float}, (0.0, 1.0)
+    ):
         inputs = numbers(TOKENS, HIDDEN) * scales * abs(eps) ** 0.5, numbers(HIDDEN, seed=1)
         kinds = [NormKind(eps, offset, rounds=rounds) for rounds in (True, False)]
         if computes_the_same(part, partial(rms_norm, kind=kinds[0], impl="eager"), *inputs):
             x, scale = (tensor.bfloat16() for tensor in inputs)
-            errors = [(part(x, scale) - rms_norm(x, scale, kind, impl="eager")).abs().sum().item() for kind in kinds]
+            errors = [
+                (part(x, scale) - rms_norm(x, scale, kind, impl="eager")).abs().sum().item()
+                for kind in kinds
+            ]
             return Norm(kinds[errors.index(min(errors))], name)
     return None
 
 
 def gate_of(module: nn.Module) -> Gate | None:
     """The gate that a module computes, if it is a feed-forward part with one."""
-    layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    layers = {
+        name: child for name, child in module.named_children() if isinstance(child, nn.Linear)
+    }
     others = [child for name, child in module.named_children() if name not in layers]
     if len(layers) != 3 or module._parameters or any([*child.parameters()] for child in others):
         return None
@@ -254,21 +293,30 @@ def computes_gate(module: nn.Module, gate: Gate) -> bool:
     def formula(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
         return gated(x @ first, x @ second, gate.activation, impl="eager") @ third
 
-    shapes = (TOKENS, HIDDEN), (HIDDEN, INTERMEDIATE), (HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)
-    return computes_the_same(part, formula, *(numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)))
+    shapes = (
+        (TOKENS, HIDDEN),
+        (HIDDEN, INTERMEDIATE),
+        (HIDDEN, INTERMEDIATE),
+        (INTERMEDIATE, HIDDEN),
+    )
+    return computes_the_same(
+        part, formula, *(numbers(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    )
 
 
-# --- finding rotary positions -----------------------------------------------------------------------------------------
+# --- finding rotary positions ---------------------------------------------------------------------
 
 
 @cache
 def with_fused_rotation(kind: Any) -> Callable[..., Any] | None:
-    """The forward of an attention with `rotated` in place of the family's function; None if it names none that turns
-    queries and keys so.
+    """The forward of an attention with `rotated` in place of the family's function; None if it
+    names none that turns queries and keys so.
     """
     forward: Any = kind.forward
     while hasattr(forward, "__wrapped__"):
-        if forward.__globals__["__name__"] != "transformers.utils.deprecation":  # which renames keywords
+        if (
+            forward.__globals__["__name__"] != "transformers.utils.deprecation"
+        ):  # which renames keywords
             return None
         forward = forward.__wrapped__
     for name in forward.__code__.co_names if inspect.isfunction(forward) else ():
@@ -278,7 +326,11 @@ def with_fused_rotation(kind: Any) -> Callable[..., Any] | None:
                 fused = {name: partial(rotated, family_function=function, interleaved=interleaved)}
                 names = forward.__globals__ | fused
                 copied = FunctionType(
-                    forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+                    forward.__code__,
+                    names,
+                    forward.__name__,
+                    forward.__defaults__,
+                    forward.__closure__,
                 )
                 copied.__kwdefaults__ = forward.__kwdefaults__
                 return copied
@@ -298,10 +350,12 @@ def turns(function: Callable[..., Any], *, interleaved: bool) -> bool:
     def formula(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(query, key, cos[0], sin[0], interleaved=interleaved, impl="eager")
 
-    return computes_the_same(part, formula, numbers(TOKENS, HEADS, HEAD_SIZE), numbers(TOKENS, 1, HEAD_SIZE, seed=1))
+    return computes_the_same(
+        part, formula, numbers(TOKENS, HEADS, HEAD_SIZE), numbers(TOKENS, 1, HEAD_SIZE, seed=1)
+    )
 
 
-# --- finding how a layer is wired -------------------------------------------------------------------------------------
+# --- finding how a layer is wired -----------------------------------------------------------------
 
 
 def wiring_of(layer: nn.Module, norms: Mapping[nn.Module, Norm]) -> Wiring | None:
@@ -314,8 +368,12 @@ def wiring_of(layer: nn.Module, norms: Mapping[nn.Module, Norm]) -> Wiring | Non
     _, _, *others = inspect.signature(type(layer).forward).parameters.values()
     keywords = tuple(other.name for other in others if other.kind is not other.VAR_KEYWORD)
     for attention, feed_forward in permutations(parts):
-        wiring = Wiring(attention, feed_forward, tuple(inside), tuple(inside.values()), keywords, frozenset())
-        if (unused := unused_keywords(layer, wiring)) is not None and connects(layer, wiring._replace(unused=unused)):
+        wiring = Wiring(
+            attention, feed_forward, tuple(inside), tuple(inside.values()), keywords, frozenset()
+        )
+        if (unused := unused_keywords(layer, wiring)) is not None and connects(
+            layer, wiring._replace(unused=unused)
+        ):
             return wiring._replace(unused=unused)
     return None
 
@@ -333,13 +391,21 @@ def unused_keywords(layer: nn.Module, wiring: Wiring) -> frozenset[str] | None:
 def connects(layer: nn.Module, wiring: Wiring) -> bool:
     """Whether `wired` is the layer's forward, and gives its attention the same keywords."""
     noted: list[dict[str, Any]] = []
-    theirs, ours = (partial(run_layer, layer, wiring, forward, noted) for forward in (type(layer).forward, wired))
+    theirs, ours = (
+        partial(run_layer, layer, wiring, forward, noted)
+        for forward in (type(layer).forward, wired)
+    )
     return computes_the_same(theirs, ours, *layer_inputs(wiring)) and noted[0] == noted[1]
 
 
 def layer_inputs(wiring: Wiring) -> list[Tensor]:
     """Hidden states; weights of the stand-ins; weights of the norms."""
-    shapes = [(1, TOKENS, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), *len(wiring.norms) * [(HIDDEN,)]]
+    shapes = [
+        (1, TOKENS, HIDDEN),
+        (HIDDEN, HIDDEN),
+        (HIDDEN, HIDDEN),
+        *len(wiring.norms) * [(HIDDEN,)],
+    ]
     return [numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
@@ -353,11 +419,16 @@ def run_layer(
 ) -> Any:
     """A forward of a layer with stand-ins for its parts. noted: gets the keywords of the attention."""
     first, second, *scales = weights
-    small: dict[str, Any] = {wiring.attention: StandIn(first, noted), wiring.feed_forward: StandIn(second)}
+    small: dict[str, Any] = {
+        wiring.attention: StandIn(first, noted),
+        wiring.feed_forward: StandIn(second),
+    }
     for name, norm, scale in zip(wiring.norms, wiring.kinds, scales, strict=True):
         small[name] = shadow(getattr(layer, name), _parameters={norm.weight: scale})
     passed = {name: f"the layer's {name}" for name in (*wiring.keywords, "fastp3o_segments")}
-    return forward(shadow(layer, _modules=layer._modules | small, fastp3o_wiring=wiring), x, **passed)
+    return forward(
+        shadow(layer, _modules=layer._modules | small, fastp3o_wiring=wiring), x, **passed
+    )
 
 
 def is_idle(module: nn.Module) -> bool:
@@ -368,11 +439,13 @@ def is_idle(module: nn.Module) -> bool:
 # ---- trials
 
 
-# --- comparing a part with its formula --------------------------------------------------------------------------------
+# --- comparing a part with its formula ------------------------------------------------------------
 
 
 class StandIn(nn.Module):
-    """A product in place of a larger part; that of an attention notes its keywords, and gives no weights back."""
+    """A product in place of a larger part; that of an attention notes its keywords, and gives no
+    weights back.
+    """
 
     def __init__(self, weight: Tensor, noted: list[dict[str, Any]] | None = None):
         super().__init__()
@@ -398,10 +471,13 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
-def computes_the_same(part: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> bool:
+def computes_the_same(
+    part: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor
+) -> bool:
     """Whether both functions of these tensors give the same values and gradients, within rounding."""
     try:
-        results, expected = values_and_gradients(part, inputs), values_and_gradients(formula, inputs)
+        results = values_and_gradients(part, inputs)
+        expected = values_and_gradients(formula, inputs)
     except Exception:  # from anywhere in a family's code: then it is another function
         return False
     return len(results) == len(expected) and all(
@@ -417,4 +493,7 @@ def values_and_gradients(function: Callable[..., Any], inputs: Sequence[Tensor])
     result = function(*leaves)
     outputs = result if isinstance(result, tuple) else (result,)
     weights = [numbers(*output.shape, seed=9) for output in outputs]
-    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, weights)]
+    return [
+        *(output.detach() for output in outputs),
+        *torch.autograd.grad(outputs, leaves, weights),
+    ]

@@ -1,10 +1,12 @@
-"""Layers that get the same input, such as q, k and v, or gate and up: one product of their weights side by side.
+"""Layers that get the same input, such as q, k and v, or gate and up: one product of their weights
+side by side.
 
-A step of the engine reads all weights for a few hundred tokens, and a product with a small weight takes its latency
-rather than its bytes. Which layers get the same input, a pass of one token shows: no family is named. Their weights
-then lie one after another in one piece of memory, of which each parameter is a part, so that nothing is there twice.
-The parameters stay the objects that optimizers, states and checkpoints know, with their names, shapes and values, and
-each has a storage of its own. Layers compute together within `JointProducts.used` alone: nothing that trains does.
+A step of the engine reads all weights for a few hundred tokens, and a product with a small weight
+takes its latency rather than its bytes. Which layers get the same input, a pass of one token shows:
+no family is named. Their weights then lie one after another in one piece of memory, of which each
+parameter is a part, so that nothing is there twice. The parameters stay the objects that
+optimizers, states and checkpoints know, with their names, shapes and values, and each has a storage
+of its own. Layers compute together within `JointProducts.used` alone: nothing that trains does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +36,8 @@ def joint_products(model: PackedModel, a_pass: Callable[[], object]) -> "JointPr
 
 
 class JointProducts:
-    """The layers of a model that may compute together: plain linear ones. None of a model with adapters, or of one that
-    is compiled. a_pass: runs the model once.
+    """The layers of a model that may compute together: plain linear ones. None of a model with
+    adapters, or of one that is compiled. a_pass: runs the model once.
     """
 
     def __init__(self, model: PackedModel, a_pass: Callable[[], object]):
@@ -46,8 +48,9 @@ class JointProducts:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """In the block, where nothing must be differentiated, the layers compute together. Those whose weights have no
-        memory of their own, and do not lie side by side in what they share, compute as ever.
+        """In the block, where nothing must be differentiated, the layers compute together. Those
+        whose weights have no memory of their own, and do not lie side by side in what they share,
+        compute as ever.
         """
         layers = []
         for number, group in enumerate(self.groups):
@@ -66,8 +69,9 @@ class JointProducts:
                 del vars(layer)["forward"]
 
     def side_by_side(self, group: int, name: str) -> Tensor | None:
-        """A group's weights or biases [n_i, ...] as one tensor [n, ...] of the same memory, into which those are moved
-        that have memory of their own. None where they have not, or do not fit each other.
+        """A group's weights or biases [n_i, ...] as one tensor [n, ...] of the same memory, into
+        which those are moved that have memory of their own. None where they have not, or do not fit
+        each other.
         """
         parameters = [getattr(layer, name) for layer in self.groups[group]]
         together = self.moved.pop((group, name), None)
@@ -85,8 +89,8 @@ class JointProducts:
 
 
 class JointProduct:
-    """The first layer that is called with an input computes the product; each takes its part. layers: [n_i, D] in
-    turn. weight: [n, D]. bias: [n] or None.
+    """The first layer that is called with an input computes the product; each takes its part.
+    layers: [n_i, D] in turn. weight: [n, D]. bias: [n] or None.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None):
@@ -97,7 +101,9 @@ class JointProduct:
     def part(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """[..., D] -> [..., n_i], a view."""
         if x is not self.input or layer not in self.parts:
-            parts = F.linear(x, self.weight, self.bias).split([one.out_features for one in self.layers], dim=-1)
+            parts = F.linear(x, self.weight, self.bias).split(
+                [one.out_features for one in self.layers], dim=-1
+            )
             self.input, self.parts = x, dict(zip(self.layers, parts, strict=True))
         part = self.parts.pop(layer)
         if not self.parts:
@@ -107,7 +113,9 @@ class JointProduct:
 
 @torch.no_grad()
 def groups_with_one_input(body: nn.Module, a_pass: Callable[[], object]) -> list[list[nn.Linear]]:
-    """Plain linear layers that get the same tensor one right after another in a pass, each of them once."""
+    """Plain linear layers that get the same tensor one right after another in a pass, each of them
+    once.
+    """
     calls: list[tuple[Any, Tensor]] = []  # holds the inputs, so that no two have one id
     hooks = [
         layer.register_forward_pre_hook(lambda layer, inputs: calls.append((layer, inputs[0])))
@@ -120,12 +128,20 @@ def groups_with_one_input(body: nn.Module, a_pass: Callable[[], object]) -> list
         for hook in hooks:
             hook.remove()
     called = [layer for layer, _ in calls]
-    groups = [[layer for layer, _ in group] for _, group in groupby(calls, key=lambda call: id(call[1]))]
-    return [group for group in groups if len(group) > 1 and all(called.count(layer) == 1 for layer in group)]
+    groups = [
+        [layer for layer, _ in group] for _, group in groupby(calls, key=lambda call: id(call[1]))
+    ]
+    return [
+        group
+        for group in groups
+        if len(group) > 1 and all(called.count(layer) == 1 for layer in group)
+    ]
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether it is torch's linear layer, or ours with oneDNN's products, with whole weights and without hooks."""
+    """Whether it is torch's linear layer, or ours with oneDNN's products, with whole weights and
+    without hooks.
+    """
     if type(layer) not in (nn.Linear, onednn.Linear) or "forward" in vars(layer):
         return False
     hooked = bool(layer._forward_hooks or layer._forward_pre_hooks)
@@ -133,7 +149,9 @@ def is_plain(layer: Any) -> bool:
 
 
 def are_alike(parameters: Sequence[Tensor | None]) -> bool:
-    """Whether one matrix or vector might hold them, and all are parameters: not copies that are there for a moment."""
+    """Whether one matrix or vector might hold them, and all are parameters: not copies that are
+    there for a moment.
+    """
     kinds = {part is not None and (part.shape[1:], part.dtype, part.device) for part in parameters}
     return len(kinds) == 1 and all(isinstance(part, nn.Parameter) for part in parameters)
 
@@ -146,14 +164,17 @@ def lie_in(memory: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether the parameters take all of a tensor, one after another."""
     *begins, end = accumulate((part.nbytes for part in parameters), initial=memory.data_ptr())
     return end == memory.data_ptr() + memory.nbytes and all(
-        part.is_contiguous() and part.data_ptr() == begin for part, begin in zip(parameters, begins, strict=True)
+        part.is_contiguous() and part.data_ptr() == begin
+        for part, begin in zip(parameters, begins, strict=True)
     )
 
 
 def in_shared_memory(parameters: Sequence[Tensor]) -> Tensor | None:
     """The parameters as one tensor if they are parts of the same memory, one after another."""
-    first, storages = parameters[0].detach(), {part.untyped_storage().data_ptr() for part in parameters}
-    rows, end = sum(map(len, parameters)), first.storage_offset() * first.itemsize + sum(p.nbytes for p in parameters)
+    first = parameters[0].detach()
+    storages = {part.untyped_storage().data_ptr() for part in parameters}
+    rows = sum(map(len, parameters))
+    end = first.storage_offset() * first.itemsize + sum(p.nbytes for p in parameters)
     if len(storages) > 1 or first.untyped_storage().nbytes() < end:
         return None
     together = first.as_strided((rows, *first.shape[1:]), first.stride())
@@ -161,8 +182,8 @@ def in_shared_memory(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def moved_together(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor, of which the parameters are parts from now on. To whoever looks, each has memory of its own, as those
-    who save weights want it.
+    """One tensor, of which the parameters are parts from now on. To whoever looks, each has memory
+    of its own, as those who save weights want it.
     """
     memory = torch.cat([part.detach() for part in parameters])
     begin, storage = 0, memory.untyped_storage()

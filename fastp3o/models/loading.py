@@ -1,4 +1,5 @@
-"""Loads policies and reward models from checkpoints: a folder or a hub name. Broken or incomplete ones are refused.
+"""Loads policies and reward models from checkpoints: a folder or a hub name. Broken or incomplete
+ones are refused.
 
 Only the main process loads weights; the others have their models on the meta device, for `shard`.
 """
@@ -36,11 +37,12 @@ from fastp3o.sources import HubRef, InMemory, ModelSource
 
 CPU = torch.device("cpu")
 HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
-# Endings of settings that make passes in training mode random: dropout, and noise of the routers of experts.
+# Endings of settings that make passes in training mode random: dropout, and noise of the routers of
+# experts.
 NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
 
 
-# --- policies and reward models ---------------------------------------------------------------------------------------
+# --- policies and reward models -------------------------------------------------------------------
 
 
 def load_policy(
@@ -53,17 +55,20 @@ def load_policy(
     as_stored: bool = False,
     quantize: str | None = None,
 ) -> PackedModel:
-    """Loads a causal LM without dropout or router noise: a policy's log-probabilities must not be random. LoRA adapters
-    are merged into it. as_stored: for a model that `shard` spreads, half-precision weights of a checkpoint stay in its
-    mapped file until then. quantize: bits of its linear layers, 4bit or 8bit.
+    """Loads a causal LM without dropout or router noise: a policy's log-probabilities must not be
+    random. LoRA adapters are merged into it. as_stored: for a model that `shard` spreads,
+    half-precision weights of a checkpoint stay in its mapped file until then. quantize: bits of its
+    linear layers, 4bit or 8bit.
 
-    Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows, and if a model that
-    trains still gives other log-probabilities in training mode.
+    Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows,
+    and if a model that trains still gives other log-probabilities in training mode.
     """
     base = base_model_name(name)
     quantized = quantized_options(name, base, quantize)
     if not is_main_process():
-        model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = without_weights(
+            AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code
+        )
         if isinstance(name, InMemory):
             name.value.copy_generation_config(model)
         else:
@@ -73,7 +78,9 @@ def load_policy(
             model = with_adapters(model, name)
         return PackedModel(named(model, name, base))
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
-    model, loading = from_checkpoint(AutoModelForCausalLM, base, as_stored and base == name, **options)
+    model, loading = from_checkpoint(
+        AutoModelForCausalLM, base, as_stored and base == name, **options
+    )
     require_whole(base, loading)
     require_finite_weights(base, model)
     if base != name:
@@ -88,13 +95,15 @@ def load_policy(
 def quantized_options(name: ModelSource, base: ModelSource, quantize: str | None) -> dict[str, Any]:
     """The arguments that load a quantized model; none if `quantize` is None."""
     if quantize is not None and base != name:
-        raise UserError(f"--quantize needs a whole model, and {name} is an adapter: pass the merged model")
+        raise UserError(
+            f"--quantize needs a whole model, and {name} is an adapter: pass the merged model"
+        )
     return {} if quantize is None else quantized_loading(quantize)
 
 
 def named(model: Any, name: ModelSource, base: ModelSource) -> Any:
-    """Sets the model's name to that of the checkpoint that holds its weights, or to none if adapters were merged into
-    it.
+    """Sets the model's name to that of the checkpoint that holds its weights, or to none if
+    adapters were merged into it.
     """
     start = name.value.model.name_or_path if isinstance(name, InMemory) else str(base)
     model.name_or_path = start if base == name else ""
@@ -113,16 +122,23 @@ def load_reward_model(
     as_stored: bool = False,
     quantize: str | None = None,
 ) -> PackedModel:
-    """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may be saved with them.
+    """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may
+    be saved with them.
 
-    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. vector_size: loads a
-    preference model with vectors of this size in its place; its configuration says that it is one. as_stored and
-    quantize: as for policies; the head is not quantized. Raises ValueError if the checkpoint is incomplete or its head
-    untrained, if the model has no linear `score` head over hidden states, or other outputs, if a reward model is asked
-    for and it is a preference model or the other way round, and if packed rows cannot run it.
+    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero.
+    vector_size: loads a preference model with vectors of this size in its place; its configuration
+    says that it is one. as_stored and quantize: as for policies; the head is not quantized. Raises
+    ValueError if the checkpoint is incomplete or its head untrained, if the model has no linear
+    `score` head over hidden states, or other outputs, if a reward model is asked for and it is a
+    preference model or the other way round, and if packed rows cannot run it.
     """
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": vector_size or 1}
-    base, stored = base_model_name(name), stored_vector_size(name, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "num_labels": vector_size or 1,
+    }
+    base = base_model_name(name)
+    stored = stored_vector_size(name, trust_remote_code=trust_remote_code)
     require_same_kind(name, stored, vector_size)
     if not is_main_process():
         model = without_weights(AutoModelForSequenceClassification, base, **options)
@@ -132,17 +148,25 @@ def load_reward_model(
     if quantized := quantized_options(name, base, quantize):
         quantized["quantization_config"].llm_int8_skip_modules = ["score"]
     options |= quantized
-    model, loading = from_checkpoint(AutoModelForSequenceClassification, base, as_stored and base == name, **options)
+    model, loading = from_checkpoint(
+        AutoModelForSequenceClassification, base, as_stored and base == name, **options
+    )
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
-        raise UserError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
+        raise UserError(
+            f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model"
+        )
     headless = "score.weight" in loading["missing_keys"]
     mismatched = (shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight")
     outputs = next(mismatched, len(head.weight))
     if not headless and (outputs, stored) != (len(head.weight), vector_size):
         begins = "--preference_dim begins with a language model, or goes on with a preference model of its size"
-        raise UserError(f"{name} has {outputs} outputs; {begins if vector_size else 'a reward model has one'}")
-    require_whole(base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
+        raise UserError(
+            f"{name} has {outputs} outputs; {begins if vector_size else 'a reward model has one'}"
+        )
+    require_whole(
+        base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"}
+    )
     require_finite_weights(base, model)
     if headless:
         begin_head(head) if vector_size else nn.init.zeros_(head.weight)
@@ -153,7 +177,9 @@ def load_reward_model(
         head = model.score
     if not new_head and not head.weight.any():
         lack = "it has no head `score`" if headless else "its head `score` is zero"
-        raise UserError(f"{name} is not a trained reward model: {lack}; train one from it with fastp3o reward")
+        raise UserError(
+            f"{name} is not a trained reward model: {lack}; train one from it with fastp3o reward"
+        )
     checked(model)
     scorer = PackedModel(named(model, name, base).to(device))
     with computed_in(dtype, scorer) if as_stored else nullcontext():
@@ -161,27 +187,33 @@ def load_reward_model(
 
 
 def stored_vector_size(name: ModelSource, *, trust_remote_code: bool = False) -> int:
-    """The size of a preference model's vectors, by its configuration; 0 for every other model. Raises ValueError if the
-    configuration cannot be read.
+    """The size of a preference model's vectors, by its configuration; 0 for every other model.
+    Raises ValueError if the configuration cannot be read.
     """
     with errors_naming(name):
         return preference_dim(load_config(name, trust_remote_code))
 
 
 def require_same_kind(name: ModelSource, stored: int, expected: int) -> None:
-    """Raises ValueError for a preference model of another size than expected, 0 for a model that gives scores."""
+    """Raises ValueError for a preference model of another size than expected, 0 for a model that
+    gives scores.
+    """
     if stored and stored != expected:
         needed = f"vectors of {expected} are" if expected else "a score is"
         remedy = f"--preference_dim {stored} trains it further, --reward takes it where responses are compared"
-        raise UserError(f"{name} is a preference model with vectors of {stored}, and {needed} needed here: {remedy}")
+        raise UserError(
+            f"{name} is a preference model with vectors of {stored}, and {needed} needed here: {remedy}"
+        )
 
 
-# --- weights, and models without them ---------------------------------------------------------------------------------
+# --- weights, and models without them -------------------------------------------------------------
 
 
-def from_checkpoint(model_class: Any, name: ModelSource, as_stored: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Loads a model without dropout or router noise. Also returns transformers' lists of missing, unexpected and
-    mismatched weights.
+def from_checkpoint(
+    model_class: Any, name: ModelSource, as_stored: bool, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Loads a model without dropout or router noise. Also returns transformers' lists of missing,
+    unexpected and mismatched weights.
     """
     with errors_naming(name), without_report():
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
@@ -189,33 +221,49 @@ def from_checkpoint(model_class: Any, name: ModelSource, as_stored: bool, **opti
             labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
             return name.value.copied(model_class, name.value.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
-            GenerationConfig.from_pretrained(str(name), **at(name))  # transformers ignores one that it cannot read
+            GenerationConfig.from_pretrained(
+                str(name), **at(name)
+            )  # transformers ignores one that it cannot read
         # First, since transformers would load other formats.
         stored = {dtype for file in weight_files(name) for dtype in dtypes_of_floats(file)}
-        dtype = HALF.get(stored.pop()) if as_stored and len(stored) == 1 and number_of_processes() > 1 else None
+        dtype = (
+            HALF.get(stored.pop())
+            if as_stored and len(stored) == 1 and number_of_processes() > 1
+            else None
+        )
         loaded = off | options | ({} if dtype is None else {"dtype": dtype})
         reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, loading = model_class.from_pretrained(str(name), **reported, **at(name), **loaded)
-        built = model if dtype is None else with_weights_of(model, without_weights(model_class, name, **options))
+        built = (
+            model
+            if dtype is None
+            else with_weights_of(model, without_weights(model_class, name, **options))
+        )
         return built, loading
 
 
 def without_weights(
-    model_class: Any, name: ModelSource, dtype: torch.dtype, trust_remote_code: bool, **settings: int
+    model_class: Any,
+    name: ModelSource,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    **settings: int,
 ) -> Any:
     """Builds the model of `from_checkpoint` with parameters on the meta device."""
     with errors_naming(name):
         off = noise_off(load_config(name, trust_remote_code).to_dict())
         config = load_config(name, trust_remote_code, **settings, **off)
         with init_empty_weights(include_buffers=False):
-            model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = model_class.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         model.tie_weights()  # which this has parted
         return model
 
 
 def with_weights_of(loaded: Any, built: Any) -> Any:
-    """Puts the weights of a loaded model, in their dtypes, into a model built in another dtype, which keeps the dtype
-    of its buffers.
+    """Puts the weights of a loaded model, in their dtypes, into a model built in another dtype,
+    which keeps the dtype of its buffers.
     """
     for place, module in loaded.named_modules():
         built.get_submodule(place)._parameters.update(module._parameters)
@@ -228,10 +276,13 @@ def with_weights_of(loaded: Any, built: Any) -> Any:
 
 
 def noise_off(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that turn off all dropout and router noise. A nested configuration that has any is returned whole."""
+    """Settings that turn off all dropout and router noise. A nested configuration that has any is
+    returned whole.
+    """
     off: dict[str, Any] = {}
     for key, value in config.items():
-        # PhiMoE's routers also take it as a threshold in evaluation, so without it this would be another model.
+        # PhiMoE's routers also take it as a threshold in evaluation, so without it this would be
+        # another model.
         if (config.get("model_type"), key) == ("phimoe", "router_jitter_noise"):
             continue
         if isinstance(value, float) and key.endswith(NOISE):
@@ -241,26 +292,33 @@ def noise_off(config: dict[str, Any]) -> dict[str, Any]:
     return off
 
 
-# --- weights that are not finite --------------------------------------------------------------------------------------
+# --- weights that are not finite ------------------------------------------------------------------
 
 
 def require_finite_weights(name: ModelSource, model: nn.Module) -> None:
-    """Raises ValueError for weights that are NaN or infinite, including those that no token of a trial would use."""
+    """Raises ValueError for weights that are NaN or infinite, including those that no token of a
+    trial would use.
+    """
     bad = [
         key
         for key, weight in model.named_parameters()
-        if weight.is_floating_point() and not torch.linalg.vector_norm(weight.detach(), float("inf")).isfinite()
+        if weight.is_floating_point()
+        and not torch.linalg.vector_norm(weight.detach(), float("inf")).isfinite()
     ]
     if bad:
         dtype = next(model.parameters()).dtype
         stored = largest_stored(name, bad[0])
         if dtype == torch.float16 and stored is not None and isfinite(stored):
             raise OverflowsError(str(name), Overflow(f"the weight {bad[0]}", stored))
-        raise UserError(f"the checkpoint {name} has weights that are NaN or infinite in {dtype}: {listed(bad)}")
+        raise UserError(
+            f"the checkpoint {name} has weights that are NaN or infinite in {dtype}: {listed(bad)}"
+        )
 
 
 def largest_stored(name: ModelSource, key: str) -> float | None:
-    """The largest absolute value of a weight as stored in the checkpoint; None if it has no weight of this name."""
+    """The largest absolute value of a weight as stored in the checkpoint; None if it has no weight
+    of this name.
+    """
     if isinstance(name, InMemory):
         weights = name.value.model.state_dict()
         return float(weights[key].float().abs().max()) if key in weights else None

@@ -1,4 +1,6 @@
-"""Refuses adapters if merging them into the weights would give another policy than the one that trains."""
+"""Refuses adapters if merging them into the weights would give another policy than the one that
+trains.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -10,11 +12,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from fastp3o.errors import UserError
 from fastp3o.models.load_report import missing, without_report
-from fastp3o.models.merging import ADAPTER, described, frozen, merged, named_weights, plain_copy, plain_modules
+from fastp3o.models.merging import (
+    ADAPTER,
+    described,
+    frozen,
+    merged,
+    named_weights,
+    plain_copy,
+    plain_modules,
+)
 from fastp3o.models.packable import logprob_tolerance, on_trial
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.quantized import dequantized, quantized_layers
@@ -39,11 +53,12 @@ def sizes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def require_mergeable(model: PackedModel, plain: Mapping[str, torch.Size]) -> None:
-    """Raises UnmergeableError unless the weights with adapters merged are those of the plain model, by name and size,
-    each trained tensor is in one of them, transformers finds them all, and a trial with adapters that are not zero
-    gives the same log-probs from both. The trial holds one layer's merged weights at a time, leaves adapters and random
-    generators as they were, and is left out on the meta device. Raises UserError if the model cannot run with its
-    adapters. plain: the sizes of the weights without them.
+    """Raises UnmergeableError unless the weights with adapters merged are those of the plain model,
+    by name and size, each trained tensor is in one of them, transformers finds them all, and a
+    trial with adapters that are not zero gives the same log-probs from both. The trial holds one
+    layer's merged weights at a time, leaves adapters and random generators as they were, and is
+    left out on the meta device. Raises UserError if the model cannot run with its adapters. plain:
+    the sizes of the weights without them.
     """
     own = model.model
     if changed := sizes(own).items() ^ plain.items():
@@ -65,9 +80,15 @@ def require_mergeable(model: PackedModel, plain: Mapping[str, torch.Size]) -> No
         kinds: dict[str, list[Any]] = {}
         for place, _, layers in plain_modules(own):
             kinds.setdefault(place.rpartition(".")[2], []).extend(layers)
-        bad = [kind for kind, layers in kinds.items() if layers and not distance(model, layers) <= tolerance]
+        bad = [
+            kind
+            for kind, layers in kinds.items()
+            if layers and not distance(model, layers) <= tolerance
+        ]
         those = f"adapters of {', '.join(bad)}" if bad else "adapters"
-        raise UnmergeableError(f"merged into the weights, {those} give other results (off by {off:.2g} on average)")
+        raise UnmergeableError(
+            f"merged into the weights, {those} give other results (off by {off:.2g} on average)"
+        )
 
 
 def own_parameters(adapter: nn.Module) -> list[nn.Parameter]:
@@ -76,11 +97,13 @@ def own_parameters(adapter: nn.Module) -> list[nn.Parameter]:
 
 
 def require_readable(model: PreTrainedModel, plain: Mapping[str, torch.Size]) -> None:
-    """Raises UnmergeableError if transformers would initialize or ignore weights when it reads the saved names. Takes
-    no memory: everything is on the meta device.
+    """Raises UnmergeableError if transformers would initialize or ignore weights when it reads the
+    saved names. Takes no memory: everything is on the meta device.
     """
     reader: Any = described(model, model.dtype)
-    written = {name: torch.empty(size, dtype=model.dtype, device="meta") for name, size in plain.items()}
+    written = {
+        name: torch.empty(size, dtype=model.dtype, device="meta") for name, size in plain.items()
+    }
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -97,12 +120,15 @@ def require_readable(model: PreTrainedModel, plain: Mapping[str, torch.Size]) ->
         if shown:
             enable_progress_bar()
     if reason := missing(loading):
-        raise UnmergeableError(f"transformers would not read the merged weights as they are written: it {reason}")
+        raise UnmergeableError(
+            f"transformers would not read the merged weights as they are written: it {reason}"
+        )
 
 
 def distance(model: PackedModel, adapters: list[Any]) -> float:
-    """The mean difference of `results` with some of a model's adapters and with these merged, all others being zero. In
-    training mode models may read the weight of a layer without its adapter: if it gives other results, its difference.
+    """The mean difference of `results` with some of a model's adapters and with these merged, all
+    others being zero. In training mode models may read the weight of a layer without its adapter:
+    if it gives other results, its difference.
     """
     with enlarged(adapters), on_trial(model) as (_, row):
         expected = results(model, row)
@@ -118,8 +144,8 @@ def distance(model: PackedModel, adapters: list[Any]) -> float:
 
 @contextmanager
 def enlarged(adapters: list[Any]) -> Iterator[None]:
-    """Within the block, adapter weights that are zero are random numbers, so that each adapter changes its layer's
-    output.
+    """Within the block, adapter weights that are zero are random numbers, so that each adapter
+    changes its layer's output.
     """
     parts = [(part, adapter) for adapter in adapters for part in own_parameters(adapter)]
     before = [part.detach().clone() for part, _ in parts]
@@ -136,7 +162,9 @@ def enlarged(adapters: list[Any]) -> Iterator[None]:
 
 
 def results(model: PackedModel, row: PackedRow) -> Tensor:
-    """Log-probs. Of a reward model, whose new head is zero, the head's inputs, next to their mean size."""
+    """Log-probs. Of a reward model, whose new head is zero, the head's inputs, next to their mean
+    size.
+    """
     if not hasattr(model.model, "score"):
         return labeled_logprobs(model, row)
     hidden: Tensor = model(row, row.ends_at, lambda hidden, _: hidden.float())
@@ -144,8 +172,8 @@ def results(model: PackedModel, row: PackedRow) -> Tensor:
 
 
 def merged_in_turn(model: PackedModel) -> PackedModel:
-    """The model with its adapters merged, as it is sampled and saved. Each layer has merged weights only while it
-    computes; everything else is shared with the model.
+    """The model with its adapters merged, as it is sampled and saved. Each layer has merged weights
+    only while it computes; everything else is shared with the model.
     """
     layers: dict[int, Any] = {}
     try:
@@ -165,12 +193,25 @@ def merged_in_turn(model: PackedModel) -> PackedModel:
 
 @torch.no_grad()
 def merged_copy(model: nn.Module, copies: dict[int, Any] | None = None) -> Any:
-    """`plain_copy` that shares what has no adapter. copies: what takes the place of modules, by their ids."""
+    """`plain_copy` that shares what has no adapter. copies: what takes the place of modules, by
+    their ids.
+    """
     copies = {} if copies is None else copies
-    replaced = {id(part) for module in model.modules() if id(module) in copies for part in module.parameters()}
-    quantized: dict[int, Any] = {id(layer.weight): layer for layer in quantized_layers(model).values()}
+    replaced = {
+        id(part)
+        for module in model.modules()
+        if id(module) in copies
+        for part in module.parameters()
+    }
+    quantized: dict[int, Any] = {
+        id(layer.weight): layer for layer in quantized_layers(model).values()
+    }
     for module in model.modules():
-        shared = [*module.parameters(recurse=False), *module.buffers(recurse=False), getattr(module, "config", None)]
+        shared = [
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+            getattr(module, "config", None),
+        ]
         copies |= {id(part): part for part in shared}
     for layer in quantized.values():
         copies[id(layer)] = layer

@@ -1,7 +1,8 @@
-"""A model with LoRA adapters as it is without them: the same policy in plain weights, by the names of the plain model.
+"""A model with LoRA adapters as it is without them: the same policy in plain weights, by the names
+of the plain model.
 
-Which weight an adapter changes, and what it adds to it, peft's layers say themselves. They may wrap a layer, a
-parameter of it, such as the weights of all experts, and one another.
+Which weight an adapter changes, and what it adds to it, peft's layers say themselves. They may wrap
+a layer, a parameter of it, such as the weights of all experts, and one another.
 """
 
 import copy
@@ -19,8 +20,9 @@ ADAPTER = "default"  # peft's name of the only one
 
 
 class Weight(NamedTuple):
-    """A parameter or saved buffer of the plain model. names: its names there, of which tied weights have several. part:
-    itself, or what this process has of it. adapters: peft's layers that add to it.
+    """A parameter or saved buffer of the plain model. names: its names there, of which tied weights
+    have several. part: itself, or what this process has of it. adapters: peft's layers that add to
+    it.
     """
 
     names: list[str]
@@ -43,8 +45,9 @@ def adapted_parameter(layer: Any) -> str:
 
 
 def plain_modules(module: Any, place: str = "") -> Iterator[tuple[str, nn.Module, list[Any]]]:
-    """The modules of a model without adapters, from the outermost inward: each with its place in the plain model and
-    peft's layers around it, the outermost first. A module that the model uses twice is listed twice.
+    """The modules of a model without adapters, from the outermost inward: each with its place in
+    the plain model and peft's layers around it, the outermost first. A module that the model uses
+    twice is listed twice.
     """
     adapters = []
     while wraps(module):
@@ -57,8 +60,8 @@ def plain_modules(module: Any, place: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def named_weights(model: nn.Module) -> list[Weight]:
-    """The weights of a model without adapters; of quantized layers, those that they stand for. Tied weights stay tied,
-    unless an adapter changes one of them.
+    """The weights of a model without adapters; of quantized layers, those that they stand for. Tied
+    weights stay tied, unless an adapter changes one of them.
     """
     weights: dict[tuple[int, ...], Weight] = {}
     for place, module, layers in plain_modules(model):
@@ -74,10 +77,12 @@ def named_weights(model: nn.Module) -> list[Weight]:
 
 
 @torch.no_grad()
-def whole_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[tuple[list[str], Tensor, bool]]:
-    """Yields the weights of `named_weights`, gathered on all processes, which must iterate together: the names of each,
-    the weight in `dtype`, and whether an adapter was merged into it; merged weights are in fp32. Buffers keep their
-    dtype; with dtype None everything does.
+def whole_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None
+) -> Iterator[tuple[list[str], Tensor, bool]]:
+    """Yields the weights of `named_weights`, gathered on all processes, which must iterate
+    together: the names of each, the weight in `dtype`, and whether an adapter was merged into it;
+    merged weights are in fp32. Buffers keep their dtype; with dtype None everything does.
     """
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapters in named_weights(model):
@@ -97,15 +102,17 @@ def merged(weight: Tensor, adapters: tuple[Any, ...], dtype: torch.dtype | None)
 
 
 def lora_delta(adapted: nn.Module, dtype: torch.dtype | None) -> Tensor:
-    """What an adapter adds to the weight of its layer, in fp32: rounded to half precision, it or the sum would lose
-    what is small next to the weight, and with it much of what was learned. dtype: of the passes, to which the adapter's
-    own weights are rounded; None for theirs.
+    """What an adapter adds to the weight of its layer, in fp32: rounded to half precision, it or
+    the sum would lose what is small next to the weight, and with it much of what was learned.
+    dtype: of the passes, to which the adapter's own weights are rounded; None for theirs.
     """
     base, name = inner(adapted), adapted_parameter(adapted)
     weight = getattr(base, name)
     # Of the weight within, peft reads the dtype and the size alone.
     stand_in = nn.Module()
-    stand_in.register_parameter(name, frozen(torch.empty((), device=weight.device).expand(weight.shape)))
+    stand_in.register_parameter(
+        name, frozen(torch.empty((), device=weight.device).expand(weight.shape))
+    )
     inside: dict[int, Any] = {id(cast(Any, adapted).base_layer): stand_in}
     for own, part in adapted.named_parameters():
         if not own.startswith("base_layer."):
@@ -118,9 +125,11 @@ def frozen(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-def plain_copy(model: nn.Module, parameters: Mapping[str, nn.Parameter], copies: dict[int, Any] | None = None) -> Any:
-    """A copy of a model without adapters. parameters: those of the copy, by name; tied ones under one of their names.
-    copies: replacements of parts of the model, by id.
+def plain_copy(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], copies: dict[int, Any] | None = None
+) -> Any:
+    """A copy of a model without adapters. parameters: those of the copy, by name; tied ones under
+    one of their names. copies: replacements of parts of the model, by id.
     """
     copies = {} if copies is None else copies
     weights = [weight for weight in named_weights(model) if weight.names[0] in parameters]
@@ -139,10 +148,13 @@ def plain_copy(model: nn.Module, parameters: Mapping[str, nn.Parameter], copies:
 
 
 @torch.no_grad()
-def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
-    Several processes gather one weight after the other into the main process's memory; the others get empty ones.
-    Merged weights are in fp32, in which transformers then loads all. dtype: of the other weights; None for their own.
+def whole_model(
+    model: PreTrainedModel, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A model without adapters, and its weights, into which LoRA adapters are merged. The given
+    model is unchanged. Several processes gather one weight after the other into the main process's
+    memory; the others get empty ones. Merged weights are in fp32, in which transformers then loads
+    all. dtype: of the other weights; None for their own.
     """
     weights: dict[str, Tensor] = {}
     for names, weight, adapted in whole_weights(model, dtype):
@@ -157,7 +169,9 @@ def whole_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> tup
 
 
 def described(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without adapters, on the meta device, with the configuration that readers of its weights need."""
+    """The model without adapters, on the meta device, with the configuration that readers of its
+    weights need.
+    """
     # Saving writes the dtype into the configuration, and the given model goes on with its own.
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -173,7 +187,9 @@ def described(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parted(model: PreTrainedModel) -> bool:
-    """Whether head and embeddings are separate weights without adapters, although the configuration ties them."""
+    """Whether head and embeddings are separate weights without adapters, although the configuration
+    ties them.
+    """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False

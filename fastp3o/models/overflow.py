@@ -1,7 +1,9 @@
-"""Whether fp16 can hold what a model computes: the largest values of what enters and leaves each of its modules.
+"""Whether fp16 can hold what a model computes: the largest values of what enters and leaves each of
+its modules.
 
-Some models, such as Gemma 3, add up values in their residual streams that fp16 has no numbers for. What comes of that
-is NaN, everywhere and at once, so the module and its value are looked for where they arise.
+Some models, such as Gemma 3, add up values in their residual streams that fp16 has no numbers for.
+What comes of that is NaN, everywhere and at once, so the module and its value are looked for where
+they arise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +28,9 @@ MARGIN = 2.0
 
 
 class Overflow(NamedTuple):
-    """Values that fp16 does not hold. place: the module that they enter or leave. value: the largest of them, as fp32
-    has it; infinite where that is not known. happened: whether fp16 was left, or its end is only near.
+    """Values that fp16 does not hold. place: the module that they enter or leave. value: the
+    largest of them, as fp32 has it; infinite where that is not known. happened: whether fp16 was
+    left, or its end is only near.
     """
 
     place: str
@@ -53,7 +56,9 @@ class OverflowsError(UserError):
 
 
 class Activation(NamedTuple):
-    """The input or output of a module. value: its largest absolute value; NaN or infinite if any element is."""
+    """The input or output of a module. value: its largest absolute value; NaN or infinite if any
+    element is.
+    """
 
     value: float
     dtype: torch.dtype
@@ -75,12 +80,17 @@ def activations(model: PackedModel, row: PackedRow) -> dict[str, Activation]:
     with evaluation_mode(model), watched(model.model, note):
         model(row, row.ends_at, lambda hidden, _: hidden)
     largest = torch.stack([*values.values()]).tolist()
-    return {place: Activation(value, dtypes[place]) for place, value in zip(values, largest, strict=True)}
+    return {
+        place: Activation(value, dtypes[place])
+        for place, value in zip(values, largest, strict=True)
+    }
 
 
 @contextmanager
 def watched(model: nn.Module, note: Callable[[str, Sequence[Any]], None]) -> Iterator[None]:
-    """In the block, `note` gets the place and the values of what enters and leaves the model's modules."""
+    """In the block, `note` gets the place and the values of what enters and leaves the model's
+    modules.
+    """
     handles = []
     for name, module in model.named_modules():
         if name:
@@ -91,7 +101,10 @@ def watched(model: nn.Module, note: Callable[[str, Sequence[Any]], None]) -> Ite
             def leaves(_: nn.Module, __: Any, values: Any, name: str = name) -> None:
                 note(name, values if isinstance(values, tuple) else (values,))
 
-            handles += [module.register_forward_pre_hook(enters), module.register_forward_hook(leaves)]
+            handles += [
+                module.register_forward_pre_hook(enters),
+                module.register_forward_hook(leaves),
+            ]
     try:
         yield
     finally:
@@ -99,11 +112,13 @@ def watched(model: nn.Module, note: Callable[[str, Sequence[Any]], None]) -> Ite
             handle.remove()
 
 
-def overflow(model: PackedModel, row: PackedRow, device: torch.device | None = None) -> Overflow | None:
-    """What fp16 does not hold in a pass over a row; None if it holds all, with room for more. What a module computes in
-    fp32, whatever the dtype of its weights, does not overflow. device: where that is computed, a layer of the model at
-    a time; by default where the model is. Quantized weights, and those that are spread over processes, stay as they
-    are: all of these must call it.
+def overflow(
+    model: PackedModel, row: PackedRow, device: torch.device | None = None
+) -> Overflow | None:
+    """What fp16 does not hold in a pass over a row; None if it holds all, with room for more. What
+    a module computes in fp32, whatever the dtype of its weights, does not overflow. device: where
+    that is computed, a layer of the model at a time; by default where the model is. Quantized
+    weights, and those that are spread over processes, stay as they are: all of these must call it.
     """
     device = device or model.model.device
     row, quantized = row.to(device), bool(quantized_layers(model))
@@ -123,18 +138,23 @@ def overflow(model: PackedModel, row: PackedRow, device: torch.device | None = N
         return Overflow(broken, inf)
     with computed_in(torch.float32, model, device):
         wide = {place: one.value for place, one in activations(model, row).items() if place in held}
-    place = next((place for place, value in wide.items() if not isfinite(value)), max(wide, key=wide.__getitem__))
+    place = next(
+        (place for place, value in wide.items() if not isfinite(value)),
+        max(wide, key=wide.__getitem__),
+    )
     return Overflow(place if not wide[place] <= LARGEST else broken, wide[place])
 
 
-def overflow_in_fp16(model: PackedModel, row: PackedRow, device: torch.device | None = None) -> Overflow | None:
+def overflow_in_fp16(
+    model: PackedModel, row: PackedRow, device: torch.device | None = None
+) -> Overflow | None:
     """The `overflow` of a model whose weights are in fp16; None for other dtypes."""
     return overflow(model, row, device) if model.model.dtype == torch.float16 else None
 
 
 def not_finite_error(model: PackedModel, row: PackedRow, name: str) -> UserError:
-    """The error for a pass over a row that gives values that are not finite; it says why, for the dtype of the model's
-    weights.
+    """The error for a pass over a row that gives values that are not finite; it says why, for the
+    dtype of the model's weights.
     """
     dtype = model.model.dtype
     if happened(found := overflow_in_fp16(model, row)):
@@ -149,7 +169,10 @@ def not_finite_error(model: PackedModel, row: PackedRow, name: str) -> UserError
 def weight_overflow(model: PackedModel) -> Overflow | None:
     """The first weight that fp16 cannot hold."""
     for name, weight in model.model.named_parameters():
-        if weight.is_floating_point() and (value := torch.linalg.vector_norm(weight.detach(), inf).item()) > LARGEST:
+        if (
+            weight.is_floating_point()
+            and (value := torch.linalg.vector_norm(weight.detach(), inf).item()) > LARGEST
+        ):
             return Overflow(f"the weight {name}", value)
     return None
 

@@ -1,7 +1,9 @@
-"""Bases of LoRA policies in 4 or 8 bits, by bitsandbytes: QLoRA (arXiv 2305.14314) and LLM.int8() (arXiv 2208.07339).
+"""Bases of LoRA policies in 4 or 8 bits, by bitsandbytes: QLoRA (arXiv 2305.14314) and LLM.int8()
+(arXiv 2208.07339).
 
-Linear layers but the head are quantized as the model is loaded; embeddings, norms and adapters are not. In 4 bits, and
-in 8 bits on a CPU, a layer's product is that of its dequantized weight; in 8 bits on a GPU its inputs are rounded, too.
+Linear layers but the head are quantized as the model is loaded; embeddings, norms and adapters are
+not. In 4 bits, and in 8 bits on a CPU, a layer's product is that of its dequantized weight; in 8
+bits on a GPU its inputs are rounded, too.
 """
 
 import logging
@@ -22,26 +24,38 @@ logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def quantized_loading(bits: str) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantize a model. bits: 4bit (NF4, with double quantization) or 8bit. Raises
-    ValueError if bitsandbytes is not installed, and for several processes.
+    """Arguments of `from_pretrained` that quantize a model. bits: 4bit (NF4, with double
+    quantization) or 8bit. Raises ValueError if bitsandbytes is not installed, and for several
+    processes.
     """
     if number_of_processes() > 1:
-        raise UserError("--quantize trains in one process: quantized weights are not spread over several")
+        raise UserError(
+            "--quantize trains in one process: quantized weights are not spread over several"
+        )
     try:
         import bitsandbytes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     except ImportError as error:
         raise UserError("--quantize needs bitsandbytes: pip install '.[quantized]'") from error
     if bits == "4bit":
-        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        }
     else:
         settings = {"load_in_8bit": True}
     # Moved later, weights would leave their scales behind.
-    return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": PartialState().device}}
+    return {
+        "quantization_config": BitsAndBytesConfig(**settings),
+        "device_map": {"": PartialState().device},
+    }
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers with quantized weights by name, without the modules that wrap them."""
-    weights = ((name, layer, layer._parameters.get("weight")) for name, layer in model.named_modules())
+    weights = (
+        (name, layer, layer._parameters.get("weight")) for name, layer in model.named_modules()
+    )
     return {name: layer for name, layer, weight in weights if type(weight).__name__ in PARAMETERS}
 
 
@@ -59,20 +73,30 @@ def dequantized(layer: Any) -> Tensor:
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Sets the dtype in which 4-bit layers compute their products."""
-    layers: list[Any] = [layer for layer in quantized_layers(model).values() if hasattr(layer, "compute_dtype")]
+    layers: list[Any] = [
+        layer for layer in quantized_layers(model).values() if hasattr(layer, "compute_dtype")
+    ]
     for layer in layers:
         layer.compute_dtype, layer.compute_type_is_set = dtype, True
 
 
 def checked(model: Any) -> Any:
-    """Returns the model, ready to train. Raises ValueError if its layers cannot be quantized correctly."""
+    """Returns the model, ready to train. Raises ValueError if its layers cannot be quantized
+    correctly.
+    """
     layers: dict[str, Any] = dict(quantized_layers(model))
     for name, layer in layers.items():
         if getattr(layer, "source_cls", None) is Conv1D:
-            raise UserError(f"--quantize supports linear layers only, and {name} is a Conv1D, as in GPT-2")
+            raise UserError(
+                f"--quantize supports linear layers only, and {name} is a Conv1D, as in GPT-2"
+            )
         layer.register_forward_pre_hook(in_training_mode)
         state = getattr(layer.weight, "quant_state", None)  # of 4 bits
-        if state is not None and layer.weight.device.type == "cpu" and state.shape[1] % state.blocksize:
+        if (
+            state is not None
+            and layer.weight.device.type == "cpu"
+            and state.shape[1] % state.blocksize
+        ):
             # Dequantizing on a CPU begins a block with each row (0.50), and quantizing does not.
             needed = f"needs layers with a multiple of {state.blocksize} inputs on a CPU"
             raise UserError(f"--quantize 4bit {needed}, and {name} has {state.shape[1]}")
@@ -80,7 +104,8 @@ def checked(model: Any) -> Any:
 
 
 def in_training_mode(layer: nn.Module, _: object) -> None:
-    """On a CPU layers compute otherwise in evaluation mode, and rollouts would be another policy's: 8-bit layers round
-    their inputs, and 4-bit ones pack their weights anew if the CPU has AVX512-BF16.
+    """On a CPU layers compute otherwise in evaluation mode, and rollouts would be another policy's:
+    8-bit layers round their inputs, and 4-bit ones pack their weights anew if the CPU has
+    AVX512-BF16.
     """
     layer.training = True

@@ -1,4 +1,6 @@
-"""The policy that the KL is measured against: a second model, which may follow the policy, or a LoRA policy's base."""
+"""The policy that the KL is measured against: a second model, which may follow the policy, or a
+LoRA policy's base.
+"""
 
 import gc
 from abc import ABC, abstractmethod
@@ -16,7 +18,9 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.runtime.shares import local_part
 
-TokenValues = Callable[[PackedModel, PackedRow], Tensor]  # a model's values of a row's labeled tokens, [N, ...]
+TokenValues = Callable[
+    [PackedModel, PackedRow], Tensor
+]  # a model's values of a row's labeled tokens, [N, ...]
 
 
 class Reference(ABC):
@@ -39,7 +43,14 @@ class Reference(ABC):
 class SecondModel(Reference):
     """A separate model."""
 
-    def __init__(self, model: PackedModel, device: torch.device, mesh: DeviceMesh | None = None, *, offload: bool):
+    def __init__(
+        self,
+        model: PackedModel,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        *,
+        offload: bool,
+    ):
         self.model, self.frozen = model, FrozenModel(model, device, mesh, offload=offload)
 
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
@@ -47,7 +58,9 @@ class SecondModel(Reference):
 
 
 class WithoutAdapters(Reference):
-    """The model that a LoRA policy started from, which is the policy without its adapters: it takes no extra memory."""
+    """The model that a LoRA policy started from, which is the policy without its adapters: it takes
+    no extra memory.
+    """
 
     def __init__(self, policy: PackedModel):
         self.model = policy
@@ -80,16 +93,24 @@ class LoadedForEachUse(Reference):
 
 
 class MovingReference(Reference):
-    """A second model whose weights are set after updates of the policy. every: updates between copies of the policy's
-    weights; 0 for none. decay: after each update the weights become the mean decay w_ref + (1 - decay) w; 0 for none.
+    """A second model whose weights are set after updates of the policy. every: updates between
+    copies of the policy's weights; 0 for none. decay: after each update the weights become the mean
+    decay w_ref + (1 - decay) w; 0 for none.
     """
 
     def __init__(self, reference: SecondModel, *, every: int, decay: float):
-        self.reference, self.model, self.every, self.decay = reference, reference.model, every, decay
+        self.reference = reference
+        self.model = reference.model
+        self.every = every
+        self.decay = decay
         self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         # Steps of 1 - decay would be lost in half precision.
-        half = {name: weight for name, weight in self.weights.items() if weight.dtype != torch.float32}
-        self.means = {name: weight.detach().float() for name, weight in half.items()} if decay else {}
+        half = {
+            name: weight for name, weight in self.weights.items() if weight.dtype != torch.float32
+        }
+        self.means = (
+            {name: weight.detach().float() for name, weight in half.items()} if decay else {}
+        )
 
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
         return self.reference.map_rows(rows, compute)
@@ -114,9 +135,9 @@ class MovingReference(Reference):
 
 
 class InContext(Reference):
-    """A reference that sees a context before each prompt, after its beginning-of-sequence token `bos`; the policy does
-    not. packing: for its own rows, which are longer than those that it is called with. moved: turns the ids of a prompt
-    into those that follow the context.
+    """A reference that sees a context before each prompt, after its beginning-of-sequence token
+    `bos`; the policy does not. packing: for its own rows, which are longer than those that it is
+    called with. moved: turns the ids of a prompt into those that follow the context.
     """
 
     def __init__(
@@ -127,15 +148,23 @@ class InContext(Reference):
         packing: Packing,
         moved: Callable[[Ids], Ids] = lambda ids: ids,
     ):
-        self.reference, self.context, self.bos, self.packing, self.moved = reference, context, bos, packing, moved
+        self.reference = reference
+        self.context = context
+        self.bos = bos
+        self.packing = packing
+        self.moved = moved
 
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
-        numbers, groups = zip(*(pair for row in rows for pair in zip(row.groups, row.given, strict=True)), strict=True)
+        numbers, groups = zip(
+            *(pair for row in rows for pair in zip(row.groups, row.given, strict=True)), strict=True
+        )
         before = [int(group.prompt[0] == self.bos) for group in groups]
         prompts = [
-            [*x.prompt[:n], *self.context, *self.moved(x.prompt[n:])] for x, n in zip(groups, before, strict=True)
+            [*x.prompt[:n], *self.context, *self.moved(x.prompt[n:])]
+            for x, n in zip(groups, before, strict=True)
         ]
-        responses, labeled = [group.responses for group in groups], [group.labeled for group in groups]
+        responses = [group.responses for group in groups]
+        labeled = [group.labeled for group in groups]
         packed = pack(prompts, responses, self.packing, groups=numbers, labeled=labeled)
         longer = [row.to(rows[0].labels.device) for row in packed]
         by_number: dict[int, Tensor] = {}

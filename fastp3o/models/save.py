@@ -1,4 +1,5 @@
-"""Saves models completely or not at all: whole models in transformers' layout, LoRA adapters in peft's.
+"""Saves models completely or not at all: whole models in transformers' layout, LoRA adapters in
+peft's.
 
 `load_policy` reads both, and `PeftModel.from_pretrained(base, folder)` an adapter.
 """
@@ -27,15 +28,21 @@ from fastp3o.models.sharding import whole
 from fastp3o.runtime.processes import on_main_process
 
 LARGEST_FILE = "5GB"  # of weights
-# Up to the number of a layer, or up to the module. What is fused or renamed in memory is so within one of these.
+# Up to the number of a layer, or up to the module. What is fused or renamed in memory is so within
+# one of these.
 LAYER = re.compile(r".*?\.\d+(?=\.)|.*(?=\.)|.*")
 
 
 def write_model(
-    accelerator: Accelerator, model: PackedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype | None
+    accelerator: Accelerator,
+    model: PackedModel,
+    tokenizer: Tokenizer,
+    folder: Path,
+    dtype: torch.dtype | None,
 ) -> None:
-    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout. folder:
-    not in its place yet. dtype: of the written weights; None keeps the model's.
+    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in
+    transformers' layout. folder: not in its place yet. dtype: of the written weights; None keeps
+    the model's.
     """
     whole, weights = whole_model(model.model, dtype)
 
@@ -50,25 +57,37 @@ def write_model(
 
 
 def hub_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """The weights that `write_model` would write, by the same names, a layer at a time, so that there is no second
-    whole copy; parameters, also merged ones, in `dtype`. All processes iterate together.
+    """The weights that `write_model` would write, by the same names, a layer at a time, so that
+    there is no second whole copy; parameters, also merged ones, in `dtype`. All processes iterate
+    together.
     """
-    for _, layer in groupby(whole_weights(model, dtype), key=lambda weight: LAYER.findall(weight[0][0])[0]):
-        weights = {names[0]: weight.to(dtype) if merged else weight for names, weight, merged in layer}
+    for _, layer in groupby(
+        whole_weights(model, dtype), key=lambda weight: LAYER.findall(weight[0][0])[0]
+    ):
+        weights = {
+            names[0]: weight.to(dtype) if merged else weight for names, weight, merged in layer
+        }
         yield revert_weight_conversion(model, weights)
 
 
 def base_name(model: PreTrainedModel) -> str | None:
-    """The model that the adapters belong to: a hub name or an absolute path. None without adapters, and if no
-    checkpoint holds the base, for example when training began with adapters that were merged.
+    """The model that the adapters belong to: a hub name or an absolute path. None without adapters,
+    and if no checkpoint holds the base, for example when training began with adapters that were
+    merged.
     """
     if not has_adapter(model) or not model.name_or_path:
         return None
-    return os.path.abspath(model.name_or_path) if Path(model.name_or_path).is_dir() else model.name_or_path
+    return (
+        os.path.abspath(model.name_or_path)
+        if Path(model.name_or_path).is_dir()
+        else model.name_or_path
+    )
 
 
 def adapter_config(model: PreTrainedModel) -> Any:
-    """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter."""
+    """peft's configuration of a model's adapter, for its file. A reward model's head is saved with
+    the adapter.
+    """
     config: Any = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base_name(model), True
     config.revision = getattr(model, "revision_loaded", None)  # a model that others loaded has none
@@ -82,11 +101,13 @@ def adapter_config(model: PreTrainedModel) -> Any:
 
 
 def adapter_weights(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an adapter, and of a reward model's head, by peft's names. trained: the trained weights in fp32,
-    by their names in a PackedModel. Shards are gathered on all processes.
+    """The weights of an adapter, and of a reward model's head, by peft's names. trained: the
+    trained weights in fp32, by their names in a PackedModel. Shards are gathered on all processes.
     """
     return {
-        f"base_model.{name}".replace(f".{ADAPTER}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()
+        f"base_model.{name}".replace(f".{ADAPTER}", ""): whole(weight.detach())
+        .to("cpu", torch.float32)
+        .contiguous()
         for name, weight in trained.items()
         if ".lora_" in name or name.startswith("model.score.")
     }

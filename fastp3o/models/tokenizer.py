@@ -18,23 +18,31 @@ from fastp3o.sources import InMemory, ModelSource
 def load_tokenizer(
     name: ModelSource, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> Tokenizer:
-    """Loads the tokenizer of a model. chat_template: a file with a template that replaces the tokenizer's.
+    """Loads the tokenizer of a model. chat_template: a file with a template that replaces the
+    tokenizer's.
 
-    Raises ValueError if there is no tokenizer, if the file cannot be read, if the tokenizer has no end-of-sequence
-    token, without which responses could not end, and if it has tokens that the model lacks.
+    Raises ValueError if there is no tokenizer, if the file cannot be read, if the tokenizer has no
+    end-of-sequence token, without which responses could not end, and if it has tokens that the
+    model lacks.
     """
     if isinstance(name, InMemory):
         tokenizer, config = copy.deepcopy(name.value.tokenizer), name.value.model.config
         return usable_tokenizer(name, tokenizer, config, chat_template)
     with errors_naming(name):
         # First: without the network the hub's client tries for half a minute to find each file.
-        if not Path(str(name)).is_dir() and not (has_file(name, CONFIG_NAME) or has_file(name, ADAPTER_CONFIG_NAME)):
-            raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
+        if not Path(str(name)).is_dir() and not (
+            has_file(name, CONFIG_NAME) or has_file(name, ADAPTER_CONFIG_NAME)
+        ):
+            raise UserError(
+                "it is neither a folder nor in the cache, and the hub cannot be reached (or is off)"
+            )
         if not has_tokenizer(name):
             if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
                 raise UserError(f"it holds only an adapter: use {name}/adapter")
             raise UserError("no tokenizer files found")
-        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **at(name))
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(name), trust_remote_code=trust_remote_code, **at(name)
+        )
         config = load_config(name, trust_remote_code)
     return usable_tokenizer(name, tokenizer, config, chat_template)
 
@@ -46,11 +54,17 @@ def usable_tokenizer(
         tokenizer.chat_template = read_text(chat_template, "chat_template")
     tokens = config.get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
-    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens)
+        raise UserError(
+            f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration"
+        )
+    beyond = sorted(
+        (number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens
+    )
     if beyond:
         names = listed([repr(token) for _, token in beyond])
-        raise UserError(f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: {names}")
+        raise UserError(
+            f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: {names}"
+        )
     if tokenizer.pad_token_id is None:
         # Padding is masked wherever it is used, so any id serves.
         tokenizer.pad_token = tokenizer.eos_token
@@ -65,18 +79,24 @@ def require_same_vocabulary(
     trust_remote_code: bool = False,
     role: str = "reference",
 ) -> None:
-    """Raises ValueError if the reference has another vocabulary than the policy, so that its log-probs would be those
-    of other tokens. tokenizer: the policy's. If the reference has no tokenizer, only the sizes are compared. role:
-    what it is, in messages.
+    """Raises ValueError if the reference has another vocabulary than the policy, so that its
+    log-probs would be those of other tokens. tokenizer: the policy's. If the reference has no
+    tokenizer, only the sizes are compared. role: what it is, in messages.
     """
-    expected = f"a {role} needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
+    expected = (
+        f"a {role} needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
+    )
     with errors_naming(reference):
         configs = (load_config(name, trust_remote_code) for name in (reference, policy))
         there, here = (config.get_text_config().vocab_size for config in configs)
         ids = others = tokenizer.get_vocab()
         if has_tokenizer(reference):
-            others = AutoTokenizer.from_pretrained(str(reference), trust_remote_code=trust_remote_code).get_vocab()
+            others = AutoTokenizer.from_pretrained(
+                str(reference), trust_remote_code=trust_remote_code
+            ).get_vocab()
     if there != here:
         raise UserError(f"{expected}{there} tokens instead of {here}")
     if differing := sorted({token for token, _ in ids.items() ^ others.items()}):
-        raise UserError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
+        raise UserError(
+            f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}"
+        )

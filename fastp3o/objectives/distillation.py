@@ -1,4 +1,5 @@
-"""On-policy distillation: the reverse KL to a teacher, the reference, at each token of the policy's own responses.
+"""On-policy distillation: the reverse KL to a teacher, the reference, at each token of the policy's
+own responses.
 
 If the teacher sees a context that the policy does not, this is context distillation.
 """
@@ -17,7 +18,9 @@ from fastp3o_kernels.losses import k2
 
 
 class Distillation(Objective):
-    """The mean over tokens of KL(π(·|x, y<t) ‖ π_teacher(·|c, x, y<t)). The choice of y<t has no gradient."""
+    """The mean over tokens of KL(π(·|x, y<t) ‖ π_teacher(·|c, x, y<t)). The choice of y<t has no
+    gradient.
+    """
 
     def __init__(self, config: DistillationConfig):
         self.exact, self.scaler = config.kl == "exact", AbsoluteScaler(0.0, scale=False)
@@ -31,7 +34,12 @@ class Distillation(Objective):
         return masked_tokens(row, loss_mask)
 
     def loss(
-        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+        self,
+        policy: nn.Module,
+        microbatch: Microbatch,
+        divisor: float | Tensor,
+        *,
+        first: bool = False,
     ) -> LossAndMetrics:
         from fastp3o.models.packed_model import label_logprobs
 
@@ -51,11 +59,13 @@ class Distillation(Objective):
         mask = torch.ones_like(microbatch.rewards, dtype=torch.bool) if mask is None else mask
         counts = mask.flatten().repeat_interleave(row.cu_seqlens.diff(), output_size=len(losses))
         loss = losses.where(counts, 0.0).sum()
-        return loss / divisor, with_count({"teacher_kl" if self.exact else "k2": loss}, counts.sum())
+        return loss / divisor, with_count(
+            {"teacher_kl" if self.exact else "k2": loss}, counts.sum()
+        )
 
     def teacher_states(self, row: PackedRow) -> tuple[Tensor, Head]:
-        """The teacher's hidden states that predict the labels, [N, D'], and a copy of its head: a model that is spread
-        over processes, or offloaded, has its own only while it computes.
+        """The teacher's hidden states that predict the labels, [N, D'], and a copy of its head: a
+        model that is spread over processes, or offloaded, has its own only while it computes.
         """
         heads: list[Head] = []
 
@@ -63,5 +73,7 @@ class Distillation(Objective):
             heads[:] = heads or [deepcopy(head.detach())]
             return hidden
 
-        (hidden,) = self.reference_values([row], lambda teacher, row: teacher(row, row.labeled_at, keep))
+        (hidden,) = self.reference_values(
+            [row], lambda teacher, row: teacher(row, row.labeled_at, keep)
+        )
         return hidden, heads[0]

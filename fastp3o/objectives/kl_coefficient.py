@@ -2,21 +2,25 @@
 
 from typing import Any
 
-# Schulman et al. 2017, section 4: beyond TOLERANCE times the target, the weight changes by the factor CHANGE.
+# Schulman et al. 2017, section 4: beyond TOLERANCE times the target, the weight changes by the
+# factor CHANGE.
 TOLERANCE = 1.5
 CHANGE = 2.0
-# The weight stays within this factor of its first value: from farther away it would take long to come back.
+# The weight stays within this factor of its first value: from farther away it would take long to
+# come back.
 FARTHEST = 1024.0
-# Updates that the pace of the distance from the reference is averaged over, and for which it is taken to last.
+# Updates that the pace of the distance from the reference is averaged over, and for which it is
+# taken to last.
 MEMORY, FORESIGHT = 10, 100
 
 
 class KLCoefficient:
     """value: the KL's weight now. target: the KL that it is adapted to; None keeps it fixed.
 
-    The distance from the reference answers over many updates: while it is on its way to the target, the weight stays.
-    kl: at the last update. pace: mean change of the KL from one update to the next, over the last ones, which is taken
-    to last for FORESIGHT more. updates: number of changes so far.
+    The distance from the reference answers over many updates: while it is on its way to the target,
+    the weight stays. kl: at the last update. pace: mean change of the KL from one update to the
+    next, over the last ones, which is taken to last for FORESIGHT more. updates: number of changes
+    so far.
     """
 
     def __init__(self, value: float, target: float | None):
@@ -41,7 +45,13 @@ class KLCoefficient:
             self.value = min(self.value * CHANGE, self.start * FARTHEST)
 
     def state_dict(self) -> dict[str, float | None]:
-        return {"given": self.start, "value": self.value, "kl": self.kl, "updates": self.updates, "pace": self.pace}
+        return {
+            "given": self.start,
+            "value": self.value,
+            "kl": self.kl,
+            "updates": self.updates,
+            "pace": self.pace,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A resumed run that gives another weight, or no target, starts again."""

@@ -20,7 +20,10 @@ class P3O(Objective):
     kl: KLCoefficient
 
     def __init__(self, config: P3OConfig):
-        chosen = {name: getattr(config, name) for name in (setting.name for setting in fields(P3OSettings))}
+        chosen = {
+            name: getattr(config, name)
+            for name in (setting.name for setting in fields(P3OSettings))
+        }
         chosen["sampler_ratio_cap"] = config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap
         self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)
@@ -33,12 +36,20 @@ class P3O(Objective):
         return self.settings.clip_range if self.settings.clipping in ("joint", "separate") else None
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
-        return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
+        return (
+            masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
+        )
 
     def loss(
-        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+        self,
+        policy: nn.Module,
+        microbatch: Microbatch,
+        divisor: float | Tensor,
+        *,
+        first: bool = False,
     ) -> LossAndMetrics:
-        # At the first step old log-probs are the policy's, unless they are the sampler's: every ratio is exactly 1.
+        # At the first step old log-probs are the policy's, unless they are the sampler's: every
+        # ratio is exactly 1.
         on_policy = first and self.old_is_policy
         clips_tokens = self.settings.clipping == "token" and not on_policy
         row, sampler_logprobs = microbatch.row, None

@@ -1,4 +1,5 @@
-"""Policy gradients with an advantage for each response: REINFORCE, RLOO, GRPO and its kin, REBEL, CoPG and OAPL.
+"""Policy gradients with an advantage for each response: REINFORCE, RLOO, GRPO and its kin, REBEL,
+CoPG and OAPL.
 
 They differ in the advantages, the clipping of the ratios, and the divisor of the sum over tokens.
 
@@ -34,8 +35,8 @@ TOKEN_KL = {"k2": formulas.k2, "k3": formulas.k3}
 
 
 class PolicyGradient(GroupwiseObjective):
-    """Subclasses define the advantages and the losses that these weigh. loss_mean: how the losses of tokens are
-    averaged, see `total`.
+    """Subclasses define the advantages and the losses that these weigh. loss_mean: how the losses
+    of tokens are averaged, see `total`.
     """
 
     kl: KLCoefficient
@@ -60,15 +61,21 @@ class PolicyGradient(GroupwiseObjective):
         return rewards - self.kl.value * (old - ref)
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages of the responses to some prompts, or rewards that `losses` compares: [P, K] -> [P, K]."""
+        """Advantages of the responses to some prompts, or rewards that `losses` compares: [P, K] ->
+        [P, K].
+        """
         return rewards
 
     @abstractmethod
     def losses(self, groups: Groups) -> Tensor:
-        """Losses of responses or of pairs of them, [P, M], or of tokens, [n]; `groups` has `advantages`, too."""
+        """Losses of responses or of pairs of them, [P, M], or of tokens, [n]; `groups` has
+        `advantages`, too.
+        """
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        """log π_old − log μ of what has a loss in `losses`, μ what sampled: by default of whole responses, [P, K]."""
+        """log π_old − log μ of what has a loss in `losses`, μ what sampled: by default of whole
+        responses, [P, K].
+        """
         return groups.sums(sampler_log_ratios(groups))
 
     def sums(self, groups: Groups) -> LossAndMetrics:
@@ -79,16 +86,24 @@ class PolicyGradient(GroupwiseObjective):
         losses, metrics = self.losses(groups), self.metrics(groups)
         weights: dict[str, Tensor] = {}
         if self.sampler_ratio_cap:
-            ratios = formulas.truncated_ratios(self.sampler_log_ratios(groups), self.sampler_ratio_cap)
+            ratios = formulas.truncated_ratios(
+                self.sampler_log_ratios(groups), self.sampler_ratio_cap
+            )
             losses = losses * ratios
-            weights = self.sampler_metrics(groups, sampler_ratio_metrics(ratios, self.sampler_ratio_cap))
+            weights = self.sampler_metrics(
+                groups, sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
+            )
         loss = self.total(groups, losses, self.takes_part(groups))
         if self.config.kl_estimator in TOKEN_KL and self.kl.value:
-            estimates = TOKEN_KL[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
+            estimates = TOKEN_KL[self.config.kl_estimator](
+                groups.token_logprobs, groups["ref_tokens"]
+            )
             loss = loss + self.kl.value * self.total(groups, estimates, groups["loss_mask"])
             metrics[self.config.kl_estimator] = self.metric_sum(groups, estimates)
         if groups.entropy is not None:
-            loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy, groups["loss_mask"])
+            loss = loss - self.config.entropy_coef * self.total(
+                groups, groups.entropy, groups["loss_mask"]
+            )
             metrics["policy_entropy"] = self.metric_sum(groups, groups.entropy)
         return loss, self.counted(groups, metrics) | weights
 
@@ -102,22 +117,33 @@ class PolicyGradient(GroupwiseObjective):
 
     def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Metrics from the importance weights of `losses`."""
-        return self.counted(groups, {name: self.metric_sum(groups, value) for name, value in values.items()})
+        return self.counted(
+            groups, {name: self.metric_sum(groups, value) for name, value in values.items()}
+        )
 
     def counted(self, groups: Groups, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         loss_mask = groups["loss_mask"]
-        return with_count(sums, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum())
+        return with_count(
+            sums, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum()
+        )
 
     def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
-        """The sum over what counts: tokens, if the loss averages these, or responses, of [P, K] or the means of [n]."""
+        """The sum over what counts: tokens, if the loss averages these, or responses, of [P, K] or
+        the means of [n].
+        """
         if self.loss_mean == "token":
             return values.where(groups.per_token(groups["loss_mask"]), 0.0).sum()
-        return (groups.means(values) if values.dim() == 1 else values).where(groups["loss_mask"], 0.0).sum()
+        return (
+            (groups.means(values) if values.dim() == 1 else values)
+            .where(groups["loss_mask"], 0.0)
+            .sum()
+        )
 
     def total(self, groups: Groups, values: Tensor, takes_part: Tensor) -> Tensor:
-        """The sum over prompts of the means over [P, M] values, which are 0 if they take no part. Values of tokens,
-        [n], become a response's by loss_mean: their mean (sequence), their sum (sum), or their sum divided by
-        max_response_tokens (constant). With loss_mean "token" it is the sum over all tokens instead.
+        """The sum over prompts of the means over [P, M] values, which are 0 if they take no part.
+        Values of tokens, [n], become a response's by loss_mean: their mean (sequence), their sum
+        (sum), or their sum divided by max_response_tokens (constant). With loss_mean "token" it is
+        the sum over all tokens instead.
         """
         if self.loss_mean == "token":
             return values.where(groups.per_token(takes_part), 0.0).sum()
@@ -138,18 +164,22 @@ class Clipped(PolicyGradient):
     formula: ClassVar[Callable[..., Tensor]] = staticmethod(formulas.ppo_clip)
 
     def compared(self, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Log-probs whose ratio is clipped, and the old ones: of tokens, [n], or of responses, [P, K]."""
+        """Log-probs whose ratio is clipped, and the old ones: of tokens, [n], or of responses, [P,
+        K].
+        """
         return groups.token_logprobs, groups["old_tokens"]
 
     def losses(self, groups: Groups) -> Tensor:
         logprobs, old = self.compared(groups)
-        advantages = groups.per_token(groups["advantages"]) if logprobs.dim() == 1 else groups["advantages"]
+        advantages = (
+            groups.per_token(groups["advantages"]) if logprobs.dim() == 1 else groups["advantages"]
+        )
         low, high = self.config.clip_low, self.config.clip_high
         return self.formula(logprobs, old, advantages, clip_low=low, clip_high=high)
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
-        """log π_old − log π_sampler of tokens, [n], or of whole responses, [P, K], which are sampled as a whole also
-        where means are clipped.
+        """log π_old − log π_sampler of tokens, [n], or of whole responses, [P, K], which are
+        sampled as a whole also where means are clipped.
         """
         of_tokens = self.compared(groups)[0].dim() == 1
         return sampler_log_ratios(groups) if of_tokens else super().sampler_log_ratios(groups)
@@ -163,8 +193,9 @@ class Clipped(PolicyGradient):
 
 
 class RLOO(Clipped):
-    """−A log π(y|x), the policy's gradient while it is the one that sampled, or clipped ratios of responses or tokens.
-    A is the reward less the mean of the prompt's other responses (Kool et al. 2019).
+    """−A log π(y|x), the policy's gradient while it is the one that sampled, or clipped ratios of
+    responses or tokens. A is the reward less the mean of the prompt's other responses (Kool et al.
+    2019).
     """
 
     config: configs.RLOOConfig
@@ -173,10 +204,18 @@ class RLOO(Clipped):
         return formulas.rloo_advantages(rewards)
 
     def clip_range(self, length: float) -> float | None:
-        return min(self.config.clip_low, self.config.clip_high) if self.config.clipping == "response" else None
+        return (
+            min(self.config.clip_low, self.config.clip_high)
+            if self.config.clipping == "response"
+            else None
+        )
 
     def compared(self, groups: Groups) -> tuple[Tensor, Tensor]:
-        return super().compared(groups) if self.config.clipping == "token" else (groups.logprobs, groups["old"])
+        return (
+            super().compared(groups)
+            if self.config.clipping == "token"
+            else (groups.logprobs, groups["old"])
+        )
 
     def losses(self, groups: Groups) -> Tensor:
         if self.config.clipping == "none":
@@ -204,15 +243,21 @@ class REINFORCE(RLOO):
     def advantages(self, rewards: Tensor) -> Tensor:
         return rewards - self.baseline
 
-    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
+    def prepare(
+        self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses
+    ) -> Minibatches:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         batches = list(chain.from_iterable(minibatches))
         rewards = torch.cat([microbatch.rewards for microbatch in batches])
         if self.subtracts_kl:
             old = torch.cat([microbatch.old_logprobs for microbatch in batches])
-            rewards = self.less_kl(rewards, old, torch.cat([microbatch.ref_logprobs for microbatch in batches]))
+            rewards = self.less_kl(
+                rewards, old, torch.cat([microbatch.ref_logprobs for microbatch in batches])
+            )
         rewards = rewards.double()
-        total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])).tolist()
+        total, count = sum_over_processes(
+            torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])
+        ).tolist()
         self.baseline = total / count
         return minibatches
 
@@ -224,7 +269,9 @@ class GRPO(Clipped):
 
     def __init__(self, config: configs.ClippedConfig):
         super().__init__(config)
-        self.loss_mean = config.loss_mean if isinstance(config, configs.TokenMeanConfig) else "sequence"
+        self.loss_mean = (
+            config.loss_mean if isinstance(config, configs.TokenMeanConfig) else "sequence"
+        )
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return formulas.group_advantages(rewards, scale=self.config.scale_advantages)
@@ -257,8 +304,11 @@ class VESPO(PolicyGradient):
 
     def weights(self, groups: Groups) -> Tensor:
         """φ, [P, K]."""
-        k, decay = (self.config.k_pos, self.config.k_neg), (self.config.lambda_pos, self.config.lambda_neg)
-        return formulas.vespo_weights(groups.logprobs - groups["old"], groups["advantages"], k=k, decay=decay)
+        k = (self.config.k_pos, self.config.k_neg)
+        decay = (self.config.lambda_pos, self.config.lambda_neg)
+        return formulas.vespo_weights(
+            groups.logprobs - groups["old"], groups["advantages"], k=k, decay=decay
+        )
 
     def losses(self, groups: Groups) -> Tensor:
         return formulas.reinforce(groups.logprobs, self.weights(groups) * groups["advantages"])
@@ -271,7 +321,9 @@ class VESPO(PolicyGradient):
 
 
 class REBEL(PolicyGradient):
-    """Regression to relative rewards: log-ratios of pairs become their differences of rewards; the mean over pairs."""
+    """Regression to relative rewards: log-ratios of pairs become their differences of rewards; the
+    mean over pairs.
+    """
 
     config: configs.REBELConfig
 
@@ -286,21 +338,29 @@ class REBEL(PolicyGradient):
     def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Means over the pairs that take part."""
         counts = self.takes_part(groups)
-        return with_count({name: value.where(counts, 0.0).sum() for name, value in values.items()}, counts.sum())
+        return with_count(
+            {name: value.where(counts, 0.0).sum() for name, value in values.items()}, counts.sum()
+        )
 
     def takes_part(self, groups: Groups) -> Tensor:
         return pairs(groups["loss_mask"]).all(-1)
 
 
 class CoPG(REBEL):
-    """Differences of rewards, less the KL of the policy as it is, weigh those of log-ratios to the reference."""
+    """Differences of rewards, less the KL of the policy as it is, weigh those of log-ratios to the
+    reference.
+    """
 
     def losses(self, groups: Groups) -> Tensor:
-        return formulas.copg(*map(pairs, (groups.logprobs, groups["ref"], groups["rewards"])), beta=self.kl.value)
+        return formulas.copg(
+            *map(pairs, (groups.logprobs, groups["ref"], groups["rewards"])), beta=self.kl.value
+        )
 
 
 class OAPL(PolicyGradient):
-    """Regression to optimal advantages: log-ratios of responses become their rewards less the optimal value."""
+    """Regression to optimal advantages: log-ratios of responses become their rewards less the
+    optimal value.
+    """
 
     config: configs.OAPLConfig
 

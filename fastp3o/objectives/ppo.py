@@ -1,9 +1,10 @@
 """PPO for language models: a critic, advantages of tokens, clipped ratios of tokens.
 
-Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et al. 2020, Huang et al. 2024): a KL
-penalty at each token, clipped values, whitened advantages.
+Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et al. 2020, Huang et
+al. 2024): a KL penalty at each token, clipped values, whitened advantages.
 
-Shapes: N tokens of S responses, one after the other; response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1].
+Shapes: N tokens of S responses, one after the other; response s has the tokens cu_seqlens[s] to
+cu_seqlens[s + 1].
 """
 
 import copy
@@ -32,16 +33,19 @@ from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head, sequence_logprobs
 from fastp3o_kernels.losses import bounded_exp, ppo_clip, ppo_penalty, step_kl, truncated_ratios
 
-if TYPE_CHECKING:  # functions import what they need of `models`: with transformers' models it takes seconds
+if (
+    TYPE_CHECKING
+):  # functions import what they need of `models`: with transformers' models it takes seconds
     from fastp3o.models.packed_model import PackedModel
 
 
-# --- objectives with a critic -----------------------------------------------------------------------------------------
+# --- objectives with a critic ---------------------------------------------------------------------
 
 
 class ActorCritic(Objective):
-    """Advantages of tokens by a critic, which trains beside the policy. `prepare` adds, [N] fp32 each: `old_values`,
-    the values before each token at the rollout; `advantages`, whitened over the update; `returns`, targets of values.
+    """Advantages of tokens by a critic, which trains beside the policy. `prepare` adds, [N] fp32
+    each: `old_values`, the values before each token at the rollout; `advantages`, whitened over the
+    update; `returns`, targets of values.
     """
 
     kl: KLCoefficient
@@ -61,34 +65,50 @@ class ActorCritic(Objective):
         return {"critic": self.config.critic_learning_rate}
 
     def add_to(self, policy: "PackedModel") -> None:
-        """Adds the critic as a submodule of the policy: it is wrapped, trained and saved with the policy."""
+        """Adds the critic as a submodule of the policy: it is wrapped, trained and saved with the
+        policy.
+        """
         policy.critic = Critic(policy)
 
     @torch.no_grad()
-    def prepare(self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses) -> Minibatches:
+    def prepare(
+        self, policy: nn.Module, minibatches: Minibatches, sum_over_processes: SumOverProcesses
+    ) -> Minibatches:
         from fastp3o.models.sharding import map_rows_in_lockstep
 
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         microbatches = list(chain.from_iterable(minibatches))
-        values = map_rows_in_lockstep([batch.row for batch in microbatches], policy.get_submodule("critic"))
+        values = map_rows_in_lockstep(
+            [batch.row for batch in microbatches], policy.get_submodule("critic")
+        )
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
         whitened = whiten(advantages, sum_over_processes)
         prepared = iter(
-            replace(batch, prepared={"old_values": old, "advantages": white, "returns": old + advantage})
-            for batch, old, white, advantage in zip(microbatches, values, whitened, advantages, strict=True)
+            replace(
+                batch, prepared={"old_values": old, "advantages": white, "returns": old + advantage}
+            )
+            for batch, old, white, advantage in zip(
+                microbatches, values, whitened, advantages, strict=True
+            )
         )
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
     def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Advantages of the tokens, [N] fp32, not whitened yet."""
-        row, logprobs = microbatch.row, (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
-        rewards = token_rewards(microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value)
+        row = microbatch.row
+        logprobs = (microbatch.old_token_logprobs, microbatch.ref_token_logprobs)
+        rewards = token_rewards(
+            microbatch.rewards.flatten(), *logprobs, row.cu_seqlens, kl_coef=self.kl.value
+        )
         if (at_tokens := microbatch.token_rewards) is not None:
-            # The last token has the rest of the reward, such as penalties and what its bound takes away.
+            # The last token has the rest of the reward, such as penalties and what its bound takes
+            # away.
             rest = -sequence_logprobs(at_tokens, row.cu_seqlens)
             rewards = (rewards + at_tokens).index_add(0, row.cu_seqlens[1:].long() - 1, rest)
         longest = max(row.labeled_lengths)
-        return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
+        return estimate_advantages(
+            rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda
+        )
 
     def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
         return masked_tokens(row, loss_mask)
@@ -100,13 +120,20 @@ class PPO(ActorCritic):
     config: PPOConfig
 
     def loss(
-        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, first: bool = False
+        self,
+        policy: nn.Module,
+        microbatch: Microbatch,
+        divisor: float | Tensor,
+        *,
+        first: bool = False,
     ) -> LossAndMetrics:
         from fastp3o.models.packed_model import label_entropies, label_logprobs
 
         row, critic = microbatch.row, policy.get_submodule("critic")
 
-        def logprobs_entropy_values(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, Tensor]:
+        def logprobs_entropy_values(
+            hidden: Tensor, head: Head
+        ) -> tuple[Tensor, Tensor | None, Tensor]:
             if self.config.entropy_coef:
                 return *label_entropies(hidden, head, row), critic(row)
             return label_logprobs(hidden, head, row), None, critic(row)
@@ -117,13 +144,13 @@ class PPO(ActorCritic):
         return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy)
 
 
-# --- the critic and its advantages ------------------------------------------------------------------------------------
+# --- the critic and its advantages ----------------------------------------------------------------
 
 
 class Critic(nn.Module):
-    """A separate model of values, so that learning them does not move the policy. It is a copy of the starting policy,
-    with the same trainable parameters, and a value head in place of the language head. The value head starts at zero:
-    the first advantages are those without a critic.
+    """A separate model of values, so that learning them does not move the policy. It is a copy of
+    the starting policy, with the same trainable parameters, and a value head in place of the
+    language head. The value head starts at zero: the first advantages are those without a critic.
     """
 
     def __init__(self, policy: "PackedModel"):
@@ -140,22 +167,30 @@ class Critic(nn.Module):
         """The value before each labeled token, [N] fp32."""
         from fastp3o.models.packed_model import scalars
 
-        return self.body(row, row.labeled_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
+        return self.body(
+            row, row.labeled_at, lambda hidden, head: scalars(hidden, self.value_head.weight)
+        )
 
 
 def token_rewards(
     rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, *, kl_coef: float
 ) -> Tensor:
-    """KL penalties of tokens, and a response's reward at its last token (Ziegler et al. 2019): [S], [N] x 2 -> [N]."""
+    """KL penalties of tokens, and a response's reward at its last token (Ziegler et al. 2019): [S],
+    [N] x 2 -> [N].
+    """
     kl_penalties = -kl_coef * (logprobs - ref_logprobs) if kl_coef else torch.zeros_like(logprobs)
     return kl_penalties.index_add(0, cu_seqlens[1:].long() - 1, rewards)
 
 
-def estimate_advantages(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, gae_lambda: float) -> Tensor:
-    """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
+def estimate_advantages(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, gae_lambda: float
+) -> Tensor:
+    """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount:
+    [N] x 2 -> [N].
 
-    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end like any other. Each
-    pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
+    longest: tokens of the longest response. Schulman et al. 2016, equation 16. Cut responses end
+    like any other. Each pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of
+    n.
     """
     lengths, positions = cu_seqlens.diff(), torch.arange(len(rewards), device=rewards.device)
     left = cu_seqlens[1:].repeat_interleave(lengths, output_size=len(rewards)) - positions
@@ -172,16 +207,20 @@ def estimate_advantages(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lon
 
 
 def whiten(values: list[Tensor], sum_over_processes: SumOverProcesses) -> list[Tensor]:
-    """Shifts and scales all values of all processes to mean 0 and standard deviation 1; shapes stay."""
+    """Shifts and scales all values of all processes to mean 0 and standard deviation 1; shapes
+    stay.
+    """
     together = torch.cat(values).double()
-    sums = torch.stack([together.new_full((), len(together)), together.sum(), together.square().sum()])
+    sums = torch.stack(
+        [together.new_full((), len(together)), together.sum(), together.square().sum()]
+    )
     count, total, squares = sum_over_processes(sums)
     mean = total / count
     deviation = (squares / count - mean.square()).clamp(min=0.0).sqrt()
     return [(value - mean) / (deviation + 1e-8) for value in values]
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def ppo_loss(
@@ -192,8 +231,8 @@ def ppo_loss(
     config: PPOConfig,
     entropy: Tensor | None = None,
 ) -> LossAndMetrics:
-    """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs, values, entropy: [N]
-    fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
+    """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs,
+    values, entropy: [N] fp32. microbatch: as `ActorCritic.prepare` leaves it. divisor: of the sums.
     """
     advantages, (total, count) = microbatch.prepared["advantages"], sum_and_count(microbatch)
     ratio = bounded_exp(logprobs - microbatch.old_token_logprobs)
@@ -227,15 +266,22 @@ def ppo_loss(
 
 
 def clipped_value_loss(values: Tensor, microbatch: Microbatch, reach: float) -> dict[str, Tensor]:
-    """Returns for each token, [N] fp32, the loss of its value, and whether that has moved further than `reach`."""
+    """Returns for each token, [N] fp32, the loss of its value, and whether that has moved further
+    than `reach`.
+    """
     old_values, returns = microbatch.prepared["old_values"], microbatch.prepared["returns"]
     clipped_values = old_values + (values - old_values).clamp(-reach, reach)
     loss = torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2
-    return {"value_loss": loss, "value_clip_fraction": ((values - old_values).abs() > reach).float()}
+    return {
+        "value_loss": loss,
+        "value_clip_fraction": ((values - old_values).abs() > reach).float(),
+    }
 
 
 def sum_and_count(microbatch: Microbatch) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The sum of the values [N] of tokens that take part in the loss, as a function, and the number of these, 0-d."""
+    """The sum of the values [N] of tokens that take part in the loss, as a function, and the number
+    of these, 0-d.
+    """
     tokens = microbatch.old_token_logprobs
     if microbatch.loss_mask is None:
         return torch.sum, torch.full((), float(len(tokens)), device=tokens.device)

@@ -1,9 +1,12 @@
-"""Preferences between responses, given once (offline) or by the rewards of fresh responses (online).
+"""Preferences between responses, given once (offline) or by the rewards of fresh responses
+(online).
 
-DPO, IPO, SimPO, ORPO, CPO, SLiC, APO and DiscoPOP are losses of pairs, fixed or fresh; their formulas are functions of
-`fastp3o_kernels.losses`. KTO learns from single fixed responses, Nash-MD from probabilities of preference.
+DPO, IPO, SimPO, ORPO, CPO, SLiC, APO and DiscoPOP are losses of pairs, fixed or fresh; their
+formulas are functions of `fastp3o_kernels.losses`. KTO learns from single fixed responses, Nash-MD
+from probabilities of preference.
 
-Shapes: P prompts with K responses each. In a pair, column 0 is the chosen response and column 1 the rejected one.
+Shapes: P prompts with K responses each. In a pair, column 0 is the chosen response and column 1 the
+rejected one.
 """
 
 from collections.abc import Callable
@@ -24,7 +27,9 @@ from fastp3o_kernels import Groups, losses
 
 
 def pair_losses(config: configs.PairLoss, logprobs: Tensor, anchor: Tensor) -> Tensor:
-    """Losses of pairs, [n, 2] each -> [n]; column 0 is the chosen response. anchor: zeros if the loss has none."""
+    """Losses of pairs, [n, 2] each -> [n]; column 0 is the chosen response. anchor: zeros if the
+    loss has none.
+    """
     match config:
         case configs.DPOConfig(beta=beta, label_smoothing=smoothing):
             return losses.dpo(logprobs, anchor, beta=beta, label_smoothing=smoothing)
@@ -46,7 +51,9 @@ def pair_losses(config: configs.PairLoss, logprobs: Tensor, anchor: Tensor) -> T
             return losses.apo_zero(logprobs, anchor, beta=beta)
         case configs.DiscoPOP(beta=beta, tau=tau):
             return losses.discopop(logprobs, anchor, beta=beta, tau=tau)
-    raise NotImplementedError(f"{type(config).__name__} is not the configuration of a loss of pairs")
+    raise NotImplementedError(
+        f"{type(config).__name__} is not the configuration of a loss of pairs"
+    )
 
 
 def pair_sums(
@@ -55,14 +62,16 @@ def pair_sums(
     further: Callable[[Tensor, Tensor], dict[str, Tensor]],
     sampler_ratio_cap: float = 0.0,
 ) -> LossAndMetrics:
-    """The mean of the loss over all M pairs of each prompt's responses, summed over P prompts, and its metrics.
+    """The mean of the loss over all M pairs of each prompt's responses, summed over P prompts, and
+    its metrics.
 
-    The response with the higher reward is chosen, or the one that a comparison prefers; pairs with equal rewards have
-    no label, and count as zero. A response's score is the difference of log-probs to the anchor, or log π without one;
-    nats per response or token.
+    The response with the higher reward is chosen, or the one that a comparison prefers; pairs with
+    equal rewards have no label, and count as zero. A response's score is the difference of
+    log-probs to the anchor, or log π without one; nats per response or token.
 
-    accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. margin: the
-    difference of scores, chosen less rejected. further: metrics of pairs, [P, M], from scores, [P, K], and labels.
+    accuracy: share of pairs that the policy orders as the rewards do, a half if either is
+    undecided. margin: the difference of scores, chosen less rejected. further: metrics of pairs,
+    [P, M], from scores, [P, K], and labels.
     """
     logprobs = groups.means(groups.token_logprobs) if config.per_token else groups.logprobs
     anchor = groups[config.anchor] if config.anchor else torch.zeros_like(logprobs)
@@ -71,7 +80,9 @@ def pair_sums(
     labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
     # The chosen response comes first: a label is −1 if it is the second one.
     compared, second = [pairs(values) for values in (logprobs, anchor)], labels.unsqueeze(-1) < 0
-    values = pair_losses(config, *(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared))
+    values = pair_losses(
+        config, *(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared)
+    )
     values = values.view_as(labels)
     scores = logprobs.detach() - anchor
     margins = labels * differences(scores)
@@ -87,9 +98,10 @@ def pair_sums(
 
 
 def fixed_pair_sums(config: configs.PairLoss, groups: Groups) -> LossAndMetrics:
-    """`pair_sums` of fixed pairs. `groups` has `ref`, log π_ref [P, K], if that is needed. Further metrics:
-    log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2: see `square_kl`. sft_loss:
-    the mean negative log-likelihood of the chosen response's tokens, if it has a weight.
+    """`pair_sums` of fixed pairs. `groups` has `ref`, log π_ref [P, K], if that is needed. Further
+    metrics: log_ratio_chosen, log_ratio_rejected (without a reference logprob_...): the scores. k2:
+    see `square_kl`. sft_loss: the mean negative log-likelihood of the chosen response's tokens, if
+    it has a weight.
     """
 
     def scores_of_both(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -101,7 +113,9 @@ def fixed_pair_sums(config: configs.PairLoss, groups: Groups) -> LossAndMetrics:
     if not isinstance(config, configs.LikelihoodConfig) or not config.sft_coef:
         return total, metrics
     sft_loss = -groups.means(groups.token_logprobs)[:, 0].sum()
-    return total + config.sft_coef * sft_loss, metrics | with_count({"sft_loss": sft_loss}, len(groups.lengths))
+    return total + config.sft_coef * sft_loss, metrics | with_count(
+        {"sft_loss": sft_loss}, len(groups.lengths)
+    )
 
 
 class FreshPairs(GroupwiseObjective):
@@ -116,23 +130,29 @@ class FreshPairs(GroupwiseObjective):
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         """`pair_sums`. tied: share of pairs with equal rewards."""
-        return pair_sums(self.config, groups, lambda _, labels: {"tied": (labels == 0).float()}, self.sampler_ratio_cap)
+        return pair_sums(
+            self.config,
+            groups,
+            lambda _, labels: {"tied": (labels == 0).float()},
+            self.sampler_ratio_cap,
+        )
 
 
 def square_kl(groups: Groups) -> Tensor:
-    """Mean over each group's responses of (log π/π_ref)² / 2, [P]. It is about the KL to the reference, in nats per
-    response, if the policy is near it and responses are as its own.
+    """Mean over each group's responses of (log π/π_ref)² / 2, [P]. It is about the KL to the
+    reference, in nats per response, if the policy is near it and responses are as its own.
     """
     return losses.k2(groups.logprobs, groups["ref"]).mean(1)
 
 
 def kto_sums(config: configs.KTOConfig, groups: Groups) -> LossAndMetrics:
-    """`groups` has `desirable`, bool, `reference_point`, z0, and `share`, that of a response's kind in the batch,
-    [P, 1] each. Metrics, in nats per response:
+    """`groups` has `desirable`, bool, `reference_point`, z0, and `share`, that of a response's kind
+    in the batch, [P, 1] each. Metrics, in nats per response:
 
     accuracy: 1 if log π/π_ref is on the right side of z0, a half if it is z0. log_ratio_desirable,
-    log_ratio_undesirable: means of log π/π_ref over the responses of a kind; 0 if a batch has none. margin: their
-    difference. desirable: the share of that kind. reference_point: z0. k2: see `square_kl`.
+    log_ratio_undesirable: means of log π/π_ref over the responses of a kind; 0 if a batch has none.
+    margin: their difference. desirable: the share of that kind. reference_point: z0. k2: see
+    `square_kl`.
     """
     desirable, reference_point = groups["desirable"], groups["reference_point"]
     values = losses.kto(
@@ -161,10 +181,10 @@ def kto_sums(config: configs.KTOConfig, groups: Groups) -> LossAndMetrics:
 
 
 class NashMD(GroupwiseObjective):
-    """−(P(y ≻ y′) − ½ − τ log π/π_ref(y)) log π(y), the mean over a prompt's y, P the mean over its y′. A prompt's
-    first K / 2 responses, y, are the policy's, and learn. The others, y′, are the mixture's. P(y ≻ y′) is that of
-    rewards that compare: 1/2 + their weighted sum, less penalties, kept within 0 and 1. Of scores it is σ(r(y) −
-    r(y′)), as in the Bradley–Terry model.
+    """−(P(y ≻ y′) − ½ − τ log π/π_ref(y)) log π(y), the mean over a prompt's y, P the mean over its
+    y′. A prompt's first K / 2 responses, y, are the policy's, and learn. The others, y′, are the
+    mixture's. P(y ≻ y′) is that of rewards that compare: 1/2 + their weighted sum, less penalties,
+    kept within 0 and 1. Of scores it is σ(r(y) − r(y′)), as in the Bradley–Terry model.
     """
 
     takes_pairs = True
@@ -180,6 +200,8 @@ class NashMD(GroupwiseObjective):
             preferred = (0.5 + rewards[:, :count, count:]).clamp(0, 1).mean(2)
         else:
             preferred = (rewards[:, :count, None] - rewards[:, None, count:]).sigmoid().mean(2)
-        values = losses.nash_md(groups.logprobs[:, :count], groups["ref"][:, :count], preferred, tau=self.config.tau)
+        values = losses.nash_md(
+            groups.logprobs[:, :count], groups["ref"][:, :count], preferred, tau=self.config.tau
+        )
         sums = {"preferred": preferred.where(loss_mask, 0.0).sum()}
         return values.where(loss_mask, 0.0).mean(1).sum(), with_count(sums, loss_mask.sum())

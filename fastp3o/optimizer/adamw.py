@@ -5,11 +5,15 @@ from torch import Tensor, nn
 
 
 class DividingAdamW(torch.optim.AdamW):
-    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
+    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no
+    pass of their own.
+    """
 
     @torch.no_grad()
     def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
-        """Makes a step. divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0."""
+        """Makes a step. divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move
+        nothing, else 0.0.
+        """
         groups, self.found_inf = self.param_groups, skip
         try:
             # torch's AdamW takes one divisor for all of its groups.
@@ -21,5 +25,8 @@ class DividingAdamW(torch.optim.AdamW):
 
     def begin(self, parameter: nn.Parameter) -> None:
         """Makes the state of a parameter that has made no step."""
-        step, moments = torch.zeros((), device=parameter.device), map(torch.zeros_like, [parameter] * 2)
-        self.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
+        step = torch.zeros((), device=parameter.device)
+        moments = map(torch.zeros_like, [parameter] * 2)
+        self.state[parameter] = dict(
+            zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True)
+        )

@@ -1,9 +1,10 @@
 """AdamW with moments in 8 bits, by bitsandbytes (arXiv 2110.02861), for one process.
 
-torchao's AdamW8bit, which takes shards, too, would need more of what is private: its moments are tensors of a class
-whose codes and scales a state file would have to take apart, and neither embeddings in fp32 nor a state before a first
-step can be asked for. It has torch compile a step for each shape of a parameter, in every process, and takes the
-learning rate as a tensor alone. bitsandbytes has its kernels built.
+torchao's AdamW8bit, which takes shards, too, would need more of what is private: its moments are
+tensors of a class whose codes and scales a state file would have to take apart, and neither
+embeddings in fp32 nor a state before a first step can be asked for. It has torch compile a step for
+each shape of a parameter, in every process, and takes the learning rate as a tensor alone.
+bitsandbytes has its kernels built.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 
 class DividingAdamW8bit(AdamW8bit):  # type: ignore[misc,unused-ignore]
-    """Steps as `DividingAdamW`. Moments of embeddings stay in fp32, as transformers' Trainer has them."""
+    """Steps as `DividingAdamW`. Moments of embeddings stay in fp32, as transformers' Trainer has
+    them.
+    """
 
     def __init__(self, embeddings: Sequence[nn.Parameter], groups: list[dict], **settings: Any):
         super().__init__(groups, **settings)
@@ -36,6 +39,10 @@ class DividingAdamW8bit(AdamW8bit):  # type: ignore[misc,unused-ignore]
         super().step()
 
     def begin(self, parameter: nn.Parameter) -> None:
-        places = [(g, n, p) for g, group in enumerate(self.param_groups) for n, p in enumerate(group["params"])]
+        places = [
+            (g, n, p)
+            for g, group in enumerate(self.param_groups)
+            for n, p in enumerate(group["params"])
+        ]
         group, number = next((g, n) for g, n, p in places if p is parameter)
         self.init_state(self.param_groups[group], parameter, group, number)

@@ -17,16 +17,19 @@ GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
 
 class StepGuard:
-    """Decides on the device which optimizer steps move nothing. A host that asked after each would wait for the device.
+    """Decides on the device which optimizer steps move nothing. A host that asked after each would
+    wait for the device.
 
-    A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything, so the model is the
-    one before it when `require_finite` raises. In fp16 an infinite gradient has overflowed: its step alone moves
-    nothing, and the loss's scale is halved; a scale below 1 is a failure. scale: of fp16's loss, 0-d fp32, or None.
+    A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything,
+    so the model is the one before it when `require_finite` raises. In fp16 an infinite gradient has
+    overflowed: its step alone moves nothing, and the loss's scale is halved; a scale below 1 is a
+    failure. scale: of fp16's loss, 0-d fp32, or None.
     """
 
     def __init__(self, accelerator: Accelerator, *, scaled: bool):
         self.accelerator = accelerator
-        # The values of the first failure that were not finite, infinite if no scale was low enough; 0 without one.
+        # The values of the first failure that were not finite, infinite if no scale was low enough;
+        # 0 without one.
         self.failure = torch.zeros((), device=accelerator.device)
         self.lost = torch.zeros((), device=accelerator.device)  # steps from that one on
         self.scale: Tensor | None = None
@@ -42,7 +45,9 @@ class StepGuard:
             failure, overflow = broken.sum(), None
         else:
             overflow = broken[1:].sum().clamp(max=1.0)
-            torch._amp_update_scale_(self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL)
+            torch._amp_update_scale_(
+                self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL
+            )
             failure = torch.where(self.scale < 1, math.inf, broken[0])
         self.failure = torch.where(self.failure > 0, self.failure, failure)
         failed = self.failure.clamp(max=1.0)
@@ -50,8 +55,8 @@ class StepGuard:
         return failed if overflow is None else torch.maximum(failed, overflow)
 
     def numbers(self) -> Tensor:
-        """The numbers that `read` takes: the steps that a failure has lost, the failure, the loss scale's state; 1-d
-        fp32.
+        """The numbers that `read` takes: the steps that a failure has lost, the failure, the loss
+        scale's state; 1-d fp32.
         """
         scale = [] if self.scale is None else [self.scale, self.finite_steps.float()]
         return torch.stack([self.lost, self.failure, *scale])
@@ -60,7 +65,9 @@ class StepGuard:
         """The number of steps that a failure has lost, and its error, None without one."""
         lost, failure, *self.scale_read = numbers
         if math.isinf(failure):
-            return int(lost), NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
+            return int(lost), NotFiniteError(
+                "the gradient is NaN or infinite at any scale of the loss"
+            )
         what = "the loss or the gradient" if self.scale is None else "the loss"
         return int(lost), not_finite_error(what, int(failure)) if failure else None
 

@@ -1,4 +1,6 @@
-"""Sizes in tokens distributed over bins: rows of a capacity, parts of equal sums, and the processes of a step."""
+"""Sizes in tokens distributed over bins: rows of a capacity, parts of equal sums, and the processes
+of a step.
+"""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
@@ -10,8 +12,8 @@ from fastp3o.errors import UserError
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins of indices; the largest first, each into the first bin with room. Ties keep their order."""
     bins: list[list[int]] = [[] for _ in sizes]
-    # A tree: node n is above 2 n and 2 n + 1 and holds the larger room of the two, down to the bins, in their order. A
-    # bin that is still empty takes anything.
+    # A tree: node n is above 2 n and 2 n + 1 and holds the larger room of the two, down to the
+    # bins, in their order. A bin that is still empty takes anything.
     leaves = 1 << (len(sizes) - 1).bit_length()
     room: list[float] = [inf] * (2 * leaves)
     for index in largest_first(sizes):
@@ -28,8 +30,8 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Splits indices into `parts` lists of equal length, with sums of sizes as even as a greedy choice makes them.
-    Raises ValueError if the indices do not divide evenly.
+    """Splits indices into `parts` lists of equal length, with sums of sizes as even as a greedy
+    choice makes them. Raises ValueError if the indices do not divide evenly.
     """
     if len(sizes) % parts:
         raise UserError(f"{len(sizes)} groups cannot be split evenly into {parts} parts")
@@ -44,8 +46,9 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]]:
-    """Deals out the work of some steps, given its sizes in tokens. Returns indices into them for each step and process.
-    In every step each process gets about as many tokens. Too little work for all goes to those with the least before.
+    """Deals out the work of some steps, given its sizes in tokens. Returns indices into them for
+    each step and process. In every step each process gets about as many tokens. Too little work for
+    all goes to those with the least before.
     """
     dealt = []
     before = [0] * processes

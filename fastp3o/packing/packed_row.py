@@ -1,11 +1,13 @@
-"""A packed row: several groups one after the other, and what attention and losses need to keep them apart.
+"""A packed row: several groups one after the other, and what attention and losses need to keep them
+apart.
 
 With shared prompts a group lies in it as
 
     [x, y1, y2]         queries x+y1 see the keys x+y1, queries y2 the keys x+y2
 
-and without as [x, y1], [x, y2]. An index gathers the keys of a row, so that each segment of queries has its keys in one
-piece. Positions of every response begin at len(x), and the last token of x predicts its first token.
+and without as [x, y1], [x, y2]. An index gathers the keys of a row, so that each segment of queries
+has its keys in one piece. Positions of every response begin at len(x), and the last token of x
+predicts its first token.
 
 T tokens of a row, S responses in it, N labeled tokens, G segments, U gathered keys.
 """
@@ -36,20 +38,28 @@ class OnDevice:
             names = [field.name for field in fields(row) if field.init]
             return [getattr(row, name) for name in names], names
 
-        register_pytree_node(cls, values, lambda values, names: cls(**dict(zip(names, values, strict=True))))
+        register_pytree_node(
+            cls, values, lambda values, names: cls(**dict(zip(names, values, strict=True)))
+        )
 
     def to(self, device: torch.device) -> Any:
         return to_device(self, device)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with all tensors in it on the device: a tensor, an OnDevice, or tuples, lists and dicts of them. The
-    host does not wait for tensors that go from its memory to a GPU.
+    """The value with all tensors in it on the device: a tensor, an OnDevice, or tuples, lists and
+    dicts of them. The host does not wait for tensors that go from its memory to a GPU.
     """
     leaves, structure = tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    moved = iter(upload(tensors, device) if device.type == "cuda" else [tensor.to(device) for tensor in tensors])
-    return tree_unflatten([next(moved) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    moved = iter(
+        upload(tensors, device)
+        if device.type == "cuda"
+        else [tensor.to(device) for tensor in tensors]
+    )
+    return tree_unflatten(
+        [next(moved) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -60,7 +70,9 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for tensor, begin in zip(on_host, begins, strict=False):
         view_like(tensor, staged, begin).copy_(tensor)
     arrived = staged.to(device, non_blocking=True)
-    views = iter([view_like(tensor, arrived, begin) for tensor, begin in zip(on_host, begins, strict=False)])
+    views = iter(
+        [view_like(tensor, arrived, begin) for tensor, begin in zip(on_host, begins, strict=False)]
+    )
     return [next(views) if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
 
 
@@ -79,15 +91,17 @@ class SharedKeys(OnDevice):
 
     tokens: Tensor  # [U] int64, the token of the row that each key belongs to
     own: Tensor  # [T] int64, the key of each token in its own segment
-    # For each further response of a group: tokens of the row that its segment sees too, and their keys there. No token
-    # comes twice in one of them, so adding up their gradients is deterministic.
+    # For each further response of a group: tokens of the row that its segment sees too, and their
+    # keys there. No token comes twice in one of them, so adding up their gradients is
+    # deterministic.
     repeats: tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True)
 class Segments(OnDevice):
-    """Segment g's queries are tokens cu_queries[g] to cu_queries[g + 1], its keys cu_keys[g] to cu_keys[g + 1]. Queries
-    see the keys up to their own position, aligned at the end: the last query sees every key of its segment.
+    """Segment g's queries are tokens cu_queries[g] to cu_queries[g + 1], its keys cu_keys[g] to
+    cu_keys[g + 1]. Queries see the keys up to their own position, aligned at the end: the last
+    query sees every key of its segment.
     """
 
     cu_queries: Tensor  # [G + 1] int32
@@ -104,14 +118,21 @@ class Segments(OnDevice):
 
     @cached_property
     def padded_places(self) -> tuple[Tensor, Tensor]:
-        """[T] and [U]: where queries and keys are in [G, longest_keys]. A query is where its own key is."""
-        ends = torch.arange(len(self.key_lengths), device=self.cu_keys.device) * self.longest_keys + self.cu_keys.diff()
+        """[T] and [U]: where queries and keys are in [G, longest_keys]. A query is where its own
+        key is.
+        """
+        ends = (
+            torch.arange(len(self.key_lengths), device=self.cu_keys.device) * self.longest_keys
+            + self.cu_keys.diff()
+        )
 
         def places(offsets: Tensor, total: int) -> Tensor:
             shifts = (ends - offsets[1:]).repeat_interleave(offsets.diff(), output_size=total)
             return shifts + torch.arange(total, device=offsets.device)
 
-        return places(self.cu_queries, sum(self.query_lengths)), places(self.cu_keys, sum(self.key_lengths))
+        return places(self.cu_queries, sum(self.query_lengths)), places(
+            self.cu_keys, sum(self.key_lengths)
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +146,9 @@ class GivenGroup:
 
 @dataclass(frozen=True)
 class Part(OnDevice):
-    """Some responses of a group that does not fit a row, after their prompt: what a model's layers take at once."""
+    """Some responses of a group that does not fit a row, after their prompt: what a model's layers
+    take at once.
+    """
 
     input_ids: Tensor  # [1, t] int64
     position_ids: Tensor  # [1, t] int64
@@ -168,7 +191,7 @@ def offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
 
-# --- one row from its groups -----------------------------------------------------------------------------------------
+# --- one row from its groups ----------------------------------------------------------------------
 
 
 def packed_row(
@@ -183,8 +206,8 @@ def packed_row(
     place = ranges(np.zeros(len(sizes), dtype=np.int64), np.array(sizes))
     own = np.array([len(response) for group in given for response in group.responses])
     prompt = np.repeat([len(group.prompt) for group in given], sizes)
-    # A segment is a response and, unless an earlier one has brought it, its prompt: that is where it was, and
-    # predicts this response, too.
+    # A segment is a response and, unless an earlier one has brought it, its prompt: that is where
+    # it was, and predicts this response, too.
     again = (place > 0) & share_prompts
     brought = np.where(again, 0, prompt)
     lengths = brought + own
@@ -193,7 +216,8 @@ def packed_row(
     ids = joined(row_pieces(given, share_prompts=share_prompts))
     positions = ranges(prompt - brought, lengths)
 
-    # Labels begin behind the prompt, or at its second token, which is the first that something predicts.
+    # Labels begin behind the prompt, or at its second token, which is the first that something
+    # predicts.
     first = begins + np.minimum(brought, 1 if label_prompts else brought)
     labeled_lengths, labels_at = labeled_tokens(given, first, begins + lengths - first)
     predicting = labels_at - 1
@@ -201,7 +225,9 @@ def packed_row(
     predicting[follows] = np.repeat(prompt_begins + prompt - 1, labeled_lengths)[follows]
 
     key_lengths = (prompt - brought) + lengths
-    shared = shared_keys(place, prompt_begins, prompt, lengths, key_lengths) if again.any() else None
+    shared = (
+        shared_keys(place, prompt_begins, prompt, lengths, key_lengths) if again.any() else None
+    )
     return PackedRow(
         input_ids=ids[None],
         position_ids=torch.from_numpy(positions)[None],
@@ -241,15 +267,19 @@ def joined(pieces: Iterable[Ids]) -> Tensor:
 
 
 def labeled_tokens(given: Sequence[GivenGroup], first: Array, most: Array) -> tuple[Array, Array]:
-    """How many tokens of each response are labeled, [S], and all of them in the row, [N]. first, most: [S], the first
-    token of each that may be, and how many may be.
+    """How many tokens of each response are labeled, [S], and all of them in the row, [N]. first,
+    most: [S], the first token of each that may be, and how many may be.
     """
     if all(group.labeled is None for group in given):
         return most, ranges(first, most)
-    by_response = (parts for group in given for parts in group.labeled or repeat(None, len(group.responses)))
+    by_response = (
+        parts for group in given for parts in group.labeled or repeat(None, len(group.responses))
+    )
     spans: list[tuple[int, int, int]] = []
     for number, (parts, tokens) in enumerate(zip(by_response, most.tolist(), strict=True)):
-        spans += [(number, begin, end) for begin, end in ([(0, tokens)] if parts is None else parts)]
+        spans += [
+            (number, begin, end) for begin, end in ([(0, tokens)] if parts is None else parts)
+        ]
     response, begin, end = np.array(spans, dtype=np.int64).reshape(-1, 3).T
     if (end > most[response]).any():
         raise UserError("labeled parts of a response reach beyond its last token")
@@ -258,17 +288,25 @@ def labeled_tokens(given: Sequence[GivenGroup], first: Array, most: Array) -> tu
     return lengths, ranges(first[response] + begin, end - begin)
 
 
-def shared_keys(place: Array, prompt_begins: Array, prompt: Array, lengths: Array, key_lengths: Array) -> SharedKeys:
-    """[S] each: a response's place in its group, its prompt's begin and length, its tokens and its keys."""
+def shared_keys(
+    place: Array, prompt_begins: Array, prompt: Array, lengths: Array, key_lengths: Array
+) -> SharedKeys:
+    """[S] each: a response's place in its group, its prompt's begin and length, its tokens and its
+    keys.
+    """
     key_begins = starts(key_lengths)
     own = ranges(key_begins + key_lengths - lengths, lengths)
     # First those of all second responses, then those of all third ones.
     further = np.flatnonzero(place)[np.argsort(place[place > 0], kind="stable")]
-    tokens, keys = (ranges(begins[further], prompt[further]) for begins in (prompt_begins, key_begins))
+    tokens, keys = (
+        ranges(begins[further], prompt[further]) for begins in (prompt_begins, key_begins)
+    )
     gathered = np.empty(key_lengths.sum(), dtype=np.int64)
     gathered[own], gathered[keys] = np.arange(len(own)), tokens
     counts = np.bincount(place[further], weights=prompt[further]).astype(np.int64)[1:].tolist()
-    repeats = zip(*(torch.from_numpy(values).split(counts) for values in (tokens, keys)), strict=True)
+    repeats = zip(
+        *(torch.from_numpy(values).split(counts) for values in (tokens, keys)), strict=True
+    )
     return SharedKeys(torch.from_numpy(gathered), torch.from_numpy(own), tuple(repeats))
 
 

@@ -16,8 +16,9 @@ def derived_seed(*parts: int) -> int:
 
 
 def examples_of_step(step: int, *, batch_size: int, total: int, seed: int) -> list[int]:
-    """The `batch_size` examples of step `step` in an endless sequence of shuffled passes over `total` examples. A batch
-    may hold the end of one pass and the beginning of the next: no example is left out, no batch is smaller.
+    """The `batch_size` examples of step `step` in an endless sequence of shuffled passes over
+    `total` examples. A batch may hold the end of one pass and the beginning of the next: no example
+    is left out, no batch is smaller.
     """
     first, last = step * batch_size, (step + 1) * batch_size
     examples: list[int] = []
@@ -28,11 +29,12 @@ def examples_of_step(step: int, *, batch_size: int, total: int, seed: int) -> li
     return examples
 
 
-# Two passes of the prompts, since rollouts may be rounds ahead of the update, and two of further texts.
+# Two passes of the prompts, since rollouts may be rounds ahead of the update, and two of further
+# texts.
 @lru_cache(maxsize=4)
 def order_of_pass(total: int, seed: int) -> Tensor:
-    """`shuffled` examples. The order is kept, 8 bytes an example, until those of other passes have come; never change
-    it.
+    """`shuffled` examples. The order is kept, 8 bytes an example, until those of other passes have
+    come; never change it.
     """
     return shuffled(total, seed)
 

@@ -17,7 +17,10 @@ def own_part(share: Share, examples: Examples) -> Examples:
     """The share's examples of a batch: about as many tokens as each other one gets."""
     texts = [column for name, column in examples.items() if name.endswith("_ids")]
     # A column has one text for each example, or a list of them.
-    lengths = ([sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in column] for column in texts)
+    lengths = (
+        [sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in column]
+        for column in texts
+    )
     (parts,) = deal([list(map(sum, zip(*lengths, strict=True)))], share.count)
     part = parts[share.index]
     return {name: [column[example] for example in part] for name, column in examples.items()}

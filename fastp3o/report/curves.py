@@ -9,7 +9,15 @@ from fastp3o.run.plot import panels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito's
 
 
 def draw_curves(runs: Sequence[LoggedRun]) -> "Figure | None":
@@ -20,7 +28,9 @@ def draw_curves(runs: Sequence[LoggedRun]) -> "Figure | None":
     from matplotlib.ticker import MaxNLocator
 
     frames = [(pd.DataFrame(run.steps), pd.DataFrame(run.evaluations)) for run in runs]
-    logged = [{name for frame in of_all for name in frame.columns} for of_all in zip(*frames, strict=True)]
+    logged = [
+        {name for frame in of_all for name in frame.columns} for of_all in zip(*frames, strict=True)
+    ]
     titles, unit = panels(*logged)
     if not titles:
         return None
@@ -32,7 +42,9 @@ def draw_curves(runs: Sequence[LoggedRun]) -> "Figure | None":
         for number, (steps, evaluated) in enumerate(frames):
             color = COLORS[number % len(COLORS)]
             if metric in steps:
-                axes.plot(steps.set_index("step")[metric].dropna(), color=color, alpha=0.6, linewidth=1.1)
+                axes.plot(
+                    steps.set_index("step")[metric].dropna(), color=color, alpha=0.6, linewidth=1.1
+                )
             if metric in evaluated:
                 values = evaluated.set_index("step")[metric].dropna()
                 axes.plot(values, "o--", color=color, markersize=4.5, linewidth=0.8)
@@ -43,7 +55,12 @@ def draw_curves(runs: Sequence[LoggedRun]) -> "Figure | None":
         axes.grid(alpha=0.3)
     handles = [Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
     labels = [run.name.replace("$", r"\$") for run in runs]
-    handles += [Line2D([], [], color="gray"), Line2D([], [], color="gray", marker="o", linestyle="--")]
+    handles += [
+        Line2D([], [], color="gray"),
+        Line2D([], [], color="gray", marker="o", linestyle="--"),
+    ]
     labels += ["training", "evaluation"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=9)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=9
+    )
     return figure

@@ -1,6 +1,8 @@
-"""One HTML file that shows runs: curves, last evaluations, options, and the logged responses, to sort and to search.
+"""One HTML file that shows runs: curves, last evaluations, options, and the logged responses, to
+sort and to search.
 
-It needs no server and no network, and its content policy forbids both. What a policy wrote is data in it, never HTML.
+It needs no server and no network, and its content policy forbids both. What a policy wrote is data
+in it, never HTML.
 """
 
 import html
@@ -41,7 +43,9 @@ def page(runs: Sequence[LoggedRun], most_responses: int) -> str:
         kept = "all" if len(latest) == logged else f"the last {len(latest):,} of"
         counts.append(f"{run.name}: {kept} {logged:,} logged")
     # "</script>" in a response would end the data.
-    data = json.dumps({"runs": [run.name for run in runs], "rows": rows}, ensure_ascii=False).replace("<", "\\u003c")
+    data = json.dumps(
+        {"runs": [run.name for run in runs], "rows": rows}, ensure_ascii=False
+    ).replace("<", "\\u003c")
     return PageTemplate(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(", ".join(run.name for run in runs)),
         made=html.escape(f"Written by fastp3o {__version__}. {steps(runs)}"),
@@ -87,7 +91,9 @@ def curves(runs: Sequence[LoggedRun]) -> str:
 def differences(runs: Sequence[LoggedRun]) -> str:
     if len(runs) < 2:
         return ""
-    content = table("option", runs, differing_options(runs), "The options of these runs are the same.")
+    content = table(
+        "option", runs, differing_options(runs), "The options of these runs are the same."
+    )
     return f'<h2>Options that differ</h2>\n<div class="wide">{content}</div>'
 
 
@@ -100,7 +106,9 @@ def table(first: str, runs: Sequence[LoggedRun], rows: dict[str, list[Any]], oth
     """A column for each run. otherwise: what stands in place of a table without rows."""
     if not rows:
         return f"<p>{html.escape(otherwise)}</p>"
-    header = "".join(f"<th>{html.escape(name)}</th>" for name in (first, *(run.name for run in runs)))
+    header = "".join(
+        f"<th>{html.escape(name)}</th>" for name in (first, *(run.name for run in runs))
+    )
     lines = [f"<tr>{header}</tr>"]
     for name, values in rows.items():
         cells = "".join(f"<td>{html.escape(shown(value))}</td>" for value in values)

@@ -1,4 +1,6 @@
-"""What a page and a comparison show of a run: its options, steps, evaluations and rollouts, read from its folder."""
+"""What a page and a comparison show of a run: its options, steps, evaluations and rollouts, read
+from its folder.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ from fastp3o.run.names import CONFIG, EVALUATIONS, METRICS, ROLLOUTS
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run's folder under the shortest name that tells it from the others. steps, evaluations: one dict a line."""
+    """A run's folder under the shortest name that tells it from the others. steps, evaluations: one
+    dict a line.
+    """
 
     name: str
     folder: Path
@@ -30,7 +34,9 @@ class LoggedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
-    """Reads runs, also while they train. Raises UserError for a folder without a run, and for one that comes twice."""
+    """Reads runs, also while they train. Raises UserError for a folder without a run, and for one
+    that comes twice.
+    """
     resolved = [folder.resolve() for folder in folders]
     for folder, place in zip(folders, resolved, strict=True):
         if not (folder / CONFIG).is_file():
@@ -42,7 +48,11 @@ def read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
         options = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(options, dict):
             raise UserError(f"{folder / CONFIG} must hold options, got {type(options).__name__}")
-        runs.append(LoggedRun(name, folder, options, [*read(folder / METRICS)], [*read(folder / EVALUATIONS)]))
+        runs.append(
+            LoggedRun(
+                name, folder, options, [*read(folder / METRICS)], [*read(folder / EVALUATIONS)]
+            )
+        )
     return runs
 
 
@@ -57,23 +67,33 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_options(runs: Sequence[LoggedRun]) -> dict[str, list[Any]]:
-    """The options whose values are not the same in all runs, with the value in each; None where a run has no such
-    option. The folders that runs write to always differ, and are left out.
+    """The options whose values are not the same in all runs, with the value in each; None where a
+    run has no such option. The folders that runs write to always differ, and are left out.
     """
-    names = dict.fromkeys(name for run in runs for name in run.options if name not in ("output_dir", "resume"))
+    names = dict.fromkeys(
+        name for run in runs for name in run.options if name not in ("output_dir", "resume")
+    )
     values = {name: [run.options.get(name) for run in runs] for name in names}
-    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+    return {
+        name: of_runs
+        for name, of_runs in values.items()
+        if any(value != of_runs[0] for value in of_runs)
+    }
 
 
 def last_evaluations(runs: Sequence[LoggedRun]) -> dict[str, list[float | None]]:
     """The metrics of each run's last evaluation, `step` first; None where a run has no such metric."""
     last = [run.evaluations[-1] if run.evaluations else {} for run in runs]
-    return {name: [of_run.get(name) for of_run in last] for name in dict.fromkeys(name for one in last for name in one)}
+    return {
+        name: [of_run.get(name) for of_run in last]
+        for name in dict.fromkeys(name for one in last for name in one)
+    }
 
 
 def answers(runs: Sequence[LoggedRun]) -> dict[str, list[LoggedResponse | None]]:
-    """The prompts that are logged in more than one run, with the first response of each run's last update that has the
-    prompt; None where a run has none. Runs on the same prompts log the same ones (`--log_rollouts_prompts`).
+    """The prompts that are logged in more than one run, with the first response of each run's last
+    update that has the prompt; None where a run has none. Runs on the same prompts log the same
+    ones (`--log_rollouts_prompts`).
     """
     of_runs: list[dict[str, LoggedResponse]] = []
     for run in runs:

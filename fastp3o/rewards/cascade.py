@@ -12,9 +12,9 @@ from fastp3o.rollouts.groups import Group
 
 
 class Cascade:
-    """Each reward answers for the responses that those before it have passed on, which are NaN in their answers.
-    rewards: by name. The last one passes nothing on. answered: of each reward, [P, K] fp32 of the last call, 1 where it
-    has answered.
+    """Each reward answers for the responses that those before it have passed on, which are NaN in
+    their answers. rewards: by name. The last one passes nothing on. answered: of each reward, [P,
+    K] fp32 of the last call, 1 where it has answered.
     """
 
     def __init__(self, rewards: Mapping[str, Callable[[list[Group]], Tensor]]):
@@ -22,7 +22,9 @@ class Cascade:
         self.answered: dict[str, Tensor] = {}
 
     def __call__(self, groups: list[Group]) -> Tensor:
-        """Raises as the rewards do, once all models have had their pass: processes make it together."""
+        """Raises as the rewards do, once all models have had their pass: processes make it
+        together.
+        """
         values = torch.full((len(groups), len(groups[0].responses)), torch.nan)
         failure: EndpointError | FunctionError | FunctionInterruptedError | None = None
         for name, reward in self.rewards.items():

@@ -17,10 +17,13 @@ JUDGE = "judge"  # the reward by which a language model compares responses
 Compared = Literal["all", "circular", "anchor"]
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
-# The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.
+# The limits without --reward_timeout: a call of a function may ask a service for all responses of a
+# process.
 REQUEST_SECONDS, CALL_SECONDS = 60.0, 1800.0
 
-URL = Condition("reward", "a URL as a reward", lambda config: any(map(is_endpoint, config.single_scorers)))
+URL = Condition(
+    "reward", "a URL as a reward", lambda config: any(map(is_endpoint, config.single_scorers))
+)
 URL_OR_FUNCTION = Condition(
     "reward",
     "a URL or a function as a reward",
@@ -38,7 +41,7 @@ ENVIRONMENT_RULES = (
 )
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 class RemoteConfig(Flags):
@@ -52,7 +55,11 @@ class RemoteConfig(Flags):
         python=list,
     )
     reward_requests: int = option(
-        8, "Maximum number of concurrent requests to an endpoint, per process.", at_least=1, needs=URL, changeable=True
+        8,
+        "Maximum number of concurrent requests to an endpoint, per process.",
+        at_least=1,
+        needs=URL,
+        changeable=True,
     )
     reward_batch_size: int = option(
         16,
@@ -82,9 +89,13 @@ class RemoteConfig(Flags):
         super().__post_init__()
         columns = self.columns
         if not all(columns) or len(set(columns)) < len(columns):
-            raise UserError(f"--reward_columns must be different names, comma-separated, got {self.reward_columns!r}")
+            raise UserError(
+                f"--reward_columns must be different names, comma-separated, got {self.reward_columns!r}"
+            )
         if not set(columns).isdisjoint(TEXTS):
-            raise UserError(f"--reward_columns must be other than {' and '.join(TEXTS)}, got {self.reward_columns!r}")
+            raise UserError(
+                f"--reward_columns must be other than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
+            )
 
     @property
     def call_seconds(self) -> float:
@@ -102,7 +113,11 @@ class RemoteConfig(Flags):
 
     @property
     def columns(self) -> list[str]:
-        return [name.strip() for name in str(self.reward_columns).split(",")] if self.reward_columns else []
+        return (
+            [name.strip() for name in str(self.reward_columns).split(",")]
+            if self.reward_columns
+            else []
+        )
 
 
 ASKS_JUDGE: Needs = (
@@ -144,7 +159,11 @@ class LanguageJudgeConfig(RemoteConfig):
         needs="judge_model",
     )
     judge_requests: int = option(
-        8, "Maximum number of concurrent requests to --judge_url.", at_least=1, needs="judge_url", changeable=True
+        8,
+        "Maximum number of concurrent requests to --judge_url.",
+        at_least=1,
+        needs="judge_url",
+        changeable=True,
     )
     verdicts: str | None = option(
         None,
@@ -159,7 +178,9 @@ class LanguageJudgeConfig(RemoteConfig):
         if self.judge_url and not self.judge_model:
             raise UserError("--judge_url has no effect without --judge_model")
         if any(map(is_judge, self.single_scorers)) and not self.judge_model:
-            raise UserError("--reward judge asks a language model: give --judge_model, and --judge_url if it is served")
+            raise UserError(
+                "--reward judge asks a language model: give --judge_model, and --judge_url if it is served"
+            )
 
 
 class RewardConfig(RemoteConfig):
@@ -193,14 +214,18 @@ class RewardConfig(RemoteConfig):
         super().__post_init__()
         names = self.rewards
         if len(names) > 1 and not all(names):
-            raise UserError(f"--reward must be comma-separated names, none of them empty, got {self.reward!r}")
+            raise UserError(
+                f"--reward must be comma-separated names, none of them empty, got {self.reward!r}"
+            )
         if len(set(map(str, names))) < len(names):
             raise UserError(f"--reward must be different names, got {self.reward!r}")
         try:
             weights = self.weights
         except ValueError:
             weights = []
-        if names and not (len(weights) == len(names) and all(map(isfinite, weights)) and any(weights)):
+        if names and not (
+            len(weights) == len(names) and all(map(isfinite, weights)) and any(weights)
+        ):
             raise UserError(
                 f"--reward_weights must be {len(names)} finite number{'s' if len(names) > 1 else ''}, as many as there "
                 f"are rewards, and not all 0, got {self.reward_weights!r}"
@@ -281,11 +306,13 @@ class PenaltyConfig(Flags):
     )
 
 
-# --- names of rewards -------------------------------------------------------------------------------------------------
+# --- names of rewards -----------------------------------------------------------------------------
 
 
 def reward_names(names: Source) -> list[Source]:
-    """Splits the names of several rewards, separated by commas; the name of a path that exists may hold commas."""
+    """Splits the names of several rewards, separated by commas; the name of a path that exists may
+    hold commas.
+    """
     if not names:
         return []
     if isinstance(names, InMemory):
@@ -301,9 +328,17 @@ def cascaded(name: Source) -> list[Source]:
 
 
 def short_names(names: Sequence[Source]) -> list[str]:
-    """Names in metrics: the last part of a path, a URL or module:function; the whole where several have the same."""
-    last = [" else ".join(re.split("[/:]", str(part).rstrip("/"))[-1] for part in cascaded(name)) for name in names]
-    return [short if short and last.count(short) == 1 else str(name) for short, name in zip(last, names, strict=True)]
+    """Names in metrics: the last part of a path, a URL or module:function; the whole where several
+    have the same.
+    """
+    last = [
+        " else ".join(re.split("[/:]", str(part).rstrip("/"))[-1] for part in cascaded(name))
+        for name in names
+    ]
+    return [
+        short if short and last.count(short) == 1 else str(name)
+        for short, name in zip(last, names, strict=True)
+    ]
 
 
 def is_endpoint(name: Source) -> bool:

@@ -10,8 +10,8 @@ from fastp3o.rollouts.groups import AtTokens, Group
 
 
 class EnvironmentReward:
-    """The weighted sum of the rewards of all turns. weights: by the names of the rewards. passes: whether a trajectory
-    without any is left to the next reward of a cascade, as NaN.
+    """The weighted sum of the rewards of all turns. weights: by the names of the rewards. passes:
+    whether a trajectory without any is left to the next reward of a cascade, as NaN.
     """
 
     def __init__(self, weights: Mapping[str, float], *, passes: bool = False):
@@ -20,7 +20,9 @@ class EnvironmentReward:
     def __call__(self, groups: list[Group]) -> Tensor:
         parts = self.parts(groups)
         values = torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
-        rewarded = torch.tensor([[any(turn.rewards for turn in r.turns) for r in group.responses] for group in groups])
+        rewarded = torch.tensor(
+            [[any(turn.rewards for turn in r.turns) for r in group.responses] for group in groups]
+        )
         return values.masked_fill(~rewarded, torch.nan) if self.passes else values
 
     def at_tokens(self, groups: list[Group]) -> Iterator[AtTokens]:
@@ -29,7 +31,8 @@ class EnvironmentReward:
             for k, response in enumerate(group.responses):
                 ends = np.cumsum([turn.end - turn.start for turn in response.turns], dtype=np.int64)
                 sums = [
-                    sum(self.weights[name] * turn.rewards[name] for name in turn.rewards) for turn in response.turns
+                    sum(self.weights[name] * turn.rewards[name] for name in turn.rewards)
+                    for turn in response.turns
                 ]
                 yield AtTokens(p, k, np.maximum(ends - 1, 0), np.array(sums, dtype=np.float64))
 
@@ -37,7 +40,10 @@ class EnvironmentReward:
         """The sums over turns of each reward, unweighted, [P, K] fp32."""
         return {
             name: torch.tensor(
-                [[sum(turn.rewards.get(name, 0.0) for turn in r.turns) for r in group.responses] for group in groups],
+                [
+                    [sum(turn.rewards.get(name, 0.0) for turn in r.turns) for r in group.responses]
+                    for group in groups
+                ],
                 dtype=torch.float32,
             )
             for name in self.weights

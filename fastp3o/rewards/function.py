@@ -24,17 +24,19 @@ BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def compares_siblings(function: Callable) -> Callable:
-    """Marks a reward function that compares the responses to a prompt with one another. It gets those of a prompt next
-    to each other, as many as a prompt has: in evaluations one of the policy's and the rest a rival's.
+    """Marks a reward function that compares the responses to a prompt with one another. It gets
+    those of a prompt next to each other, as many as a prompt has: in evaluations one of the
+    policy's and the rest a rival's.
     """
     setattr(function, SIBLINGS, True)
     return function
 
 
 class UserFunction:
-    """What functions of texts share: further parameters without a default are columns of the prompts' data, given by
-    name. Parameters with a default, and `**columns`, get the columns of `--reward_columns`; `log_metric` is a function
-    that logs a number by its name. It may be an `async def`.
+    """What functions of texts share: further parameters without a default are columns of the
+    prompts' data, given by name. Parameters with a default, and `**columns`, get the columns of
+    `--reward_columns`; `log_metric` is a function that logs a number by its name. It may be an
+    `async def`.
 
     columns: those it must have. logged: by `log_metric`, until `logged_means` takes them.
     """
@@ -50,12 +52,14 @@ class UserFunction:
         self.logs = "log_metric" in kinds
         by_name = {name for name, kind in kinds.items() if kind in BY_NAME}
         self.optional = by_name - {*given, "log_metric", "completion_ids"}
-        self.columns = [name for name, p in parameters.items() if name in self.optional and p.default is p.empty]
+        self.columns = [
+            name for name, p in parameters.items() if name in self.optional and p.default is p.empty
+        ]
         self.logged: list[tuple[str, float]] = []
 
     def by_name(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Columns of these prompts, and `log_metric`, as far as the function takes them. Raises UserError if a column
-        is missing.
+        """Columns of these prompts, and `log_metric`, as far as the function takes them. Raises
+        UserError if a column is missing.
         """
         # A copy for each: a function may change what it gets.
         columns: dict[str, Any] = {
@@ -64,27 +68,31 @@ class UserFunction:
             if self.takes_all or name in self.optional
         }
         if missing := [name for name in self.columns if name not in columns]:
-            raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
+            raise UserError(
+                f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have"
+            )
         if self.logs:
             columns["log_metric"] = lambda name, value: self.logged.append((name, float(value)))
         return columns
 
 
 class FunctionReward(UserFunction):
-    """`function(prompts: list[str], responses: list[str], ...) -> list[float]`, given as `module:function`.
+    """`function(prompts: list[str], responses: list[str], ...) -> list[float]`, given as
+    `module:function`.
 
-    It gets all P K responses, and a list of the same length with the prompt of each. None in the place of all numbers
-    of a prompt's responses says that the reward does not apply to it: it is 0 there. In a cascade, None leaves a
-    response to the next reward. A list of numbers in the place of one rewards tokens: one for each id of
-    `completion_ids`, which it may ask for.
+    It gets all P K responses, and a list of the same length with the prompt of each. None in the
+    place of all numbers of a prompt's responses says that the reward does not apply to it: it is 0
+    there. In a cascade, None leaves a response to the next reward. A list of numbers in the place
+    of one rewards tokens: one for each id of `completion_ids`, which it may ask for.
 
-    TRL's form, `function(completions, **kwargs)`, is called as TRL does: with `prompts`, `completions`, which are
-    messages where the record's prompt is, `completion_ids` and `log_metric` by name.
+    TRL's form, `function(completions, **kwargs)`, is called as TRL does: with `prompts`,
+    `completions`, which are messages where the record's prompt is, `completion_ids` and
+    `log_metric` by name.
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
-        """timeout: seconds that a call may take. function: itself, instead of importing the name. Raises ValueError if
-        there is no such function, or it does not take prompts and responses.
+        """timeout: seconds that a call may take. function: itself, instead of importing the name.
+        Raises ValueError if there is no such function, or it does not take prompts and responses.
         """
         function = import_function(name, "reward function") if function is None else function
         signature = signature_of(function)
@@ -92,19 +100,29 @@ class FunctionReward(UserFunction):
         takes_all = Parameter.VAR_KEYWORD in kinds.values()
         # Whether TRL could call it, with `completions` and much else by name.
         in_trls_form = takes_all and kinds.get("completions") in BY_NAME
-        given = ["prompts", "completions", "completion_ids"] if in_trls_form else first_two(signature, name)
+        given = (
+            ["prompts", "completions", "completion_ids"]
+            if in_trls_form
+            else first_two(signature, name)
+        )
         super().__init__(name, timeout, function, given)
         self.compares_siblings = getattr(function, SIBLINGS, False)
         self.in_trls_form, self.logs = in_trls_form, self.logs or in_trls_form
         self.takes_ids = "completion_ids" in kinds or in_trls_form
         if in_trls_form:
-            self.function = lambda prompts, texts, **more: function(prompts=prompts, completions=texts, **more)
-        self.passes = False  # whether None leaves a response to the next reward of a cascade, as NaN
-        self.of_tokens: list[Any] = []  # the answers of the last call that are lists, None in the place of others
+            self.function = lambda prompts, texts, **more: function(
+                prompts=prompts, completions=texts, **more
+            )
+        self.passes = (
+            False  # whether None leaves a response to the next reward of a cascade, as NaN
+        )
+        self.of_tokens: list[
+            Any
+        ] = []  # the answers of the last call that are lists, None in the place of others
 
     def check(self, prompt: Prompt, siblings: int = 1) -> None:
-        """Asks for the reward of a response to a prompt, the word "response"; or of as many siblings as a prompt has
-        responses, if it compares them. Raises as a call does.
+        """Asks for the reward of a response to a prompt, the word "response"; or of as many
+        siblings as a prompt has responses, if it compares them. Raises as a call does.
         """
         # Functions that look at tokens may rely on one.
         response = Response(prompt.ids[-1:], "response", True)
@@ -115,7 +133,9 @@ class FunctionReward(UserFunction):
         """Raises FunctionError if the function fails, or does not return one number a response."""
         further = self.by_name([group.prompt for group in groups for _ in group.responses])
         if self.takes_ids:
-            further["completion_ids"] = [list(response.ids) for group in groups for response in group.responses]
+            further["completion_ids"] = [
+                list(response.ids) for group in groups for response in group.responses
+            ]
         function = partial(self.function, **further)
         texts_or_chats = texts_or_messages(groups) if self.in_trls_form else texts(groups)
         returned = call_for_list(function, self.name, *texts_or_chats, timeout=self.timeout)
@@ -125,11 +145,17 @@ class FunctionReward(UserFunction):
                 returned[start : start + responses] = [nan if self.passes else 0.0] * responses
         ids = [response.ids for group in groups for response in group.responses]
         self.of_tokens = [value if isinstance(value, list | tuple) else None for value in returned]
-        if any(values is not None and len(values) != len(its) for values, its in zip(self.of_tokens, ids, strict=True)):
-            raise FunctionError(f"{self.name} must return as many numbers for a response as it has completion_ids")
+        if any(
+            values is not None and len(values) != len(its)
+            for values, its in zip(self.of_tokens, ids, strict=True)
+        ):
+            raise FunctionError(
+                f"{self.name} must return as many numbers for a response as it has completion_ids"
+            )
         try:
             returned = [
-                value if values is None else sum(values) for values, value in zip(self.of_tokens, returned, strict=True)
+                value if values is None else sum(values)
+                for values, value in zip(self.of_tokens, returned, strict=True)
             ]
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except BaseException as error:  # of an entry's own __float__, too
@@ -156,11 +182,19 @@ def signature_of(function: Callable) -> inspect.Signature:
 def first_two(signature: inspect.Signature, name: str) -> list[str]:
     """The names of the parameters for prompts and responses. Raises UserError if there are none."""
     parameters = list(signature.parameters.values())
-    positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p
+        for p in parameters
+        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
     names = [p.name for p in positional]
-    nameless = any(p.kind == Parameter.POSITIONAL_ONLY and p.default is Parameter.empty for p in positional[2:])
+    nameless = any(
+        p.kind == Parameter.POSITIONAL_ONLY and p.default is Parameter.empty for p in positional[2:]
+    )
     misplaced = (
-        nameless or "prompts" in names[1:] or not {"responses", "completions"}.isdisjoint([*names[:1], *names[2:]])
+        nameless
+        or "prompts" in names[1:]
+        or not {"responses", "completions"}.isdisjoint([*names[:1], *names[2:]])
     )
     taken = len(positional) >= 2 or any(p.kind == Parameter.VAR_POSITIONAL for p in parameters)
     if misplaced or not taken:

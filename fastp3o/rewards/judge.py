@@ -19,10 +19,11 @@ from fastp3o.errors import UserError
 from fastp3o.files import read_text
 from fastp3o.rewards.verdicts import Verdict, VerdictFile
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- what is asked --------------------------------------------------------------------------------
 
 
-# After MT-Bench's pair-v2 (Zheng et al. 2023, arXiv 2306.05685, figure 5): explain first, then [[A]], [[B]] or [[C]].
+# After MT-Bench's pair-v2 (Zheng et al. 2023, arXiv 2306.05685, figure 5): explain first, then
+# [[A]], [[B]] or [[C]].
 PATTERN = """\
 Compare two responses of AI assistants to the same prompt and decide which is better.
 
@@ -65,13 +66,18 @@ FIELDS = ("prompt", "first", "second")
 
 
 def read_template(template: str | None, principles: str | None, pattern: str = PATTERN) -> str:
-    """The template of a judge, from the files that --judge_template and --judge_principles name, if they do: one
-    principle a line. Raises UserError for an empty file, and for a template that lacks a field.
+    """The template of a judge, from the files that --judge_template and --judge_principles name, if
+    they do: one principle a line. Raises UserError for an empty file, and for a template that lacks
+    a field.
     """
     pattern = read_text(template, "judge_template") if template else pattern
     criteria = CRITERIA
     if principles:
-        listed = [line.strip() for line in read_text(principles, "judge_principles").splitlines() if line.strip()]
+        listed = [
+            line.strip()
+            for line in read_text(principles, "judge_principles").splitlines()
+            if line.strip()
+        ]
         criteria = "Judge by these principles:\n" + "\n".join(f"- {line}" for line in listed) + "\n"
         if "$criteria" not in pattern:
             raise UserError(f"{template} has no $criteria, where --judge_principles would stand")
@@ -89,12 +95,13 @@ def read_template(template: str | None, principles: str | None, pattern: str = P
     return whole
 
 
-# --- asking an endpoint -----------------------------------------------------------------------------------------------
+# --- asking an endpoint ---------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
-    """text: empty if the model returned none. finished: False if a length limit cut the text off. preferred: P(the
-    first response is better) by the log-probs of the verdict's letter; None where the server gives none.
+    """text: empty if the model returned none. finished: False if a length limit cut the text off.
+    preferred: P(the first response is better) by the log-probs of the verdict's letter; None where
+    the server gives none.
     """
 
     text: str
@@ -103,24 +110,29 @@ class Answer(NamedTuple):
 
 
 class ChatEndpoint(Endpoint):
-    """One model at an OpenAI-compatible chat-completions endpoint. url: without /chat/completions, as for OpenAI's
-    clients: http://localhost:8000/v1. patience: further arguments of an Endpoint. OPENAI_API_KEY holds the key.
+    """One model at an OpenAI-compatible chat-completions endpoint. url: without /chat/completions,
+    as for OpenAI's clients: http://localhost:8000/v1. patience: further arguments of an Endpoint.
+    OPENAI_API_KEY holds the key.
     """
 
     def __init__(self, url: str, model: str, **patience: Any):
-        super().__init__(check_url(url).rstrip("/") + "/chat/completions", "OPENAI_API_KEY", **patience)
+        super().__init__(
+            check_url(url).rstrip("/") + "/chat/completions", "OPENAI_API_KEY", **patience
+        )
         self.model, self.gives_logprobs = model, True
 
     def ask(self, question: str, stopped: threading.Event, *, logprobs: bool = False) -> Answer:
-        """The model's answer at temperature 0. logprobs: whether to ask for those of its tokens, until the server
-        refuses a request with them and takes it without. Raises as `post` does.
+        """The model's answer at temperature 0. logprobs: whether to ask for those of its tokens,
+        until the server refuses a request with them and takes it without. Raises as `post` does.
         """
         body: dict[str, Any] = {"model": self.model, "temperature": 0}
         body["messages"] = [{"role": "user", "content": question}]
         if not (logprobs and self.gives_logprobs):
             return self.post(body, self.read_answer, stopped)
         try:
-            return self.post(body | {"logprobs": True, "top_logprobs": LETTERS_AMONG}, self.read_answer, stopped)
+            return self.post(
+                body | {"logprobs": True, "top_logprobs": LETTERS_AMONG}, self.read_answer, stopped
+            )
         except UnavailableError:
             raise
         except EndpointError:
@@ -131,7 +143,8 @@ class ChatEndpoint(Endpoint):
     def read_answer(self, body: bytes) -> Answer:
         try:
             choice = json.loads(body)["choices"][0]
-            text, finished = choice["message"].get("content"), choice.get("finish_reason") != "length"
+            text = choice["message"].get("content")
+            finished = choice.get("finish_reason") != "length"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError("which is not a chat completion") from error
         text = self.without_key(text) if isinstance(text, str) else ""
@@ -141,15 +154,17 @@ class ChatEndpoint(Endpoint):
 class EndpointJudge:
     """A language model that is asked twice for each comparison, with the responses in either order.
 
-    If both answers agree, theirs is the verdict. If they do not, the judge is biased by position, and the verdict is a
-    tie (as in MT-Bench, arXiv 2306.05685, section 3.4). It is NONE if one of the answers has no verdict or was cut off.
+    If both answers agree, theirs is the verdict. If they do not, the judge is biased by position,
+    and the verdict is a tie (as in MT-Bench, arXiv 2306.05685, section 3.4). It is NONE if one of
+    the answers has no verdict or was cut off.
 
     Equal responses are a tie without a request. Equal comparisons are requested once.
 
-    path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds for the
-    same model, template, prompt and responses are not requested again, unless they are NONE. file: in the place of a
-    path. requests: concurrent ones. template: of `read_template`. logprobs: whether to ask for probabilities. Raises
-    ValueError if the file was not written by a judge.
+    path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it
+    already holds for the same model, template, prompt and responses are not requested again, unless
+    they are NONE. file: in the place of a path. requests: concurrent ones. template: of
+    `read_template`. logprobs: whether to ask for probabilities. Raises ValueError if the file was
+    not written by a judge.
     """
 
     def __init__(
@@ -166,21 +181,29 @@ class EndpointJudge:
         self.template, self.logprobs = template, logprobs
         self.unusable: list[str] = []
 
-    def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
-        """Raises EndpointError if the endpoint refuses or remains unavailable; earlier verdicts are in the file."""
+    def __call__(
+        self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]
+    ) -> list[Verdict]:
+        """Raises EndpointError if the endpoint refuses or remains unavailable; earlier verdicts are
+        in the file.
+        """
         comparisons = list(zip(prompts, firsts, seconds, strict=True))
         keys = [self.key(*comparison) for comparison in comparisons]
         missing = {
             key: comparison
             for key, comparison in zip(keys, comparisons, strict=True)
-            if comparison[1] != comparison[2] and self.file.verdicts.get(key, Verdict.NONE) is Verdict.NONE
+            if comparison[1] != comparison[2]
+            and self.file.verdicts.get(key, Verdict.NONE) is Verdict.NONE
         }
         asked = Answers(self.compare, missing.items(), self.requests)
         for _ in tqdm(asked, total=len(missing), desc="judging", unit="pair", disable=not missing):
             pass  # `compare` keeps each verdict, also those that are pending when another comparison fails
         self.report_unusable()
         same = [first == second for _, first, second in comparisons]
-        return [Verdict.TIE if tied else self.file.verdicts[key] for key, tied in zip(keys, same, strict=True)]
+        return [
+            Verdict.TIE if tied else self.file.verdicts[key]
+            for key, tied in zip(keys, same, strict=True)
+        ]
 
     def key(self, prompt: str, first: str, second: str) -> str:
         return digest(self.endpoint.model, self.template, prompt, first, second)
@@ -188,13 +211,19 @@ class EndpointJudge:
     def report_unusable(self) -> None:
         """Says how many answers had no verdict since the last time."""
         if self.unusable:
-            tqdm.write(f"{len(self.unusable)} answers have no verdict, the first one: {self.unusable[0]!r:.300}")
+            tqdm.write(
+                f"{len(self.unusable)} answers have no verdict, the first one: {self.unusable[0]!r:.300}"
+            )
         self.unusable.clear()
 
-    def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
+    def compare(
+        self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event
+    ) -> None:
         """Asks in both orders and keeps the verdict."""
         key, (prompt, first, second) = comparison
-        questions = [question(prompt, *pair, self.template) for pair in ((first, second), (second, first))]
+        questions = [
+            question(prompt, *pair, self.template) for pair in ((first, second), (second, first))
+        ]
         answers = [self.endpoint.ask(text, stopped, logprobs=self.logprobs) for text in questions]
         straight, swapped = map(parse_verdict, answers)
         verdict = straight if straight == swapped.swapped else Verdict.TIE
@@ -202,29 +231,36 @@ class EndpointJudge:
             self.unusable += unusable
             verdict = Verdict.NONE
         this, other = (answer.preferred for answer in answers)
-        known = self.logprobs and verdict is not Verdict.NONE and this is not None and other is not None
+        known = (
+            self.logprobs and verdict is not Verdict.NONE and this is not None and other is not None
+        )
         preferred = (this + 1 - other) / 2 if known else None  # type: ignore[operator]
         self.file.add(key, verdict, [answer.text for answer in answers], preferred)
 
 
-# --- reading answers --------------------------------------------------------------------------------------------------
+# --- reading answers ------------------------------------------------------------------------------
 
 
 def question(prompt: str, first: str, second: str, template: str = TEMPLATE) -> str:
     """The boundary is a code that prompt and responses cannot predict."""
     boundary = digest(prompt, first, second)[:16]
-    return Template(template).substitute(prompt=prompt, first=first, second=second, boundary=boundary)
+    return Template(template).substitute(
+        prompt=prompt, first=first, second=second, boundary=boundary
+    )
 
 
 def parse_verdict(answer: Answer) -> Verdict:
-    """The verdict of one answer: its last mark counts. NONE if there is no mark, or the answer was cut off."""
+    """The verdict of one answer: its last mark counts. NONE if there is no mark, or the answer was
+    cut off.
+    """
     marks = re.findall(r"\[\[[ABC]\]\]", answer.text)
     return MARKS[marks[-1]] if marks and answer.finished else Verdict.NONE
 
 
 def preferred_by_logprobs(logprobs: Any) -> float | None:
-    """P(the first response is better) from the alternatives to the letter of the last mark, a tie half; None if the
-    server has not given any. logprobs: of a choice, with `content`, each token's `token` and `top_logprobs`.
+    """P(the first response is better) from the alternatives to the letter of the last mark, a tie
+    half; None if the server has not given any. logprobs: of a choice, with `content`, each token's
+    `token` and `top_logprobs`.
     """
     try:
         tokens = [(entry["token"], entry["top_logprobs"]) for entry in logprobs["content"]]

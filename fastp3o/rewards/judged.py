@@ -1,4 +1,6 @@
-"""Comparisons by a language model, for `--reward judge`: one at an endpoint, or one on this machine."""
+"""Comparisons by a language model, for `--reward judge`: one at an endpoint, or one on this
+machine.
+"""
 
 import json
 import threading
@@ -29,27 +31,32 @@ ONE_LETTER = (
 
 
 class EndpointComparisons(JudgedPairs):
-    """What an endpoint's model says of each pair in both orders: the mean of its two probabilities, where the server
-    gives log-probs of the verdict's letter, else 1, 1/2 or 0 by the verdict, a half if the orders disagree.
+    """What an endpoint's model says of each pair in both orders: the mean of its two probabilities,
+    where the server gives log-probs of the verdict's letter, else 1, 1/2 or 0 by the verdict, a
+    half if the orders disagree.
 
-    Each verdict is in the judge's file before it counts, also that there was none: a run that continues asks for none
-    of them again, and has the bits of one that was not stopped.
+    Each verdict is in the judge's file before it counts, also that there was none: a run that
+    continues asks for none of them again, and has the bits of one that was not stopped.
     """
 
     def __init__(self, judge: EndpointJudge):
         self.judge = judge
 
     def check(self, prompt: Prompt, siblings: int = 2) -> None:
-        """Asks about two responses to a prompt, the words "response" and "other". Raises EndpointError as a call does,
-        and says if the answer has no verdict.
+        """Asks about two responses to a prompt, the words "response" and "other". Raises
+        EndpointError as a call does, and says if the answer has no verdict.
         """
         text = question(judged_text(prompt), "response", "other", self.judge.template)
         answer = self.judge.endpoint.ask(text, threading.Event(), logprobs=self.judge.logprobs)
         if parse_verdict(answer) is Verdict.NONE:
-            tqdm.write(f"warning: the judge's answer has no verdict, [[A]], [[B]] or [[C]]: {answer.text!r:.300}")
+            tqdm.write(
+                f"warning: the judge's answer has no verdict, [[A]], [[B]] or [[C]]: {answer.text!r:.300}"
+            )
 
     def ask(self, comparisons: list[Comparison]) -> list[float]:
-        """Raises EndpointError if the endpoint refuses or remains unavailable; what it has answered is in the file."""
+        """Raises EndpointError if the endpoint refuses or remains unavailable; what it has answered
+        is in the file.
+        """
         file = self.judge.file
         # Both orders are asked in any case: a pair is the same pair the other way round.
         texts = [
@@ -57,7 +64,9 @@ class EndpointComparisons(JudgedPairs):
             for prompt, first, second, _ in comparisons
         ]
         keys = [self.judge.key(*each) for each in texts]
-        missing = {key: each for key, each in zip(keys, texts, strict=True) if key not in file.verdicts}
+        missing = {
+            key: each for key, each in zip(keys, texts, strict=True) if key not in file.verdicts
+        }
         for _ in Answers(self.judge.compare, missing.items(), self.judge.requests):
             pass  # `compare` keeps each verdict
         self.judge.report_unusable()
@@ -67,8 +76,9 @@ class EndpointComparisons(JudgedPairs):
 
 
 class LocalComparisons(JudgedPairs):
-    """What a causal LM on this machine answers to "A or B?" in one pass: P(A) / (P(A) + P(B)) of its next token, the
-    mean of both orders. Arguments are a ModelReward's; template: a question that ends with the demand for a letter.
+    """What a causal LM on this machine answers to "A or B?" in one pass: P(A) / (P(A) + P(B)) of
+    its next token, the mean of both orders. Arguments are a ModelReward's; template: a question
+    that ends with the demand for a letter.
     """
 
     together = True
@@ -87,11 +97,17 @@ class LocalComparisons(JudgedPairs):
         self.model, self.device = FrozenModel(model, device, mesh, offload=offload), device
         self.tokenizer, self.template, self.packing = tokenizer, template, packing
         space = "" if tokenizer.chat_template is not None else " "
-        self.letters = [tokenizer(space + letter, add_special_tokens=False).input_ids for letter in "AB"]
+        self.letters = [
+            tokenizer(space + letter, add_special_tokens=False).input_ids for letter in "AB"
+        ]
 
     def ask(self, comparisons: list[Comparison]) -> list[float]:
         """Raises UserError for a question that is longer than the model's positions."""
-        orders = [pair for one in comparisons for pair in ((one.first, one.second), (one.second, one.first))]
+        orders = [
+            pair
+            for one in comparisons
+            for pair in ((one.first, one.second), (one.second, one.first))
+        ]
         prompts = [one.prompt for one in comparisons for _ in range(2)]
         groups = [
             self.group(judged_text(prompt), first.text, second.text)
@@ -100,7 +116,9 @@ class LocalComparisons(JudgedPairs):
         groups, local = with_tensor_group(self.model.model, groups)
         self.model.model.check_reach(max(len(group.prompt.ids) for group in groups) + 1)
         rows = [row.to(self.device) for row in pack(*token_ids(groups), self.packing)]
-        logprobs = sums_by_group(rows, self.model.map_rows(rows, labeled_logprobs))[local].float().cpu()
+        logprobs = (
+            sums_by_group(rows, self.model.map_rows(rows, labeled_logprobs))[local].float().cpu()
+        )
         preferred = (logprobs[:, 0] - logprobs[:, 1]).sigmoid()
         return ((preferred[::2] + 1 - preferred[1::2]) / 2).tolist()
 
@@ -109,13 +127,17 @@ class LocalComparisons(JudgedPairs):
         text = question(prompt, first, second, self.template)
         if self.tokenizer.chat_template is not None:
             chat = [{"role": "user", "content": text}]
-            ids: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            ids: Any = self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False
+            )
         else:
             ids = self.tokenizer(text + "\n\nAnswer:").input_ids
         return Group(Prompt(text, ids), [Response(letter, "", False) for letter in self.letters])
 
 
 def judged_text(prompt: Prompt) -> str:
-    """A prompt as the judge reads it: messages as the record has them, else the text that the policy sees."""
+    """A prompt as the judge reads it: messages as the record has them, else the text that the
+    policy sees.
+    """
     given = json.loads(prompt.given)["prompt"] if prompt.given else prompt.text
     return plain_text(given) if isinstance(given, str | list) else prompt.text

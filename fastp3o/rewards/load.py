@@ -36,7 +36,8 @@ from fastp3o.runtime.context import Context
 from fastp3o.runtime.processes import on_main_process
 from fastp3o.sources import Source
 
-# Options of reading prompts that a reward model of another vocabulary has in common with the policy.
+# Options of reading prompts that a reward model of another vocabulary has in common with the
+# policy.
 READ_ANEW = ("max_prompt_tokens", "max_characters", "chat_template_kwargs")
 
 
@@ -51,18 +52,25 @@ def load_rewards(
     comparisons: Compared = "all",
     responses_per_prompt: int = 2,
 ) -> dict[str, Reward]:
-    """`reward`, and `gold`, which evaluations have, where the configuration names them. comparisons: the pairs that are
-    judged by rewards which compare responses. The others are as of `load_named_reward`. Raises UserError if a choice of
-    pairs has no effect.
+    """`reward`, and `gold`, which evaluations have, where the configuration names them.
+    comparisons: the pairs that are judged by rewards which compare responses. The others are as of
+    `load_named_reward`. Raises UserError if a choice of pairs has no effect.
     """
     load = partial(
-        load_named_reward, context, config, policy, continues=continues, responses_per_prompt=responses_per_prompt
+        load_named_reward,
+        context,
+        config,
+        policy,
+        continues=continues,
+        responses_per_prompt=responses_per_prompt,
     )
     rewards: dict[str, Reward] = {}
     if config.rewards:
         loaded = [load(name, prompts) for name in config.rewards]
         named = dict(zip(short_names(config.rewards), loaded, strict=True))
-        rewards["reward"] = loaded[0] if config.weights == [1.0] else WeightedSum(named, config.weights)
+        rewards["reward"] = (
+            loaded[0] if config.weights == [1.0] else WeightedSum(named, config.weights)
+        )
     if config.gold_reward and eval_prompts is not None:
         rewards["gold"] = load(config.gold_reward, eval_prompts)
     require_judged_pairs(rewards.get("reward"), comparisons)
@@ -73,7 +81,9 @@ def load_rewards(
 
 
 def require_judged_pairs(reward: Reward | None, comparisons: Compared) -> None:
-    """Raises UserError if a choice of pairs has no effect: no part of the reward asks about one pair at a time."""
+    """Raises UserError if a choice of pairs has no effect: no part of the reward asks about one
+    pair at a time.
+    """
     parts = [] if reward is None else [*single_rewards({"reward": reward}).values()]
     if comparisons == "all" or any(isinstance(part, JudgedPairs) for part in parts):
         return
@@ -98,26 +108,41 @@ def load_named_reward(
     passes: bool = False,
     responses_per_prompt: int = 2,
 ) -> Reward:
-    """Loads the reward of this name. An endpoint, and a function unless a run continues, is tried on the first example
-    before anything is written.
+    """Loads the reward of this name. An endpoint, and a function unless a run continues, is tried
+    on the first example before anything is written.
 
-    remote: requests to endpoints, and the time limit of functions. policy: how the prompts of responses are read, how
-    these end, and how models are loaded. passes: whether it may leave responses to the next one of a cascade.
-    responses_per_prompt: that a function is tried on.
+    remote: requests to endpoints, and the time limit of functions. policy: how the prompts of
+    responses are read, how these end, and how models are loaded. passes: whether it may leave
+    responses to the next one of a cascade. responses_per_prompt: that a function is tried on.
     """
     # `A else B`: each part but the last may leave responses to the next one.
     parts = cascaded(name)
     if len(parts) > 1:
         load = partial(
-            load_named_reward, context, remote, policy, continues=continues, responses_per_prompt=responses_per_prompt
+            load_named_reward,
+            context,
+            remote,
+            policy,
+            continues=continues,
+            responses_per_prompt=responses_per_prompt,
         )
-        return cascade([*map(str, parts)], [load(part, examples, passes=part is not parts[-1]) for part in parts])
-    reward = load_judge(context, remote, policy) if is_judge(name) else load_one(context, remote, policy, name)
+        return cascade(
+            [*map(str, parts)],
+            [load(part, examples, passes=part is not parts[-1]) for part in parts],
+        )
+    reward = (
+        load_judge(context, remote, policy)
+        if is_judge(name)
+        else load_one(context, remote, policy, name)
+    )
     if isinstance(reward, RemoteReward | FunctionReward | EnvironmentReward):
         reward.passes = passes
     elif passes and not isinstance(reward, JudgedPairs):
-        raise UserError(f"the reward {name} answers for every response: `else` after it has no effect")
-    # Tried before the run writes anything: a misspelt column or a server that is down ends it at once.
+        raise UserError(
+            f"the reward {name} answers for every response: `else` after it has no effect"
+        )
+    # Tried before the run writes anything: a misspelt column or a server that is down ends it at
+    # once.
     (first,) = make_prompts(examples[:1])
     if isinstance(reward, RemoteReward):
         on_main_process(context.accelerator, partial(reward.check, first))
@@ -146,10 +171,18 @@ def load_one(context: Context, remote: RemoteConfig, policy: PolicyConfig, name:
 
 
 def say_what_is_odd(context: Context, policy: PolicyConfig, name: Source, reward: Reward) -> None:
-    """Prints what is special about a reward, and checks that the model of one can read the longest sequences."""
+    """Prints what is special about a reward, and checks that the model of one can read the longest
+    sequences.
+    """
     if isinstance(reward, RelativeReward):
-        which = ", all of them for one pass a response," if isinstance(reward, PreferenceModelReward) else ""
-        context.accelerator.print(f"the reward {name} compares the responses to a prompt{which} and scores none alone")
+        which = (
+            ", all of them for one pass a response,"
+            if isinstance(reward, PreferenceModelReward)
+            else ""
+        )
+        context.accelerator.print(
+            f"the reward {name} compares the responses to a prompt{which} and scores none alone"
+        )
     if isinstance(reward, ModelReward) and reward.has_other_template:
         context.accelerator.print(
             f"the reward model {name} has the policy's vocabulary and another chat template: it scores messages as the "
@@ -161,22 +194,31 @@ def say_what_is_odd(context: Context, policy: PolicyConfig, name: Source, reward
         reward.model.model.check_reach(policy.longest_sequence + bool(policy.stops))
 
 
-# --- a language model that judges -------------------------------------------------------------------------------------
+# --- a language model that judges -----------------------------------------------------------------
 
 
 def load_judge(context: Context, config: RemoteConfig, policy: PolicyConfig) -> JudgedPairs:
-    """The language model that judges for `--reward judge`: at an endpoint, whose verdicts each process keeps in a file
-    of its own, or on this machine. Raises UserError for a command that compares nothing.
+    """The language model that judges for `--reward judge`: at an endpoint, whose verdicts each
+    process keeps in a file of its own, or on this machine. Raises UserError for a command that
+    compares nothing.
     """
     if not isinstance(config, LanguageJudgeConfig) or config.judge_model is None:
-        raise UserError("--reward judge compares responses, and nothing is compared here: `fastp3o win_rate` does")
+        raise UserError(
+            "--reward judge compares responses, and nothing is compared here: `fastp3o win_rate` does"
+        )
     files = config.judge_template, config.judge_principles
     if config.judge_url:
         template = read_template(*files)
         file = verdict_file(config, policy, context.accelerator.process_index)
         endpoint = ChatEndpoint(config.judge_url, config.judge_model)
         return EndpointComparisons(
-            EndpointJudge(endpoint, file=file, requests=config.judge_requests, template=template, logprobs=True)
+            EndpointJudge(
+                endpoint,
+                file=file,
+                requests=config.judge_requests,
+                template=template,
+                logprobs=True,
+            )
         )
     model = load_held(
         context,
@@ -198,7 +240,9 @@ def load_judge(context: Context, config: RemoteConfig, policy: PolicyConfig) -> 
 
 
 def verdict_file(config: LanguageJudgeConfig, policy: PolicyConfig, process: int) -> VerdictFile:
-    """The file of a process's verdicts, --verdicts or one in the run's folder, which knows those of all processes."""
+    """The file of a process's verdicts, --verdicts or one in the run's folder, which knows those of
+    all processes.
+    """
     run = policy if isinstance(policy, RunConfig) else None
     if config.verdicts:
         first = Path(config.verdicts)
@@ -216,9 +260,13 @@ def verdict_file(config: LanguageJudgeConfig, policy: PolicyConfig, process: int
 
 
 def cascade(names: list[str], rewards: list[Reward]) -> Reward:
-    """Rewards that stand in for one another. Raises UserError if some of them compare responses and others score."""
+    """Rewards that stand in for one another. Raises UserError if some of them compare responses and
+    others score.
+    """
     by_name = dict(zip(short_names(names), rewards, strict=True))
-    comparing = {name: reward for name, reward in by_name.items() if isinstance(reward, RelativeReward)}
+    comparing = {
+        name: reward for name, reward in by_name.items() if isinstance(reward, RelativeReward)
+    }
     if not comparing:
         return Cascade(by_name)
     if len(comparing) < len(by_name):

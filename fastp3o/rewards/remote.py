@@ -16,20 +16,23 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class RemoteReward:
-    """Rewards from a URL, to which prompts, responses and columns of the data are posted. A key in the environment
-    variable REWARD_API_KEY is sent along. Raises ValueError on a URL that cannot be one.
+    """Rewards from a URL, to which prompts, responses and columns of the data are posted. A key in
+    the environment variable REWARD_API_KEY is sent along. Raises ValueError on a URL that cannot be
+    one.
     """
 
     def __init__(self, url: str, config: RemoteConfig):
         timeout = config.reward_timeout or REQUEST_SECONDS
-        self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=timeout, retries=config.reward_retries)
+        self.endpoint = Endpoint(
+            url, "REWARD_API_KEY", timeout=timeout, retries=config.reward_retries
+        )
         self.fields = (*TEXTS, *config.columns)
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
         self.passes = False  # whether null leaves a response to the next reward of a cascade
 
     def __call__(self, groups: list[Group]) -> Tensor:
-        """Finite values, NaN for what it passes on. A prompt's responses go in one request: an endpoint may compare
-        them. Raises EndpointError if the endpoint refuses or keeps failing.
+        """Finite values, NaN for what it passes on. A prompt's responses go in one request: an
+        endpoint may compare them. Raises EndpointError if the endpoint refuses or keeps failing.
         """
         columns = self.fields[len(TEXTS) :]
         texts = [
@@ -45,7 +48,9 @@ class RemoteReward:
         def ask(start: int, stopped: threading.Event) -> None:
             batch = texts[start : start + size]
             body = dict(zip(self.fields, zip(*batch, strict=True), strict=True))
-            answer = self.endpoint.post(body, lambda answer: read_rewards(answer, len(batch), self.passes), stopped)
+            answer = self.endpoint.post(
+                body, lambda answer: read_rewards(answer, len(batch), self.passes), stopped
+            )
             rewards[start : start + len(batch)] = torch.tensor(answer)
 
         for _ in Answers(ask, range(0, len(texts), size), self.requests):
@@ -58,8 +63,8 @@ class RemoteReward:
 
 
 def read_rewards(answer: bytes, count: int, passes: bool = False) -> list[float]:
-    """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON. passes: whether
-    null may stand for a number; it becomes NaN.
+    """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON.
+    passes: whether null may stand for a number; it becomes NaN.
     """
     try:
         content = json.loads(answer)
@@ -73,7 +78,11 @@ def read_rewards(answer: bytes, count: int, passes: bool = False) -> list[float]
     for index, reward in enumerate(rewards):
         if reward is None and passes:
             rewards[index] = nan
-        elif isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
+        elif (
+            isinstance(reward, bool)
+            or not isinstance(reward, int | float)
+            or not abs(reward) <= LARGEST
+        ):
             raise AnswerError(f"whose reward {index} is not a finite number of fp32")
         else:
             rewards[index] = float(reward)  # torch takes no integers of more than 64 bits

@@ -27,7 +27,14 @@ from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import ComparisonCascade, JudgedPairs, RelativeReward
-from fastp3o.rewards.config import ENVIRONMENT, PenaltyConfig, RemoteConfig, cascaded, is_endpoint, is_function
+from fastp3o.rewards.config import (
+    ENVIRONMENT,
+    PenaltyConfig,
+    RemoteConfig,
+    cascaded,
+    is_endpoint,
+    is_function,
+)
 from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rewards.function import FunctionReward, UserFunction
 from fastp3o.rewards.model import ModelReward, PreferenceModelReward
@@ -43,13 +50,15 @@ from fastp3o_kernels.losses import overlong_penalty
 logger = get_logger(__name__)
 Reward = Callable[[list[Group]], Tensor]
 
-# The name of a table [P, K, longest] beside those of rewards: what comes at which of the policy's own tokens.
+# The name of a table [P, K, longest] beside those of rewards: what comes at which of the policy's
+# own tokens.
 TOKEN_REWARDS = "token_rewards"
-# The name of a table [P, K, K] beside them, where a reward compares: the rewards' difference in each pair.
+# The name of a table [P, K, K] beside them, where a reward compares: the rewards' difference in
+# each pair.
 PAIR_REWARDS = "pair_rewards"
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def load_reward(
@@ -62,10 +71,10 @@ def load_reward(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> Reward:
-    """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
-    `environment` what a configuration's environment gives, and anything else the folder or hub name of a reward model
-    or a preference model.
-    load: what loads a reward model. remote: settings of endpoints and functions. settings: those of a ModelReward.
+    """Loads a reward, unless its name comes with it: `module:function` is a Python function,
+    http(s)://... an endpoint, `environment` what a configuration's environment gives, and anything
+    else the folder or hub name of a reward model or a preference model. load: what loads a reward
+    model. remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
     if isinstance(name, InMemory) and not isinstance(name.value, LoadedModel):
         return name.value
@@ -78,9 +87,13 @@ def load_reward(
     require_no_module(name)
     device = loading_device(settings["device"], settings.get("mesh"))
     size = stored_vector_size(name, trust_remote_code=trust_remote_code)
-    model = load(name, vector_size=size, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load(
+        name, vector_size=size, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    reward = (PreferenceModelReward if size else ModelReward)(model, tokenizer, policy_tokenizer, **settings)
+    reward = (PreferenceModelReward if size else ModelReward)(
+        model, tokenizer, policy_tokenizer, **settings
+    )
     padding, ends = model.model.config.get_text_config().pad_token_id, reward.translate.ends
     if padding in (ends.text, ends.chat):
         logger.warning(
@@ -91,15 +104,20 @@ def load_reward(
 
 
 def require_no_module(name: Source) -> None:
-    """Raises UserError where a file of Python has the name of a reward model: the hub would be asked for a minute."""
+    """Raises UserError where a file of Python has the name of a reward model: the hub would be
+    asked for a minute.
+    """
     file = f"{str(name).removesuffix('.py')}.py"
     if isinstance(name, str) and os.path.isfile(file) and not os.path.isdir(name):
-        raise UserError(f"the reward {name} is neither a folder nor a function; of {file} it is {name}:FUNCTION")
+        raise UserError(
+            f"the reward {name} is neither a folder nor a function; of {file} it is {name}:FUNCTION"
+        )
 
 
 def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str, Any]:
-    """Options of `load_prompts`: columns that rewards and environment ask for, with their asker; whether records are
-    kept as they are, for those that take chats; and the role of observations that are messages.
+    """Options of `load_prompts`: columns that rewards and environment ask for, with their asker;
+    whether records are kept as they are, for those that take chats; and the role of observations
+    that are messages.
     """
     singles = [single for several in names for single in cascaded(several)]
     objects = {
@@ -107,27 +125,40 @@ def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str,
         for name in singles
         if isinstance(name, InMemory) or is_function(name)
     }
-    functions = {name: reward for name, reward in objects.items() if isinstance(reward, UserFunction)}
+    functions = {
+        name: reward for name, reward in objects.items() if isinstance(reward, UserFunction)
+    }
     models = [name for name in singles if isinstance(objects.get(name), LoadedModel)]
-    models += [name for name in singles if name not in objects and not is_endpoint(name) and name != ENVIRONMENT]
+    models += [
+        name
+        for name in singles
+        if name not in objects and not is_endpoint(name) and name != ENVIRONMENT
+    ]
     role = None
-    columns = {column: f"the reward function {name}" for name, reward in functions.items() for column in reward.columns}
+    columns = {
+        column: f"the reward function {name}"
+        for name, reward in functions.items()
+        for column in reward.columns
+    }
     if isinstance(config, EnvironmentConfig) and config.environment:
         environments = load_environments(config)
         role = None if config.observation_role == "text" else config.observation_role
         columns |= dict.fromkeys(environments.columns, f"the environment {environments.name}")
     return {
         "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
-        "as_given": bool(models or role) or any(reward.in_trls_form for reward in functions.values()),
+        "as_given": bool(models or role)
+        or any(reward.in_trls_form for reward in functions.values()),
         "observation_role": role,
     }
 
 
-# --- sums of rewards --------------------------------------------------------------------------------------------------
+# --- sums of rewards ------------------------------------------------------------------------------
 
 
 class WeightedSum:
-    """A sum of rewards by name, each times its weight, not all 0. One of weight 0 is only logged, and may be NaN."""
+    """A sum of rewards by name, each times its weight, not all 0. One of weight 0 is only logged,
+    and may be NaN.
+    """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Sequence[float]):
         self.rewards, self.weights = rewards, weights
@@ -137,7 +168,11 @@ class WeightedSum:
 
     def sum(self, values: Sequence[Tensor]) -> Tensor:
         """The weighted sum of the rewards' values, [P, K] each."""
-        weighted = [weight * value.float() for weight, value in zip(self.weights, values, strict=True) if weight]
+        weighted = [
+            weight * value.float()
+            for weight, value in zip(self.weights, values, strict=True)
+            if weight
+        ]
         return torch.stack(weighted).sum(0)
 
 
@@ -151,9 +186,10 @@ def single_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
 
 
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
-    """Values of rewards by their names, and the parts of sums without their weights, as `name/part`. All processes must
-    call it. Raises EndpointError, FunctionError or FunctionInterruptedError on each of them if a reward fails on any,
-    once all others are computed: a model that is spread over processes needs all of them.
+    """Values of rewards by their names, and the parts of sums without their weights, as
+    `name/part`. All processes must call it. Raises EndpointError, FunctionError or
+    FunctionInterruptedError on each of them if a reward fails on any, once all others are computed:
+    a model that is spread over processes needs all of them.
     """
     singles = single_rewards(rewards)
     values: dict[str, Tensor] = {}
@@ -165,15 +201,24 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
             if isinstance(single, EnvironmentReward) and len(single.weights) > 1:
                 values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
             if isinstance(single, Cascade):
-                values |= {f"{name}/{part}_answered": table for part, table in single.answered.items()}
+                values |= {
+                    f"{name}/{part}_answered": table for part, table in single.answered.items()
+                }
             if isinstance(single, JudgedPairs):
                 values[f"{name}_answered"] = single.answered
             if isinstance(single, ComparisonCascade):
                 shares = single.answered_by.items()
-                values |= {f"{name}/{part}_answered": torch.full_like(values[name], share) for part, share in shares}
+                values |= {
+                    f"{name}/{part}_answered": torch.full_like(values[name], share)
+                    for part, share in shares
+                }
             logged = [entry for function in functions_in(single) for entry in function.logged]
-            if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
-                raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
+            if clash := taken.intersection(
+                f"{name.partition('/')[0]}/{metric}" for metric, _ in logged
+            ):
+                raise FunctionError(
+                    f"{name} logs what would be {min(clash)}, a metric of the run: rename it"
+                )
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
     if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
@@ -186,12 +231,14 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     return sums | values
 
 
-# --- checks and logs --------------------------------------------------------------------------------------------------
+# --- checks and logs ------------------------------------------------------------------------------
 
 
-def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: list[Group], values: Tensor) -> None:
-    """Raises NotFiniteError on every process if a reward of the groups is not finite on any of them. It says what a
-    reward model in fp16 does not hold, if one is the reason.
+def require_finite_rewards(
+    accelerator: Accelerator, reward: Reward, groups: list[Group], values: Tensor
+) -> None:
+    """Raises NotFiniteError on every process if a reward of the groups is not finite on any of
+    them. It says what a reward model in fp16 does not hold, if one is the reason.
     """
     try:
         require_finite(accelerator, "a reward", values)
@@ -201,23 +248,32 @@ def require_finite_rewards(accelerator: Accelerator, reward: Reward, groups: lis
                 overflow = model.overflow(groups) if isinstance(model, ModelReward) else None
                 if overflow is not None:
                     remedy = f"--precision {wider_precision(trains=False).name} has a wider range"
-                    raise NotFiniteError(f"{error}, since in {name} {overflow}: {remedy}") from error
+                    raise NotFiniteError(
+                        f"{error}, since in {name} {overflow}: {remedy}"
+                    ) from error
         raise
 
 
 def functions_in(reward: Reward) -> list[UserFunction]:
     if isinstance(reward, AgainstRival):
         reward = reward.reward
-    parts: list[object] = [*reward.rewards.values()] if isinstance(reward, Cascade | ComparisonCascade) else [reward]
+    parts: list[object] = (
+        [*reward.rewards.values()] if isinstance(reward, Cascade | ComparisonCascade) else [reward]
+    )
     return [one for one in parts if isinstance(one, UserFunction)]
 
 
 def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
-    """The values that functions logged with `log_metric` since the last call, as `name/NAME`: means over the values of
-    all processes, each of which must call it.
+    """The values that functions logged with `log_metric` since the last call, as `name/NAME`: means
+    over the values of all processes, each of which must call it.
     """
     singles = single_rewards(rewards).items()
-    functions = [(name, function) for name, single in singles for function in functions_in(single) if function.logs]
+    functions = [
+        (name, function)
+        for name, single in singles
+        for function in functions_in(single)
+        if function.logs
+    ]
     logged = [
         (f"{name.partition('/')[0]}/{metric}", value)
         for name, function in functions
@@ -231,14 +287,20 @@ def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
     return {metric: sum(values[metric]) / len(values[metric]) for metric in sorted(values)}
 
 
-# --- penalties --------------------------------------------------------------------------------------------------------
+# --- penalties ------------------------------------------------------------------------------------
 
 
 def penalized_rewards(
-    reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int, *, by_token: bool = False
+    reward: Reward,
+    groups: list[Group],
+    config: PenaltyConfig,
+    longest: int,
+    *,
+    by_token: bool = False,
 ) -> dict[str, Tensor]:
-    """Returns tables [P, K] by name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward
-    that is a sum. longest: tokens that a response may have. by_token: adds TOKEN_REWARDS. Raises as `rewarded` does.
+    """Returns tables [P, K] by name: `reward` less all penalties, as "reward"; the penalties; and
+    the parts of a reward that is a sum. longest: tokens that a response may have. by_token: adds
+    TOKEN_REWARDS. Raises as `rewarded` does.
     """
     subtracted = penalties(groups, config, longest)
     values = rewarded({"reward": reward}, groups) | subtracted
@@ -259,14 +321,19 @@ def penalized_rewards(
     return values
 
 
-def pair_rewards(reward: WeightedSum, values: Sequence[Tensor], subtracted: Sequence[Tensor]) -> Tensor:
-    """The rewards' difference in each pair, [P, K, K] fp32, skew-symmetric: D of those that compare, and differences of
-    those that score, each times its weight, less differences of penalties. values: each reward's of the last call, and
-    subtracted: the penalties, [P, K] each.
+def pair_rewards(
+    reward: WeightedSum, values: Sequence[Tensor], subtracted: Sequence[Tensor]
+) -> Tensor:
+    """The rewards' difference in each pair, [P, K, K] fp32, skew-symmetric: D of those that
+    compare, and differences of those that score, each times its weight, less differences of
+    penalties. values: each reward's of the last call, and subtracted: the penalties, [P, K] each.
     """
     terms = [
-        weight * (single.compared if isinstance(single, RelativeReward) else differences_of(value.float()))
-        for single, weight, value in zip(reward.rewards.values(), reward.weights, values, strict=True)
+        weight
+        * (single.compared if isinstance(single, RelativeReward) else differences_of(value.float()))
+        for single, weight, value in zip(
+            reward.rewards.values(), reward.weights, values, strict=True
+        )
         if weight
     ]
     return torch.stack(terms + [-differences_of(penalty.float()) for penalty in subtracted]).sum(0)
@@ -278,18 +345,29 @@ def differences_of(values: Tensor) -> Tensor:
 
 
 def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
-    """The penalties that are on, 0 or more, by the names of their metrics. longest: tokens that a response may have."""
+    """The penalties that are on, 0 or more, by the names of their metrics. longest: tokens that a
+    response may have.
+    """
     parts: dict[str, Tensor] = {}
     if config.missing_eos_penalty:
         parts["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
     if config.length_penalty:
-        parts["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
+        parts["length"] = config.length_penalty * (
+            lengths(groups) - config.length_penalty_after
+        ).clamp(min=0)
     if config.ngram_penalty:
-        shares = [[repeated_share(r.ids, config.ngram_length) for r in group.responses] for group in groups]
+        shares = [
+            [repeated_share(r.ids, config.ngram_length) for r in group.responses]
+            for group in groups
+        ]
         parts["ngram"] = config.ngram_penalty * torch.tensor(shares)
     if config.overlong_margin:
-        with_observations = torch.tensor([[len(r.ids) for r in group.responses] for group in groups]).float()
-        parts["overlong"] = -overlong_penalty(with_observations, longest=longest, margin=config.overlong_margin)
+        with_observations = torch.tensor(
+            [[len(r.ids) for r in group.responses] for group in groups]
+        ).float()
+        parts["overlong"] = -overlong_penalty(
+            with_observations, longest=longest, margin=config.overlong_margin
+        )
     return {f"penalty/{name}": values for name, values in parts.items()}
 
 

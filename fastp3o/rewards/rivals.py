@@ -1,4 +1,6 @@
-"""Rewards that compare, in evaluations: against a rival's responses, where a response has no siblings."""
+"""Rewards that compare, in evaluations: against a rival's responses, where a response has no
+siblings.
+"""
 
 from collections.abc import Sequence
 from typing import TypeGuard
@@ -11,17 +13,24 @@ from fastp3o.rollouts.groups import Group, Response
 
 
 class AgainstRival:
-    """P(the response is better than the rival's) − 1/2 as its reward, [P, K] fp32, 0 without a verdict. A prompt's k-th
-    response meets the rival's k-th. Of a function that compares siblings: the response's number less the mean of its
-    rivals', of which a prompt has as many as in training a response has siblings.
+    """P(the response is better than the rival's) − 1/2 as its reward, [P, K] fp32, 0 without a
+    verdict. A prompt's k-th response meets the rival's k-th. Of a function that compares siblings:
+    the response's number less the mean of its rivals', of which a prompt has as many as in training
+    a response has siblings.
 
-    rivals: of each prompt that evaluations have, in order, K or more. siblings: how many of them are a response's.
-    preferred: P(the response is better) in the last call, [P, K] fp32, NaN without a verdict.
+    rivals: of each prompt that evaluations have, in order, K or more. siblings: how many of them
+    are a response's. preferred: P(the response is better) in the last call, [P, K] fp32, NaN
+    without a verdict.
     """
 
     preferred: Tensor
 
-    def __init__(self, reward: RelativeReward | FunctionReward, rivals: Sequence[Sequence[Response]], siblings: int):
+    def __init__(
+        self,
+        reward: RelativeReward | FunctionReward,
+        rivals: Sequence[Sequence[Response]],
+        siblings: int,
+    ):
         self.reward, self.rivals, self.siblings = reward, rivals, siblings
 
     def __call__(self, groups: list[Group]) -> Tensor:
@@ -46,4 +55,6 @@ class AgainstRival:
 
 def compares(reward: object) -> TypeGuard[RelativeReward | FunctionReward]:
     """Whether a reward says nothing of a response alone."""
-    return isinstance(reward, RelativeReward) or (isinstance(reward, FunctionReward) and reward.compares_siblings)
+    return isinstance(reward, RelativeReward) or (
+        isinstance(reward, FunctionReward) and reward.compares_siblings
+    )

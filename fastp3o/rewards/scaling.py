@@ -1,4 +1,6 @@
-"""Rewards of the responses to a prompt: their differences in pairs, and scalers of the differences or the rewards."""
+"""Rewards of the responses to a prompt: their differences in pairs, and scalers of the differences
+or the rewards.
+"""
 
 from abc import ABC, abstractmethod
 from math import inf
@@ -20,7 +22,9 @@ def pairs(values: Tensor) -> Tensor:
 
 
 def differences(values: Tensor) -> Tensor:
-    """v_i − v_j of all i < j, [P, K] -> [P, K (K − 1) / 2]. What has them already, [P, K, K], need not have any v."""
+    """v_i − v_j of all i < j, [P, K] -> [P, K (K − 1) / 2]. What has them already, [P, K, K], need
+    not have any v.
+    """
     if values.dim() == 3:
         K = values.shape[1]
         first_places, second_places = torch.triu_indices(K, K, offset=1, device=values.device)
@@ -30,7 +34,9 @@ def differences(values: Tensor) -> Tensor:
 
 
 def tied(rewards: Tensor) -> Tensor:
-    """[P] bool: whether all rewards [P, K] of a prompt are equal, so that their differences teach nothing."""
+    """[P] bool: whether all rewards [P, K] of a prompt are equal, so that their differences teach
+    nothing.
+    """
     return (rewards == rewards[:, :1]).all(dim=1)
 
 
@@ -42,15 +48,16 @@ class Outlier(NamedTuple):
 
 
 class Scaler(ABC):
-    """Divides values by their running standard deviation, and bounds the results. clip: bound, 0 for none. scale: False
-    leaves the deviation at 1, so that rewards are only bounded.
+    """Divides values by their running standard deviation, and bounds the results. clip: bound, 0
+    for none. scale: False leaves the deviation at 1, so that rewards are only bounded.
 
-    The deviation is of all values so far, so that one of a thousand deviations would make all later ones too small for
-    the rest of the run. An outlier therefore enters it bounded: at ten deviations of what came before, or at as much as
-    all of that together where this is more. So no reward ever more than doubles the variance once there are a hundred,
-    and one whose scale has changed, or that is rarely not 0, doubles it each time until it counts in full. As long as
-    nothing came before, ten deviations are those of the update's own median. Fewer than eight values are taken as they
-    are. outlier: the farthest of the last call; None without one.
+    The deviation is of all values so far, so that one of a thousand deviations would make all later
+    ones too small for the rest of the run. An outlier therefore enters it bounded: at ten
+    deviations of what came before, or at as much as all of that together where this is more. So no
+    reward ever more than doubles the variance once there are a hundred, and one whose scale has
+    changed, or that is rarely not 0, doubles it each time until it counts in full. As long as
+    nothing came before, ten deviations are those of the update's own median. Fewer than eight
+    values are taken as they are. outlier: the farthest of the last call; None without one.
     """
 
     def __init__(self, clip: float, *, scale: bool = True):
@@ -67,14 +74,18 @@ class Scaler(ABC):
 
     @abstractmethod
     def of_pairs(self, table: Tensor) -> Tensor:
-        """The same for what stands for differences of rewards, [P, K, K] fp32, skew-symmetric: D of comparisons."""
+        """The same for what stands for differences of rewards, [P, K, K] fp32, skew-symmetric: D of
+        comparisons.
+        """
 
     @abstractmethod
     def std(self) -> float:
         """The deviation that divides."""
 
     def update(self, values: Tensor, centre: float, *, shared_by: int) -> None:
-        """Adds values to the running statistics. centre: the mean, or about. shared_by: values that a reward is in."""
+        """Adds values to the running statistics. centre: the mean, or about. shared_by: values that
+        a reward is in.
+        """
         values = values.double()
         distances = (values - centre).abs()
         bound, farthest = self.bound(distances, centre, shared_by), distances.max().item()
@@ -109,17 +120,20 @@ class Scaler(ABC):
 
 
 def scaler_of_differences(kind: str, clip: float) -> "Scaler":
-    """The scaler for losses that see only differences. kind: what is divided, `difference`, `absolute` or `none`."""
+    """The scaler for losses that see only differences. kind: what is divided, `difference`,
+    `absolute` or `none`.
+    """
     scaler = AbsoluteScaler if kind == "absolute" else DifferenceScaler
     return scaler(clip, scale=kind != "none")
 
 
 class DifferenceScaler(Scaler):
-    """Rewards become their distance from the prompt's mean, divided by the deviation of all differences of pairs so far
-    and kept within ±clip/2, so that no difference exceeds `clip`.
+    """Rewards become their distance from the prompt's mean, divided by the deviation of all
+    differences of pairs so far and kept within ±clip/2, so that no difference exceeds `clip`.
 
-    For two responses that is ±d/2 with d = clip((r1 - r2) / std). Responses are exchangeable, so the mean difference is
-    zero and the deviation is the root mean square. A reward shifted per prompt gives the same.
+    For two responses that is ±d/2 with d = clip((r1 - r2) / std). Responses are exchangeable, so
+    the mean difference is zero and the deviation is the root mean square. A reward shifted per
+    prompt gives the same.
     """
 
     def __call__(self, rewards: Tensor) -> Tensor:
@@ -138,8 +152,8 @@ class DifferenceScaler(Scaler):
 
 
 class AbsoluteScaler(Scaler):
-    """Each reward is divided by the deviation of all rewards so far and kept within ±clip, as in the first author's
-    code and in PPO's. A shift per prompt widens that deviation.
+    """Each reward is divided by the deviation of all rewards so far and kept within ±clip, as in
+    the first author's code and in PPO's. A shift per prompt widens that deviation.
     """
 
     def __call__(self, rewards: Tensor) -> Tensor:
@@ -148,7 +162,9 @@ class AbsoluteScaler(Scaler):
         return (rewards / self.std()).clamp(-self.clip, self.clip)
 
     def of_pairs(self, table: Tensor) -> Tensor:
-        self(table.mean(dim=2))  # the deviation is of rewards, and row means are those of the responses
+        self(
+            table.mean(dim=2)
+        )  # the deviation is of rewards, and row means are those of the responses
         return (table / self.std()).clamp(-2 * self.clip, 2 * self.clip)
 
     def std(self) -> float:

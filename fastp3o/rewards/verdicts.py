@@ -34,16 +34,19 @@ def verdict_of(preferred: float) -> Verdict:
     return Verdict.TIE if preferred == 0.5 else Verdict.FIRST if preferred > 0.5 else Verdict.SECOND
 
 
-LINE_START = b'{"key": "'  # tells an unfinished line of this file from the last line of another file
+LINE_START = (
+    b'{"key": "'  # tells an unfinished line of this file from the last line of another file
+)
 
 
 class VerdictFile:
-    """Verdicts by key, and P(the first is better) where the judge gave probabilities. Each is written as a JSON line as
-    soon as it is known; without a path they stay in memory. The file is made with its first line. An unfinished last
-    line, left by a process that was stopped while writing, is removed: that comparison has no verdict yet.
+    """Verdicts by key, and P(the first is better) where the judge gave probabilities. Each is
+    written as a JSON line as soon as it is known; without a path they stay in memory. The file is
+    made with its first line. An unfinished last line, left by a process that was stopped while
+    writing, is removed: that comparison has no verdict yet.
 
-    others: files of other processes, which are read as well. Raises ValueError naming file and line if a file holds
-    anything else.
+    others: files of other processes, which are read as well. Raises ValueError naming file and line
+    if a file holds anything else.
     """
 
     def __init__(self, path: Path | None, others: Iterable[Path] = ()):
@@ -73,7 +76,9 @@ class VerdictFile:
                 raise UserError(f"{path} line {number}: expected {expected} ({error!r})") from error
         return 0
 
-    def add(self, key: str, verdict: Verdict, answers: list[str], preferred: float | None = None) -> None:
+    def add(
+        self, key: str, verdict: Verdict, answers: list[str], preferred: float | None = None
+    ) -> None:
         """Keeps a verdict. answers: the judge's own words, which the file shows to its readers."""
         record: dict[str, Any] = {"key": key, "verdict": verdict, "answers": answers}
         record |= {} if preferred is None else {"preferred": preferred}

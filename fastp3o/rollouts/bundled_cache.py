@@ -1,14 +1,17 @@
-"""The cache where shapes may change from step to step, as on a CPU: attention is one call for prompts and responses.
+"""The cache where shapes may change from step to step, as on a CPU: attention is one call for
+prompts and responses.
 
-M responses to a prompt are a bundle: its keys are the prompt's, then the responses' own, those of a step side by side.
-One product multiplies them with the queries of all M. The prompt's keys are read once for M responses, and each own key
-is multiplied M times, so M is large where prompts are long next to responses. A prompt is stored once a bundle.
+M responses to a prompt are a bundle: its keys are the prompt's, then the responses' own, those of a
+step side by side. One product multiplies them with the queries of all M. The prompt's keys are read
+once for M responses, and each own key is multiplied M times, so M is large where prompts are long
+next to responses. A prompt is stored once a bundle.
 
-Prompts of similar lengths have the same room, the longest one's: a prompt of 2,048 tokens makes none of 64 attend to as
-many. Each such width has bundles of its own, in the same memory, and a call of its own.
+Prompts of similar lengths have the same room, the longest one's: a prompt of 2,048 tokens makes
+none of 64 attend to as many. Each such width has bundles of its own, in the same memory, and a call
+of its own.
 
-B bundles of a width, Lp and Lr the room for tokens of a prompt and of a response, L = Lp + M Lr, H heads (Hkv of keys),
-D the size of a head.
+B bundles of a width, Lp and Lr the room for tokens of a prompt and of a response, L = Lp + M Lr, H
+heads (Hkv of keys), D the size of a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,13 +30,14 @@ from fastp3o_kernels.decoding import Slots
 ALIGNMENT = 64
 # A step that none reaches: whoever sees a key from then on never sees it.
 NEVER = 2**40
-# A further width is worth the call that it takes in each layer of a step if it saves as many products of a query and a
-# key, and if its prompts are at most as long as this share of those before it.
+# A further width is worth the call that it takes in each layer of a step if it saves as many
+# products of a query and a key, and if its prompts are at most as long as this share of those
+# before it.
 PRODUCTS_OF_A_CALL = 2048
 NEXT_WIDTH = 0.5
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 class BundledCache(Cache):
@@ -47,8 +51,8 @@ class BundledCache(Cache):
         return room.prompts * self.prompt_room + room.responses * room.response_tokens
 
     def zeros(self, size: int, device: torch.device) -> Tensor:
-        """Bytes that the system hands out once they are written: most of what the longest prompt and the longest
-        possible response would need no batch ever has.
+        """Bytes that the system hands out once they are written: most of what the longest prompt
+        and the longest possible response would need no batch ever has.
         """
         memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
         begin = -memory.ctypes.data % ALIGNMENT
@@ -57,12 +61,20 @@ class BundledCache(Cache):
     def cut(self, shapes: dict[int, LayerShape], sizes: list[int]) -> None:
         # Layers of one shape lie side by side: a step cuts its views of all of them at once.
         self.stacks: list[tuple[list[int], Tensor]] = []  # [2 n, Hkv, tokens, D] of n layers
-        self.stored: dict[int, tuple[Tensor, ...]] = {}  # keys and values by layer, [1, Hkv, tokens, D] each
+        self.stored: dict[
+            int, tuple[Tensor, ...]
+        ] = {}  # keys and values by layer, [1, Hkv, tokens, D] each
         begin = 0
         for shape in dict.fromkeys(shapes.values()):
             layers = [layer for layer in shapes if shapes[layer] == shape]
-            end = begin + sum(size for layer, size in zip(shapes, sizes, strict=True) if layer in layers)
-            stack = self.memory[begin:end].view(shape.dtype).view(2 * len(layers), shape.heads, -1, shape.head_size)
+            end = begin + sum(
+                size for layer, size in zip(shapes, sizes, strict=True) if layer in layers
+            )
+            stack = (
+                self.memory[begin:end]
+                .view(shape.dtype)
+                .view(2 * len(layers), shape.heads, -1, shape.head_size)
+            )
             self.stored |= zip(layers, pairs(stack[:, None]), strict=True)
             self.stacks.append((layers, stack))
             begin = end
@@ -71,23 +83,29 @@ class BundledCache(Cache):
         super().begin(prompt_lengths)
         room, device = self.room, self.memory.device
         K = room.responses_per_prompt
-        lengths = torch.tensor(prompt_lengths + [0] * (room.prompts - len(prompt_lengths)), device=device)
+        lengths = torch.tensor(
+            prompt_lengths + [0] * (room.prompts - len(prompt_lengths)), device=device
+        )
         self.widths: list[Width] = []
-        # Of each prompt: its width, and its place among that one's. [P, K]: a response's bundle among those of all
-        # widths, its place in it, and how many there are.
-        self.width_of_prompt, self.place_of_prompt = torch.empty_like(lengths), torch.empty_like(lengths)
+        # Of each prompt: its width, and its place among that one's. [P, K]: a response's bundle
+        # among those of all widths, its place in it, and how many there are.
+        self.width_of_prompt = torch.empty_like(lengths)
+        self.place_of_prompt = torch.empty_like(lengths)
         bundle, member, members = (lengths.new_empty(room.prompts, K) for _ in range(3))
         begin = bundles = 0
         for number, prompts in enumerate(by_width(prompt_lengths, room)):
             width = Width(lengths[prompts], room, self.prompt_room, begin, self.stacks)
             self.widths.append(width)
-            self.width_of_prompt[prompts], self.place_of_prompt[prompts] = number, torch.arange(len(prompts)).to(device)
+            self.width_of_prompt[prompts] = number
+            self.place_of_prompt[prompts] = torch.arange(len(prompts)).to(device)
             responses = torch.arange(len(prompts) * K, device=device).view(-1, K)
             bundle[prompts] = bundles + responses // width.members
             member[prompts] = responses % width.members
             members[prompts] = width.members
             begin, bundles = width.end, bundles + len(width.places)
-        self.bundle_of, self.member_of, self.members_of = bundle.flatten(), member.flatten(), members.flatten()
+        self.bundle_of = bundle.flatten()
+        self.member_of = member.flatten()
+        self.members_of = members.flatten()
         self.keep_slots(torch.arange(room.slots, device=device))
 
     def keep_slots(self, responses: Tensor) -> None:
@@ -102,7 +120,8 @@ class BundledCache(Cache):
             first, used = last, used + width.used * width.members
         self.used_widths = [width for width in self.widths if width.used]
         self.first_newest, self.stride = self.first_own(responses), self.members_of[responses]
-        # Where each slot's response is among these bundles' members, and each member's slot; None: they are the same.
+        # Where each slot's response is among these bundles' members, and each member's slot; None:
+        # they are the same.
         self.member, self.slot = torch.cat(first_members)[bundles] + member, None
         slots = torch.arange(len(responses), device=responses.device)
         if len(responses) < used or not torch.equal(self.member, slots):
@@ -124,7 +143,8 @@ class BundledCache(Cache):
         self.counts = counts
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        widths, places = self.width_of_prompt[self.prompt_of_token], self.place_of_prompt[self.prompt_of_token]
+        widths = self.width_of_prompt[self.prompt_of_token]
+        places = self.place_of_prompt[self.prompt_of_token]
         for number, width in enumerate(self.widths):
             chosen = (widths == number).nonzero().squeeze(1)
             place = slice(None), places[chosen], slice(None), self.position_of_token[chosen]
@@ -139,14 +159,21 @@ class BundledCache(Cache):
         for width in self.widths:
             width.has_written(max(step.tolist(), default=-1) + 1)
 
-    def cached(self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int) -> list[list[Tensor]]:
+    def cached(
+        self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int
+    ) -> list[list[Tensor]]:
         width = self.widths[int(self.width_of_prompt[prompt])]
         own = int(self.first_own(torch.tensor([slot])))
-        begin, end = own - int(self.member_of[slot]) - width.prompt_tokens, own + width.members * own_tokens
+        begin = own - int(self.member_of[slot]) - width.prompt_tokens
+        end = own + width.members * own_tokens
         both = (tensor[0] for tensor in self.stored[layer])
-        return [[kv[:, begin : begin + prompt_tokens], kv[:, own : end : width.members]] for kv in both]
+        return [
+            [kv[:, begin : begin + prompt_tokens], kv[:, own : end : width.members]] for kv in both
+        ]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
         stored = self.stored[layer]
         dtype = stored[0].dtype
         query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
@@ -159,22 +186,29 @@ class BundledCache(Cache):
             result = self.used_widths[0].attend(layer, query, scale, window, softcap)
         else:
             parts = zip(self.used_widths, query.split(self.counts, dim=2), strict=True)
-            result = torch.cat([width.attend(layer, part, scale, window, softcap) for width, part in parts], dim=1)
+            result = torch.cat(
+                [width.attend(layer, part, scale, window, softcap) for width, part in parts], dim=1
+            )
         return result if self.slot is None else result.index_select(1, self.member)
 
 
-# --- responses of one length of prompt --------------------------------------------------------------------------------
+# --- responses of one length of prompt ------------------------------------------------------------
 
 
 class Width:
     """Bundles with the same room for a prompt.
 
-    lengths: [P] of the prompts. most: tokens that all copies of a prompt may take. begin: their first token among all
-    that keys are kept of. stacks: the keys and values of all.
+    lengths: [P] of the prompts. most: tokens that all copies of a prompt may take. begin: their
+    first token among all that keys are kept of. stacks: the keys and values of all.
     """
 
     def __init__(
-        self, lengths: Tensor, room: Room, most: int, begin: int, stacks: Sequence[tuple[list[int], Tensor]]
+        self,
+        lengths: Tensor,
+        room: Room,
+        most: int,
+        begin: int,
+        stacks: Sequence[tuple[list[int], Tensor]],
     ) -> None:
         K, device = room.responses_per_prompt, lengths.device
         self.prompt_tokens = max(1, int(lengths.max()))
@@ -187,11 +221,20 @@ class Width:
         self.begin, self.end = begin, begin + count * self.length
         # [2 n, B, Hkv, L, D]
         self.stacks = [(layers, self.by_bundle(stack).transpose(1, 2)) for layers, stack in stacks]
-        prompt = torch.arange(self.prompt_tokens, device=device) - lengths.repeat_interleave(self.copies)[:, None]
+        prompt = (
+            torch.arange(self.prompt_tokens, device=device)
+            - lengths.repeat_interleave(self.copies)[:, None]
+        )
         prompt = prompt.where(prompt < 0, NEVER)[:, None].expand(-1, M, -1)
         steps, members = (torch.arange(n, device=device) for n in (room.response_tokens, M))
-        own = steps[:, None].where(members == members[:, None, None], NEVER).flatten(1).expand(len(prompt), -1, -1)
-        # The step from which each member sees each key, [B, 1, M, L]: for the prompt's, less than 0 by their distance.
+        own = (
+            steps[:, None]
+            .where(members == members[:, None, None], NEVER)
+            .flatten(1)
+            .expand(len(prompt), -1, -1)
+        )
+        # The step from which each member sees each key, [B, 1, M, L]: for the prompt's, less than 0
+        # by their distance.
         self.first_seen = torch.cat([prompt, own], dim=2)[:, None]
         # The bundle at each place, and the place of each bundle.
         self.bundles = torch.arange(count, device=device)
@@ -244,7 +287,9 @@ class Width:
         for layers, stack in self.used_stacks:
             self.views |= zip(layers, pairs(stack.narrow(3, 0, self.keys)), strict=True)
 
-    def attend(self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """[1, H, B M, D] of the members in use -> [1, B M, H, D]."""
         keys, values = self.views[layer]
         H = query.shape[1]
@@ -259,7 +304,9 @@ class Width:
         return result.transpose(1, 2).reshape(1, -1, H, query.shape[3])
 
     def mask(self, window: int | None) -> Tensor:
-        """[B, 1, M, keys] of those in use: 0 for keys that a member's newest token sees, -inf for others."""
+        """[B, 1, M, keys] of those in use: 0 for keys that a member's newest token sees, -inf for
+        others.
+        """
         first = self.used_first_seen.narrow(3, 0, self.keys)
         seen = self.steps >= first
         if window is not None:
@@ -267,11 +314,13 @@ class Width:
         return seen.log()
 
 
-# --- how prompts are bundled ------------------------------------------------------------------------------------------
+# --- how prompts are bundled ----------------------------------------------------------------------
 
 
 def by_width(lengths: Sequence[int], room: Room) -> list[list[int]]:
-    """The numbers of the room's prompts by their width, the longest first. lengths: of those that there are."""
+    """The numbers of the room's prompts by their width, the longest first. lengths: of those that
+    there are.
+    """
     order = sorted(range(len(lengths)), key=lambda prompt: -lengths[prompt])
     widths: list[list[int]] = []
     longest = 0
@@ -292,8 +341,13 @@ def pairs(stack: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def prompt_copies(prompt_tokens: int, response_tokens: int, responses_per_prompt: int) -> int:
-    """Bundles of each prompt. A bundle's own keys, half of their room on average, are at most as many as its prompt's:
-    with more of them, products with those of others take longer than to read the prompt again.
+    """Bundles of each prompt. A bundle's own keys, half of their room on average, are at most as
+    many as its prompt's: with more of them, products with those of others take longer than to read
+    the prompt again.
     """
     K = responses_per_prompt
-    return min(n for n in range(1, K + 1) if K % n == 0 and (n == K or K // n * response_tokens <= 2 * prompt_tokens))
+    return min(
+        n
+        for n in range(1, K + 1)
+        if K % n == 0 and (n == K or K // n * response_tokens <= 2 * prompt_tokens)
+    )

@@ -9,7 +9,8 @@ from torch import Tensor
 from fastp3o.runtime.host_memory import free_host_memory
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
 
-# The cache may take this share of free memory; the rest is for activations of a step and of prompts, and for logits.
+# The cache may take this share of free memory; the rest is for activations of a step and of
+# prompts, and for logits.
 SHARE = 0.7
 # With more slots, weights are no longer most of what a step reads, and steps become longer.
 MOST_SLOTS = 256
@@ -49,7 +50,9 @@ class Room(NamedTuple):
     def holds(self, other: "Room") -> bool:
         """Whether an engine with this room can replace one with the other."""
         pairs = zip(self, other, strict=True)
-        return self.responses_per_prompt == other.responses_per_prompt and all(mine >= its for mine, its in pairs)
+        return self.responses_per_prompt == other.responses_per_prompt and all(
+            mine >= its for mine, its in pairs
+        )
 
 
 def fitting_room(
@@ -62,8 +65,9 @@ def fitting_room(
     memory: int,
     prompt_copies: int = 1,
 ) -> Room:
-    """Room for `prompts` at once with a slot for each of their responses, or for as many as `memory` (bytes) holds.
-    Less memory means fewer prompts at once, then fewer slots; at least one of each. prompt_copies: of a prompt's keys.
+    """Room for `prompts` at once with a slot for each of their responses, or for as many as
+    `memory` (bytes) holds. Less memory means fewer prompts at once, then fewer slots; at least one
+    of each. prompt_copies: of a prompt's keys.
     """
     prompt_tokens = max(1, longest_prompt)
     tokens = memory // bytes_per_token
@@ -74,7 +78,9 @@ def fitting_room(
         slots = min(prompts * responses_per_prompt, MOST_SLOTS)
     else:
         prompts = 1
-        slots = max(1, min(slots_per_prompt, (tokens - prompt_copies * prompt_tokens) // response_tokens))
+        slots = max(
+            1, min(slots_per_prompt, (tokens - prompt_copies * prompt_tokens) // response_tokens)
+        )
     return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens)
 
 
@@ -90,8 +96,9 @@ def available_memory(device: torch.device) -> int:
 
 
 def return_unused_memory(device: torch.device) -> None:
-    """Returns whole blocks that torch keeps for later to the device. Without it, tensors that stay, such as an
-    optimizer's moments, would be put into the block of a cache that was released, and the next would need another.
+    """Returns whole blocks that torch keeps for later to the device. Without it, tensors that stay,
+    such as an optimizer's moments, would be put into the block of a cache that was released, and
+    the next would need another.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -99,9 +106,9 @@ def return_unused_memory(device: torch.device) -> None:
 
 
 class Cache:
-    """A KeyValueCache of prompts and of slots, whose memory can be given back. slots: the responses that the slots of
-    the current step work on. prompt_of_token, position_of_token: [n] int64, the places of the keys of the next row of
-    prompts; further tokens of the row are padding.
+    """A KeyValueCache of prompts and of slots, whose memory can be given back. slots: the responses
+    that the slots of the current step work on. prompt_of_token, position_of_token: [n] int64, the
+    places of the keys of the next row of prompts; further tokens of the row are padding.
     """
 
     def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device):
@@ -131,13 +138,17 @@ class Cache:
             slots = room.slots, shape.heads, room.response_tokens, shape.head_size
             sides = prompts, prompts, slots, slots
             parts = part.view(shape.dtype).split(list(map(prod, sides)))
-            self.layers[layer] = LayerCache(*(one.view(side) for one, side in zip(parts, sides, strict=True)))
+            self.layers[layer] = LayerCache(
+                *(one.view(side) for one, side in zip(parts, sides, strict=True))
+            )
 
     def tensors(self) -> list[Tensor]:
         return [self.memory]
 
     def keep_slots(self, responses: Tensor) -> None:
-        """The numbers of the responses that slots work on from now on, [R] int64, where some slots are dropped."""
+        """The numbers of the responses that slots work on from now on, [R] int64, where some slots
+        are dropped.
+        """
 
     def begin_step(self, slots: Slots, own_tokens: int) -> None:
         """slots: what the slots work on in this step. own_tokens: before it, the most of a slot."""
@@ -150,9 +161,13 @@ class Cache:
             stored[place] = tensor[: len(self.prompt_of_token)].to(stored.dtype)
         return key, value
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
         # Rotary embeddings may leave queries and keys in fp32 when values are not.
-        query, key, value = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+        query, key, value = (
+            tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)
+        )
         return decode_attention(query, key, value, self.layers[layer], self.slots, **options)[None]
 
     def store_own(self, layer: int, slot: Tensor, step: Tensor, key: Tensor, value: Tensor) -> None:
@@ -161,14 +176,22 @@ class Cache:
         for stored, tensor in ((kv.own_keys, key), (kv.own_values, value)):
             stored[slot, :, step] = tensor.to(stored.dtype)
 
-    def cached(self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int) -> list[list[Tensor]]:
-        """[Hkv, n, D] each: keys of a prompt's first tokens and a slot's first own ones, then values."""
+    def cached(
+        self, layer: int, prompt: int, prompt_tokens: int, slot: int, own_tokens: int
+    ) -> list[list[Tensor]]:
+        """[Hkv, n, D] each: keys of a prompt's first tokens and a slot's first own ones, then
+        values.
+        """
         kv = self.layers[layer]
         pairs = (kv.prompt_keys, kv.own_keys), (kv.prompt_values, kv.own_values)
-        return [[shared[prompt, :, :prompt_tokens], own[slot, :, :own_tokens]] for shared, own in pairs]
+        return [
+            [shared[prompt, :, :prompt_tokens], own[slot, :, :own_tokens]] for shared, own in pairs
+        ]
 
     def begin(self, prompt_lengths: list[int]) -> None:
-        """Begins a batch of prompts with as many tokens to cache. Takes the memory again if it was given back."""
+        """Begins a batch of prompts with as many tokens to cache. Takes the memory again if it was
+        given back.
+        """
         storage = self.memory.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.memory.numel())

@@ -1,8 +1,10 @@
-"""Responses from the policy's own weights: prompts once through it, then one token of each response a step.
+"""Responses from the policy's own weights: prompts once through it, then one token of each response
+a step.
 
-A step is a packed row of one token for each slot. The device decides everything in it: which token is next, whether it
-ends the response, and which response the slot takes then. The host looks only every few steps whether all are done, and
-on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each slot costs time, idle slots are dropped.
+A step is a packed row of one token for each slot. The device decides everything in it: which token
+is next, whether it ends the response, and which response the slot takes then. The host looks only
+every few steps whether all are done, and on a GPU a step is a CUDA graph. On a CPU, where looking
+costs nothing and each slot costs time, idle slots are dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,12 +30,15 @@ from fastp3o_kernels.decoding import Slots, race_numbers, sample_tokens
 from fastp3o_kernels.head.head import HeadDtypes, multiply
 from fastp3o_kernels.rows.rows import padded, transformed
 
-# Most tokens of a packed row of prompts: on a GPU its products take longer than their launches from Python.
+# Most tokens of a packed row of prompts: on a GPU its products take longer than their launches from
+# Python.
 TOKENS_PER_ROW = 8192
-# On a GPU such rows are padded to a multiple of this: a product computes whole tiles, of 128 or 256 tokens, and an
-# allocator and libraries meet 32 shapes at most. No graph has any of them: only steps are captured.
+# On a GPU such rows are padded to a multiple of this: a product computes whole tiles, of 128 or 256
+# tokens, and an allocator and libraries meet 32 shapes at most. No graph has any of them: only
+# steps are captured.
 TILE = 256
-# A row of tokens that follow cached ones has as many keys for each of its tokens at most, which are copied.
+# A row of tokens that follow cached ones has as many keys for each of its tokens at most, which are
+# copied.
 KEYS_PER_TOKEN = 16
 # Steps between two looks of the host; all but one of them may be for nothing.
 STEPS_PER_LOOK = 8
@@ -43,13 +48,14 @@ STEPS_OF_NUMBERS = 8
 IDLE = 0.15
 
 
-# --- steps of sampling ------------------------------------------------------------------------------------------------
+# --- steps of sampling ----------------------------------------------------------------------------
 
 
 class Engine:
-    """Samples one batch of prompts after the other in the same memory, as long as it has room for them. static: whether
-    shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs, and where slots take
-    several responses. graph: whether steps are captured; by default on GPUs.
+    """Samples one batch of prompts after the other in the same memory, as long as it has room for
+    them. static: whether shapes stay for a whole batch, as a CUDA graph needs; by default on all
+    devices except CPUs, and where slots take several responses. graph: whether steps are captured;
+    by default on GPUs.
     """
 
     tokens_per_row = TOKENS_PER_ROW  # of a packed row of prompts
@@ -68,25 +74,36 @@ class Engine:
         self.policy = policy
         self.settings = {name: getattr(settings, name) for name in ("top_k", "top_p", "min_p")}
         device = policy.model.device
-        self.static = device.type != "cpu" or room.slots < room.responses if static is None else static
+        self.static = (
+            device.type != "cpu" or room.slots < room.responses if static is None else static
+        )
         self.room = room
         self.cache = self.new_cache(shapes)
         self.caches = [self.cache]
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
-        self.widened: Tensor | None = None  # its weight as products take it, while responses are sampled
+        self.widened: Tensor | None = (
+            None  # its weight as products take it, while responses are sampled
+        )
         self.numbers: list[Tensor] = []  # of the next steps, where shapes change
         self.captures = device.type == "cuda" if graph is None else graph
         # A step on a CPU reads the same bytes either way, and products there round by their sizes.
-        self.products = joint_products(policy, partial(layer_shapes, policy, 0)) if device.type == "cuda" else None
+        self.products = (
+            joint_products(policy, partial(layer_shapes, policy, 0))
+            if device.type == "cuda"
+            else None
+        )
         self.graph = StepGraph(device)
 
     def new_cache(self, shapes: dict[int, LayerShape]) -> Cache:
         return (Cache if self.static else BundledCache)(shapes, self.room, self.policy.model.device)
 
-    def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
-        """Token ids of responses to at most as many prompts as there is room for, and their log-probabilities, [p][K].
-        keys: [p, K] int64, keys of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
+    def run(
+        self, prompts: Sequence[Ids], keys: Tensor
+    ) -> tuple[list[list[Ids]], list[list[list[float]]]]:
+        """Token ids of responses to at most as many prompts as there is room for, and their
+        log-probabilities, [p][K]. keys: [p, K] int64, keys of the responses' random numbers
+        (`fastp3o_kernels.decoding.response_keys`).
         """
         with self.without_gradients():
             self.queue.fill(prompts, keys)
@@ -96,7 +113,9 @@ class Engine:
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Also in inference mode where shapes change: a step's many small operations are shorter in it."""
+        """Also in inference mode where shapes change: a step's many small operations are shorter in
+        it.
+        """
         joint = nullcontext() if self.products is None else self.products.used()
         with torch.inference_mode(not self.static), torch.no_grad(), joint:
             yield
@@ -112,19 +131,25 @@ class Engine:
         self.widened = None
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
-        prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
+        prefill(
+            self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row
+        )
 
     def step(self) -> None:
         """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots())
-        keys = queue.keys if self.numbers else queue.keys[queue.response]  # which give the numbers, if none are known
+        keys = (
+            queue.keys if self.numbers else queue.keys[queue.response]
+        )  # which give the numbers, if none are known
         if not self.static and not self.numbers:
             steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
             drawn = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
             self.numbers = list(drawn.view(*steps.shape, -1).flip(0).unbind())
         numbers = self.numbers.pop() if self.numbers else None
-        tokens, logprobs = sample_tokens(logits, keys, queue.steps, numbers=numbers, **self.settings)
+        tokens, logprobs = sample_tokens(
+            logits, keys, queue.steps, numbers=numbers, **self.settings
+        )
         queue.take(tokens, logprobs)
 
     def logits(self, slots: Slots) -> Tensor:
@@ -132,7 +157,9 @@ class Engine:
         self.cache.begin_step(slots, self.queue.most_own_tokens)
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.policy.hidden_states(self.queue.tokens[None], positions, cache=self.cache)
-        if self.widened is None or self.captures:  # a graph takes weights as they are when it is replayed
+        if (
+            self.widened is None or self.captures
+        ):  # a graph takes weights as they are when it is replayed
             self.widened = HeadDtypes.for_hidden(hidden).cast(self.head.weight).T
         return head_logits(hidden, self.head, self.widened)
 
@@ -164,21 +191,25 @@ class Engine:
 
 
 def head_logits(hidden: Tensor, head: Head, widened: Tensor | None = None) -> Tensor:
-    """[R, D] -> [R, V], fp32 or fp64 whatever the precision of the policy. widened: the head's weight as products take
-    it, [D, V], if it is known.
+    """[R, D] -> [R, V], fp32 or fp64 whatever the precision of the policy. widened: the head's
+    weight as products take it, [D, V], if it is known.
     """
     dtypes = HeadDtypes.for_hidden(hidden)
     V = len(head.weight)
     logits = hidden.new_empty_strided((len(hidden), V), (padded(V), 1), dtype=dtypes.logits)
-    multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T if widened is None else widened, out=logits)
+    multiply(
+        dtypes.cast(hidden), dtypes.cast(head.weight).T if widened is None else widened, out=logits
+    )
     return transformed(logits, head)
 
 
-# --- prompts into the cache -------------------------------------------------------------------------------------------
+# --- prompts into the cache -----------------------------------------------------------------------
 
 
 class CachedRow(NamedTuple):
-    """A packed row of T tokens whose keys are to be cached. The first n belong to sequences, the others are padding."""
+    """A packed row of T tokens whose keys are to be cached. The first n belong to sequences, the
+    others are padding.
+    """
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -188,7 +219,12 @@ class CachedRow(NamedTuple):
 
 
 def prefill(
-    policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
+    policy: PackedModel,
+    cache: Cache,
+    prompts: Sequence[Ids],
+    *,
+    pad: bool,
+    tokens_per_row: int = TOKENS_PER_ROW,
 ) -> None:
     """Puts keys and values of the prompts into the cache. pad: to a multiple of TILE."""
     cache.begin([len(ids) - 1 for ids in prompts])
@@ -219,19 +255,25 @@ class KeysOnly(NamedTuple):
 def store_keys(policy: PackedModel, row: CachedRow, cache: Any, last_layer: int) -> None:
     with suppress(AllStoredError):
         keys_only: Any = KeysOnly(cache, last_layer)  # nobody asks it to attend
-        policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=keys_only)
+        policy.hidden_states(
+            row.input_ids, row.position_ids, segments=row.segments, cache=keys_only
+        )
 
 
 def rows_to_cache(
     given: Sequence[tuple[int, int, Ids]], tokens_per_row: int, pad: bool, device: torch.device
 ) -> Iterator[CachedRow]:
-    """Packed rows of sequences. given: each one's number, how many of its tokens are cached, and those that follow."""
+    """Packed rows of sequences. given: each one's number, how many of its tokens are cached, and
+    those that follow.
+    """
     sizes = [max(len(ids), (begin + len(ids)) // KEYS_PER_TOKEN) for _, begin, ids in given]
     for members in first_fit_decreasing(sizes, tokens_per_row):
         numbers, begins, parts = zip(*(given[m] for m in members), strict=True)
         lengths = list(map(len, parts))
         key_lengths = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        positions = [torch.arange(begin, end) for begin, end in zip(begins, key_lengths, strict=True)]
+        positions = [
+            torch.arange(begin, end) for begin, end in zip(begins, key_lengths, strict=True)
+        ]
         # Padding is a segment of its own, all at position 0, which every model has.
         padding = -sum(lengths) % min(tokens_per_row, TILE) if pad else 0
         if padding:
@@ -239,14 +281,16 @@ def rows_to_cache(
         row = CachedRow(
             joined([*parts, [0] * padding])[None],
             torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)])[None],
-            Segments(offsets(lengths), offsets(key_lengths), tuple(lengths), tuple(key_lengths), None),
+            Segments(
+                offsets(lengths), offsets(key_lengths), tuple(lengths), tuple(key_lengths), None
+            ),
             numbers,
             torch.tensor(numbers).repeat_interleave(torch.tensor(list(map(len, parts)))),
         )
         yield to_device(row, device)
 
 
-# --- shapes of the cache ----------------------------------------------------------------------------------------------
+# --- shapes of the cache --------------------------------------------------------------------------
 
 
 class LayerShapes:
@@ -257,7 +301,9 @@ class LayerShapes:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if key.shape != value.shape:
-            raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
+            raise UserError(
+                f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape"
+            )
         self.shapes[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
         return key, value
 
@@ -266,8 +312,8 @@ class LayerShapes:
 
 
 def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
-    """Shapes of the policy's keys by layer index. token: any token of the vocabulary. Raises UserError if heads of
-    values have another size than those of keys.
+    """Shapes of the policy's keys by layer index. token: any token of the vocabulary. Raises
+    UserError if heads of values have another size than those of keys.
     """
     shapes = LayerShapes()
     (row,) = rows_to_cache([(0, 0, [token])], 1, False, policy.model.device)

@@ -1,4 +1,6 @@
-"""Responses from a geometric mixture of two policies, π^(1 − β) π_other^β at each token (arXiv 2312.00886)."""
+"""Responses from a geometric mixture of two policies, π^(1 − β) π_other^β at each token (arXiv
+2312.00886).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +22,17 @@ MIXTURE = 0x6D697874757265
 
 
 class MixtureEngine(Engine):
-    """An engine of two policies with the same vocabulary. Each has its own keys and values of the same tokens. weight:
-    β. Further arguments are an Engine's.
+    """An engine of two policies with the same vocabulary. Each has its own keys and values of the
+    same tokens. weight: β. Further arguments are an Engine's.
     """
 
     def __init__(
-        self, other: PackedModel, other_shapes: dict[int, LayerShape], weight: float, *arguments: Any, **options: Any
+        self,
+        other: PackedModel,
+        other_shapes: dict[int, LayerShape],
+        weight: float,
+        *arguments: Any,
+        **options: Any,
     ):
         super().__init__(*arguments, **options)
         self.other, self.other_head, self.weight = other, other.head(), weight
@@ -34,14 +41,23 @@ class MixtureEngine(Engine):
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
         super().prefill(prompts)
-        prefill(self.other, self.other_cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
+        prefill(
+            self.other,
+            self.other_cache,
+            prompts,
+            pad=self.static,
+            tokens_per_row=self.tokens_per_row,
+        )
 
     def logits(self, slots: Slots) -> Tensor:
         logits = super().logits(slots)
         self.other_cache.begin_step(slots, self.queue.most_own_tokens)
         positions = (slots.prompt_lengths + slots.steps)[None]
-        hidden = self.other.hidden_states(self.queue.tokens[None], positions, cache=self.other_cache)
-        # Logits differ from log-probabilities by a number for each token, which the softmax after it takes out.
+        hidden = self.other.hidden_states(
+            self.queue.tokens[None], positions, cache=self.other_cache
+        )
+        # Logits differ from log-probabilities by a number for each token, which the softmax after
+        # it takes out.
         return torch.lerp(logits, head_logits(hidden, self.other_head), self.weight)
 
     def tensors(self) -> list[Tensor]:
@@ -50,10 +66,17 @@ class MixtureEngine(Engine):
 
 
 class MixtureSampler(EngineSampler):
-    """A Sampler from the mixture, whose log-probabilities are the mixture's. options: an EngineSampler's."""
+    """A Sampler from the mixture, whose log-probabilities are the mixture's. options: an
+    EngineSampler's.
+    """
 
     def __init__(
-        self, policy: PackedModel, tokenizer: PreTrainedTokenizerBase, other: PackedModel, weight: float, **options: Any
+        self,
+        policy: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        other: PackedModel,
+        weight: float,
+        **options: Any,
     ):
         super().__init__(policy, tokenizer, **options)
         self.other, self.weight = other, weight
@@ -64,23 +87,40 @@ class MixtureSampler(EngineSampler):
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
         return MixtureEngine(
-            self.other, self.other_shapes, self.weight, self.policy, self.shapes, room, end_ids, self.settings
+            self.other,
+            self.other_shapes,
+            self.weight,
+            self.policy,
+            self.shapes,
+            room,
+            end_ids,
+            self.settings,
         )
 
     def bytes_per_token(self) -> int:
-        return super().bytes_per_token() + sum(shape.bytes_per_token for shape in self.other_shapes.values())
+        return super().bytes_per_token() + sum(
+            shape.bytes_per_token for shape in self.other_shapes.values()
+        )
 
 
 def partly_from_mixture(policy_sampler: Sampler, mixture_sampler: Sampler, count: int) -> Sampler:
-    """A sampler that draws the last `count` responses to each prompt from the mixture, the others from the policy."""
+    """A sampler that draws the last `count` responses to each prompt from the mixture, the others
+    from the policy.
+    """
 
     def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         mixed = mixture_sampler(prompts, count, seed ^ MIXTURE)
         from_policy = responses_per_prompt - count
-        plain = policy_sampler(prompts, from_policy, seed) if from_policy else [Group(prompt, []) for prompt in prompts]
+        plain = (
+            policy_sampler(prompts, from_policy, seed)
+            if from_policy
+            else [Group(prompt, []) for prompt in prompts]
+        )
         return [
             # The mixture's log-probs are not the policy's.
-            Group(prompt, responses + [response._replace(logprobs=None) for response in from_mixture])
+            Group(
+                prompt, responses + [response._replace(logprobs=None) for response in from_mixture]
+            )
             for (prompt, responses), (_, from_mixture) in zip(plain, mixed, strict=True)
         ]
 

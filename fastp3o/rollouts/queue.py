@@ -1,7 +1,9 @@
-"""The queue of responses: the one that each slot works on, its tokens so far, and the one that is next.
+"""The queue of responses: the one that each slot works on, its tokens so far, and the one that is
+next.
 
-Its tensors stay in place. Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the
-order of their numbers. A slot for which none is left is idle: it works on number N, of prompt P.
+Its tensors stay in place. Response k of prompt p has the number p K + k, out of N = P K. R slots
+take responses in the order of their numbers. A slot for which none is left is idle: it works on
+number N, of prompt P.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,9 @@ NO_TOKEN = -1
 
 
 class Queue:
-    """Serves one batch of prompts after the other. tokens: [R] int64, the input of each slot's next step. A prompt's
-    last token is the first input of its responses, so that all tokens are sampled in one place.
+    """Serves one batch of prompts after the other. tokens: [R] int64, the input of each slot's next
+    step. A prompt's last token is the first input of its responses, so that all tokens are sampled
+    in one place.
     """
 
     def __init__(self, room: Room, end_ids: set[int], device: torch.device):
@@ -28,14 +31,18 @@ class Queue:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # `torch.isin` sorts from some twenty ids on, and waits for the device; stop strings have thousands. The last
-        # entry stands for all tokens behind the last id. Negative ids, which some configurations have for "no end", are
-        # no tokens, and would be read as places from the table's back.
+        # `torch.isin` sorts from some twenty ids on, and waits for the device; stop strings have
+        # thousands. The last entry stands for all tokens behind the last id. Negative ids, which
+        # some configurations have for "no end", are no tokens, and would be read as places from the
+        # table's back.
         ends = torch.zeros(max(end_ids | {-1}) + 2, dtype=torch.bool)
         ends[[token for token in sorted(end_ids) if token >= 0]] = True
         self.end_ids, self.ends = end_ids, to_device(ends, device)
         self.cached_lengths = zeros(room.prompts + 1)
-        self.first_tokens, self.keys = zeros(N + 1), zeros(N + 1)  # inputs of first steps; keys of random numbers
+        self.first_tokens, self.keys = (
+            zeros(N + 1),
+            zeros(N + 1),
+        )  # inputs of first steps; keys of random numbers
         # Tokens so far and log-probabilities; NO_TOKEN after a response's end.
         self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
         self.by_slot = zeros(3, room.slots)
@@ -55,12 +62,23 @@ class Queue:
         def padded(values: Tensor, size: int) -> Tensor:
             return torch.nn.functional.pad(values, (0, size - len(values)))
 
-        cached_lengths = padded(torch.tensor([len(ids) - 1 for ids in prompts]), self.room.prompts + 1)
-        first_tokens = padded(torch.tensor([ids[-1] for ids in prompts]).repeat_interleave(K), N + 1)
+        cached_lengths = padded(
+            torch.tensor([len(ids) - 1 for ids in prompts]), self.room.prompts + 1
+        )
+        first_tokens = padded(
+            torch.tensor([ids[-1] for ids in prompts]).repeat_interleave(K), N + 1
+        )
         first = torch.arange(slots)
         response = first.masked_fill(first >= total, N)
         counts = torch.tensor([total, min(total, slots) - 1])
-        begun = cached_lengths, first_tokens, padded(keys.flatten(), N + 1), response, first_tokens[response], counts
+        begun = (
+            cached_lengths,
+            first_tokens,
+            padded(keys.flatten(), N + 1),
+            response,
+            first_tokens[response],
+            counts,
+        )
         places = self.cached_lengths, self.first_tokens, self.keys, self.response, self.tokens
         *values, (total, taken) = to_device(begun, self.response.device)
         torch._foreach_copy_([*places, self.total, self.taken], [*values, total, taken])
@@ -70,19 +88,25 @@ class Queue:
 
     def slots(self) -> Slots:
         """The slots as attention takes them."""
-        return Slots(self.response, self.cached_lengths, self.own_tokens(), self.room.responses_per_prompt)
+        return Slots(
+            self.response, self.cached_lengths, self.own_tokens(), self.room.responses_per_prompt
+        )
 
     def own_tokens(self) -> Tensor:
         """[R] int64: own tokens of each slot in the cache."""
         return self.steps
 
     def take(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Adds the tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. A slot whose response
-        has ended takes the next one.
+        """Adds the tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. A
+        slot whose response has ended takes the next one.
         """
         working = Working(self.response, self.steps, self.tokens)
-        batch = Batch(self.sampled, self.logprobs, self.first_tokens, self.ends, self.total, self.taken)
-        take_tokens(tokens, logprobs, working, batch, any_left=self.room.slots < self.room.responses)
+        batch = Batch(
+            self.sampled, self.logprobs, self.first_tokens, self.ends, self.total, self.taken
+        )
+        take_tokens(
+            tokens, logprobs, working, batch, any_left=self.room.slots < self.room.responses
+        )
         self.most_own_tokens += 1
 
     def working(self) -> Tensor:
@@ -91,7 +115,9 @@ class Queue:
 
     def keep_slots(self, kept: Tensor) -> None:
         """Drops all slots but these, int64."""
-        self.response, self.steps, self.tokens = self.response[kept], self.steps[kept], self.tokens[kept]
+        self.response = self.response[kept]
+        self.steps = self.steps[kept]
+        self.tokens = self.tokens[kept]
 
     def results(self, prompts: int) -> tuple[list[list[Ids]], list[list[list[float]]]]:
         """Token ids and log-probabilities of the responses to the first prompts, [p][K]."""
@@ -100,11 +126,16 @@ class Queue:
         sampled = self.sampled[:count]
         lengths = (sampled != NO_TOKEN).sum(1, keepdim=True)
         # One wait for the device; fp64 holds log-probabilities exactly.
-        table = torch.cat([lengths, sampled, self.logprobs[:count].double().view(torch.int64)], dim=1).cpu()
+        table = torch.cat(
+            [lengths, sampled, self.logprobs[:count].double().view(torch.int64)], dim=1
+        ).cpu()
         lengths, sampled, logprobs = table.split([1, *[self.room.response_tokens] * 2], dim=1)
 
         def cut(values: Tensor) -> list[list]:
-            flat = [row[:length] for row, length in zip(values.tolist(), lengths.flatten().tolist(), strict=True)]
+            flat = [
+                row[:length]
+                for row, length in zip(values.tolist(), lengths.flatten().tolist(), strict=True)
+            ]
             return [flat[p * K : (p + 1) * K] for p in range(prompts)]
 
         return cut(sampled), cut(logprobs.contiguous().view(torch.float64))

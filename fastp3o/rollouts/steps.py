@@ -12,9 +12,10 @@ logger = get_logger(__name__)
 
 
 class StepGraph:
-    """Captures a step as a CUDA graph, which launches all its kernels together instead of one by one from Python. The
-    step must keep everything in tensors that it changes in place. A graph knows tensors by their addresses, so a step
-    is captured again once one has moved; weights may change in place between replays.
+    """Captures a step as a CUDA graph, which launches all its kernels together instead of one by
+    one from Python. The step must keep everything in tensors that it changes in place. A graph
+    knows tensors by their addresses, so a step is captured again once one has moved; weights may
+    change in place between replays.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,9 +26,10 @@ class StepGraph:
         self.fails = False
 
     def ready(self, step: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """A function that does one step, valid until a tensor moves. Capturing does up to two steps first. step: runs
-        on the current stream, and never reads the device. One that fails on its way must have changed nothing that the
-        next one would not write again. tensors: all that it uses and that outlive it.
+        """A function that does one step, valid until a tensor moves. Capturing does up to two steps
+        first. step: runs on the current stream, and never reads the device. One that fails on its
+        way must have changed nothing that the next one would not write again. tensors: all that it
+        uses and that outlive it.
         """
         if self.fails:
             return step
@@ -44,13 +46,16 @@ class StepGraph:
         return step if self.graph is None else self.graph.replay
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Captures the step on the current device. Returns None, after a warning, if the step waits for the device."""
+        """Captures the step on the current device. Returns None, after a warning, if the step waits
+        for the device.
+        """
         current, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
         graph = torch.cuda.CUDAGraph()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
-                # Libraries set themselves up in it and kernels are compiled, which a capture forbids.
+                # Libraries set themselves up in it and kernels are compiled, which a capture
+                # forbids.
                 step()
                 try:
                     # A capture that fails cannot be undone with every torch, so it is not begun.
@@ -59,7 +64,9 @@ class StepGraph:
                 except Exception as error:  # whatever a model does that a graph cannot hold
                     self.fails = True
                     torch.cuda.synchronize()
-                    logger.warning(f"sampling runs without a CUDA graph, several times slower: a step failed: {error}")
+                    logger.warning(
+                        f"sampling runs without a CUDA graph, several times slower: a step failed: {error}"
+                    )
                     return None
             # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
@@ -71,8 +78,8 @@ class StepGraph:
 
 @functools.cache
 def side_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures. It is shared, because libraries keep a workspace of tens of megabytes for each
-    stream.
+    """The stream of all captures. It is shared, because libraries keep a workspace of tens of
+    megabytes for each stream.
     """
     return torch.cuda.Stream(device)
 

@@ -14,8 +14,9 @@ from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, Sampling
 
 
 class TransformersSampler:
-    """A Sampler. A batch is sampled until its longest response ends; another batch size gives other responses.
-    max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses.
+    """A Sampler. A batch is sampled until its longest response ends; another batch size gives other
+    responses. max_response_tokens: longest response. batch_size: prompts sampled at once, with all
+    their responses.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class TransformersSampler:
     ):
         self.policy, self.tokenizer = policy, tokenizer
         self.ends = Ends(policy.model, tokenizer, settings.stops)
-        self.max_response_tokens, self.batch_size, self.settings = max_response_tokens, batch_size, settings
+        self.max_response_tokens = max_response_tokens
+        self.batch_size = batch_size
+        self.settings = settings
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         # Processes differ in the number of their first prompt.
@@ -37,7 +40,13 @@ class TransformersSampler:
         groups: list[Group] = []
         batches = range(0, len(prompts), self.batch_size)
         with sampling_mode(self.policy) as model:
-            for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4 or None):
+            for first in tqdm(
+                batches,
+                desc="sampling",
+                unit="batch",
+                leave=False,
+                disable=len(batches) < 4 or None,
+            ):
                 batch = prompts[first : first + self.batch_size]
                 ids = generate(
                     model,
@@ -52,7 +61,10 @@ class TransformersSampler:
                 for p, prompt in enumerate(batch):
                     responses = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
                     groups.append(
-                        Group(prompt, list(self.ends.responses(responses, prompts=[prompt] * len(responses))))
+                        Group(
+                            prompt,
+                            list(self.ends.responses(responses, prompts=[prompt] * len(responses))),
+                        )
                     )
         return groups
 
@@ -69,7 +81,9 @@ def generate(
     settings: SamplingSettings = POLICY_ITSELF,
     temperature: float = 1.0,
 ) -> list[Ids]:
-    """Token ids of P K responses, those of one prompt adjacent, each cut after its first end-of-sequence."""
+    """Token ids of P K responses, those of one prompt adjacent, each cut after its first
+    end-of-sequence.
+    """
     width = max(map(len, prompt_ids))
     input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
     attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
@@ -98,8 +112,9 @@ def cut_after_end(ids: Ids, end_ids: set[int]) -> Ids:
 
 @contextmanager
 def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
-    """Leaves training mode, in which gradient checkpointing forbids the cache, and hides the sampling settings that
-    came with the checkpoint: transformers merges them into those it is given.
+    """Leaves training mode, in which gradient checkpointing forbids the cache, and hides the
+    sampling settings that came with the checkpoint: transformers merges them into those it is
+    given.
     """
     model = policy.model
     config = model.generation_config

@@ -1,4 +1,6 @@
-"""The best evaluation of a run so far, whose model is kept, and how many have come since without a better one."""
+"""The best evaluation of a run so far, whose model is kept, and how many have come since without a
+better one.
+"""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +17,13 @@ BEST_EVALUATION = "evaluation.json"
 
 
 class Best:
-    """The best evaluation by one metric. best: its metrics, with `step`; None before the first. since: evaluations
-    after it, none of which was better.
+    """The best evaluation by one metric. best: its metrics, with `step`; None before the first.
+    since: evaluations after it, none of which was better.
     """
 
     def __init__(self, metric: str, *, lowest: bool, folder: Path):
-        """lowest: whether lower values are better. folder: of the run, which may continue from a state before its best
-        evaluation: that one's model stays until a better one.
+        """lowest: whether lower values are better. folder: of the run, which may continue from a
+        state before its best evaluation: that one's model stays until a better one.
         """
         self.metric, self.lowest, self.since = metric, lowest, 0
         self.best: dict[str, Any] | None = None
@@ -31,20 +33,25 @@ class Best:
         try:
             best = json.loads(path.read_text())
             float(best[metric])
-            self.best, self.since = best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
+            self.best = best
+            self.since = sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
         except (ValueError, KeyError, TypeError) as error:
             path = from_here(path)
-            raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to search again") from error
+            raise UserError(
+                f"{path} is damaged: restore it, or remove {path.parent} to search again"
+            ) from error
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN. Raises
-        UserError if the evaluation lacks the metric.
+        """Notes an evaluation, and returns whether it is the best so far. Any number is better than
+        NaN. Raises UserError if the evaluation lacks the metric.
         """
         if self.metric not in metrics:
             raise UserError(f"--keep_best {self.metric}: evaluations have {', '.join(metrics)}")
         if self.best is not None:
             value, best = metrics[self.metric], self.best[self.metric]
-            better = (value < best if self.lowest else value > best) or (isnan(best) and not isnan(value))
+            better = (value < best if self.lowest else value > best) or (
+                isnan(best) and not isnan(value)
+            )
             if not better:
                 self.since += step > self.best["step"]
                 return False

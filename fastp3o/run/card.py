@@ -1,7 +1,8 @@
-"""The README.md of a saved model: what it began as, what trained it, and how it did in the last evaluation.
+"""The README.md of a saved model: what it began as, what trained it, and how it did in the last
+evaluation.
 
-It holds no paths but the last part of a local name, no addresses and no keys, so it can be published. A resumed run
-writes the same bytes as an unbroken one.
+It holds no paths but the last part of a local name, no addresses and no keys, so it can be
+published. A resumed run writes the same bytes as an unbroken one.
 """
 
 import re
@@ -26,20 +27,29 @@ CITATION = """@article{wu2023pairwise,
   journal = {arXiv preprint arXiv:2310.00212},
   year = {2023}
 }"""
-HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")  # of a model, or of a data set and its configuration
+HUB_NAME = re.compile(
+    r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?"
+)  # of a model, or of a data set and its configuration
 PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 LICENSE = ("license", "license_name", "license_link")  # in a card's metadata
 DATA = ("train_data", "prompts", "ptx_data")
 ALWAYS = {
-    *("learning_rate", "batch_size", "epochs", "updates", "prompts_per_update", "responses_per_prompt"),
+    *(
+        "learning_rate",
+        "batch_size",
+        "epochs",
+        "updates",
+        "prompts_per_update",
+        "responses_per_prompt",
+    ),
     *("inner_epochs", "kl_coef", "beta", "max_response_tokens", "seed"),
 }
 
 
 @dataclass(frozen=True)
 class Training:
-    """The facts about a run for its model card. stage: the loop's label. step: the last one, of `steps`. evaluations:
-    eval.jsonl.
+    """The facts about a run for its model card. stage: the loop's label. step: the last one, of
+    `steps`. evaluations: eval.jsonl.
     """
 
     config: StageConfig
@@ -50,7 +60,9 @@ class Training:
     evaluations: Path
 
     def card(self, *, classifies: bool, adapter: bool) -> str:
-        """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward model."""
+        """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward
+        model.
+        """
         config, start = self.config, str(self.config.model)
         objective = str(config.values().get("objective", self.stage))
         base, license = ancestry(start)
@@ -60,7 +72,8 @@ class Training:
             base_model_relation=base and ("adapter" if adapter else "finetune"),
             library_name="peft" if adapter else "transformers",
             pipeline_tag="text-classification" if classifies else "text-generation",
-            datasets=sorted({name for source in data_names(config) if (name := hub_name(source))}) or None,
+            datasets=sorted({name for source in data_names(config) if (name := hub_name(source))})
+            or None,
             tags=["fastp3o", re.sub(r"\W|_", "-", objective.lower()), *more_tags],
             **license,
         )
@@ -78,7 +91,9 @@ class Training:
         )
         return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
-    def origin(self, objective: str, base: str | None, license: dict[str, Any], adapter: bool) -> str:
+    def origin(
+        self, objective: str, base: str | None, license: dict[str, Any], adapter: bool
+    ) -> str:
         """A list of what the model comes from. base, license: of `ancestry`."""
         config = self.config
         summary = type(config).summary.split("\n")[0]
@@ -90,42 +105,67 @@ class Training:
         terms = license.get("license_name") or license.get("license")
         named = {
             "base model": [through + public_name(str(config.model))],
-            "its license": [" ".join(filter(None, [terms, license.get("license_link")]))] if terms else [],
+            "its license": [" ".join(filter(None, [terms, license.get("license_link")]))]
+            if terms
+            else [],
             "its revision": [config.model_revision] if config.model_revision else [],
-            "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
+            "objective": [objective]
+            + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [public_name(name) for name in data_names(config)],
             "reward": rewards,
             "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
             "made by": [f"fastp3o {__version__}"],
         }
-        kind = "A LoRA adapter, which peft loads over its base." if adapter else "A whole model, trained from its base."
-        return "\n".join([kind, "", *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values)])
+        kind = (
+            "A LoRA adapter, which peft loads over its base."
+            if adapter
+            else "A whole model, trained from its base."
+        )
+        return "\n".join(
+            [
+                kind,
+                "",
+                *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values),
+            ]
+        )
 
     def tables(self) -> list[str]:
         evaluation: dict[str, Any] = [{}, *read(self.evaluations)][-1]
         step = evaluation.pop("step", None)
-        evaluated = {name: f"{value:.4g}" for name, value in evaluation.items() if value is not None}
+        evaluated = {
+            name: f"{value:.4g}" for name, value in evaluation.items() if value is not None
+        }
         return [
             "## Options\n\n" + table("option", "value", options(self.config)),
-            f"## Evaluation after step {step}\n\n" + table("metric", "value", evaluated) if evaluated else "",
+            f"## Evaluation after step {step}\n\n" + table("metric", "value", evaluated)
+            if evaluated
+            else "",
         ]
 
 
 def options(config: StageConfig) -> dict[str, Any]:
-    """The numbers and choices that matter, where they are not the default. No text, which may name paths or keys."""
+    """The numbers and choices that matter, where they are not the default. No text, which may name
+    paths or keys.
+    """
     chosen = {}
     values = config.values()
     for flag in fields(config):
         value = values[flag.name]
-        plain = isinstance(value, int | float) or (isinstance(value, str) and "choices" in flag.metadata)
+        plain = isinstance(value, int | float) or (
+            isinstance(value, str) and "choices" in flag.metadata
+        )
         matters = flag.name in ALWAYS or (flag.default is not MISSING and value != flag.default)
-        if plain and matters and flag.name not in ("resume", "precision"):  # the precision stands above
+        if (
+            plain and matters and flag.name not in ("resume", "precision")
+        ):  # the precision stands above
             chosen[flag.name] = value
     return chosen
 
 
 def named_rewards(config: StageConfig) -> list[str]:
-    """The rewards that were maximized: their public names, and their weights where there are several."""
+    """The rewards that were maximized: their public names, and their weights where there are
+    several.
+    """
     if not isinstance(config, RewardConfig) or not config.rewards:
         return []
     names = [" else ".join(map(public_reward, cascaded(name))) for name in config.rewards]
@@ -135,13 +175,19 @@ def named_rewards(config: StageConfig) -> list[str]:
 
 
 def public_reward(name: Source) -> str:
-    return f"the Python function `{plain(Path(str(name)).name)}`" if is_function(name) else public_name(str(name))
+    return (
+        f"the Python function `{plain(Path(str(name)).name)}`"
+        if is_function(name)
+        else public_name(str(name))
+    )
 
 
 def usage(classifies: bool, adapter: bool) -> str:
     """Code that loads what is saved, and the paper to cite."""
     task = "SequenceClassification" if classifies else "CausalLM"
-    library, loader = ("peft", f"AutoPeftModelFor{task}") if adapter else ("transformers", f"AutoModelFor{task}")
+    library, loader = (
+        ("peft", f"AutoPeftModelFor{task}") if adapter else ("transformers", f"AutoModelFor{task}")
+    )
     code = [
         f"from {library} import {loader}",
         "from transformers import AutoTokenizer",
@@ -149,34 +195,67 @@ def usage(classifies: bool, adapter: bool) -> str:
         f'model = {loader}.from_pretrained("FOLDER OR NAME")',
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER OR NAME")',
     ]
-    return "\n".join(["## Use", "", "```python", *code, "```", "", "## Citation", "", "```bibtex", CITATION, "```"])
+    return "\n".join(
+        [
+            "## Use",
+            "",
+            "```python",
+            *code,
+            "```",
+            "",
+            "## Citation",
+            "",
+            "```bibtex",
+            CITATION,
+            "```",
+        ]
+    )
 
 
 def table(first: str, second: str, rows: dict[str, Any]) -> str:
-    return "\n".join([f"| {first} | {second} |", "| --- | --- |", *(f"| `{key}` | {rows[key]} |" for key in rows)])
+    return "\n".join(
+        [
+            f"| {first} | {second} |",
+            "| --- | --- |",
+            *(f"| `{key}` | {rows[key]} |" for key in rows),
+        ]
+    )
 
 
 def data_names(config: StageConfig) -> list[str]:
     values = [str(value) for option in DATA if (value := config.values().get(option))]
-    return [name.strip() for value in values for name in ([value] if Path(value).exists() else value.split(","))]
+    return [
+        name.strip()
+        for value in values
+        for name in ([value] if Path(value).exists() else value.split(","))
+    ]
 
 
 def hub_name(name: str) -> str | None:
-    """The name of a model or a data set on the hub; None for what is a file, a folder or an endpoint."""
+    """The name of a model or a data set on the hub; None for what is a file, a folder or an
+    endpoint.
+    """
     match = HUB_NAME.fullmatch(name)
-    return None if match is None or name.endswith(FILE_SUFFIXES) or Path(name).exists() else match[1]
+    return (
+        None if match is None or name.endswith(FILE_SUFFIXES) or Path(name).exists() else match[1]
+    )
 
 
 def ancestry(model: str) -> tuple[str | None, dict[str, Any]]:
-    """The model of the hub that a model was trained from, through any chain of runs, and the license that binds all of
-    them: `license`, `license_name` and `license_link`, as far as the card in the model's folder says so. Terms such as
-    Gemma's and Llama's travel with whatever is made of the model.
+    """The model of the hub that a model was trained from, through any chain of runs, and the
+    license that binds all of them: `license`, `license_name` and `license_link`, as far as the card
+    in the model's folder says so. Terms such as Gemma's and Llama's travel with whatever is made of
+    the model.
     """
     if name := hub_name(model):
         return name, {}
     try:
         stated = metadata_load(Path(model) / CARD)
-    except (OSError, ValueError, yaml.YAMLError):  # no folder, no card, or one that is not in the hub's form
+    except (
+        OSError,
+        ValueError,
+        yaml.YAMLError,
+    ):  # no folder, no card, or one that is not in the hub's form
         stated = None
     stated = stated if isinstance(stated, dict) else {}
     base = stated.get("base_model")

@@ -1,7 +1,8 @@
 """The folder of a run's states: saves them, finds the newest whole one, loads it.
 
-A state has named tensors as safetensors, and the random generators of each process as JSON. The run's own random
-choices depend on seed and step only, but a reward function may draw from the global generators.
+A state has named tensors as safetensors, and the random generators of each process as JSON. The
+run's own random choices depend on seed and step only, but a reward function may draw from the
+global generators.
 """
 
 import json
@@ -49,7 +50,7 @@ from fastp3o.run.tensors import copied_to_write, load_tensors
 from fastp3o.runtime.finiteness import require_all_finite
 from fastp3o.runtime.processes import on_every_process, on_main_process
 
-# --- random generators ------------------------------------------------------------------------------------------------
+# --- random generators ----------------------------------------------------------------------------
 
 
 def generator_states() -> dict[str, Any]:
@@ -82,7 +83,7 @@ NAME = re.compile(r"step-(\d{6,})")
 CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 
 
-# --- folders that appear whole ----------------------------------------------------------------------------------------
+# --- folders that appear whole --------------------------------------------------------------------
 
 
 def put_in_place(unfinished: Path, manifest: Manifest) -> None:
@@ -107,13 +108,14 @@ def placed_name(state: Path) -> str:
     return (place_of(state) or state).name
 
 
-# --- the state of a run -----------------------------------------------------------------------------------------------
+# --- the state of a run ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run: its state without the tensors. evaluated: whether the evaluation that is due after `step`
-    was made. counters: states of the optimizer and other parts, by name. generators: of this process's random numbers.
+    """The progress of a run: its state without the tensors. evaluated: whether the evaluation that
+    is due after `step` was made. counters: states of the optimizer and other parts, by name.
+    generators: of this process's random numbers.
     """
 
     step: int
@@ -126,7 +128,9 @@ class Pending(Protocol):
     """Work that continues beside the steps, such as rollouts of later ones."""
 
     def saved(self, step: int) -> dict[str, Any]:
-        """The values that a run which continues after `step` needs, as JSON, the same on all processes."""
+        """The values that a run which continues after `step` needs, as JSON, the same on all
+        processes.
+        """
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continues from what `saved` has returned."""
@@ -137,8 +141,9 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run carries from step to step next to its optimizer. parts: with states of their own, by name, such as
-    the scaling of rewards. tensors: gives the tensors that change; they are filled in place. pending: work under way.
+    """All that a run carries from step to step next to its optimizer. parts: with states of their
+    own, by name, such as the scaling of rewards. tensors: gives the tensors that change; they are
+    filled in place. pending: work under way.
     """
 
     parts: Mapping[str, Stateful] = field(default_factory=dict)
@@ -147,20 +152,26 @@ class RunState:
 
 
 class States:
-    """The states of a run in `folder`. The newest two stay, and files with other names are not touched.
+    """The states of a run in `folder`. The newest two stay, and files with other names are not
+    touched.
 
-    `save` copies a state, which a thread of each process writes while the run continues. `place` waits for the threads
-    of all processes, at the same point of the run on each. A state that is whole and was not placed, since the run was
-    killed, is found all the same.
+    `save` copies a state, which a thread of each process writes while the run continues. `place`
+    waits for the threads of all processes, at the same point of the run on each. A state that is
+    whole and was not placed, since the run was killed, is found all the same.
     """
 
     def __init__(self, folder: Path, optimizer: Optimizer, carried: RunState, begun: str = ""):
         """begun: a Manifest's."""
-        self.accelerator, self.folder, self.optimizer, self.begun = optimizer.accelerator, folder, optimizer, begun
+        self.accelerator = optimizer.accelerator
+        self.folder = folder
+        self.optimizer = optimizer
+        self.begun = begun
         self.other_tensors, self.pending = carried.tensors, carried.pending
         self.parts = {"optimizer": optimizer, **carried.parts}
         self.newest: Path | None = None  # the newest state that is known to be whole
-        self.writing: Iterator[None] = iter(())  # waits for the state that is being written, and places it
+        self.writing: Iterator[None] = iter(
+            ()
+        )  # waits for the state that is being written, and places it
         self.written: Future[dict[str, str]] | None = None  # this process's part of that state
         self.corrupt: list[Path] = []
 
@@ -170,14 +181,19 @@ class States:
 
     def with_loss_scale(self, progress: Progress) -> Progress:
         """The progress with the loss scale as the host has read it since."""
-        optimizer = progress.counters["optimizer"] | {"loss_scale": self.optimizer.guard.state_dict()}
+        optimizer = progress.counters["optimizer"] | {
+            "loss_scale": self.optimizer.guard.state_dict()
+        }
         return replace(progress, counters=progress.counters | {"optimizer": optimizer})
 
-    # --- saving -------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
-    def save(self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]) -> None:
-        """Copies a state, which is then written until `place`. The optimizer must stand where `progress` was taken.
-        Raises NotFiniteError, with nothing written, if a weight or a moment is not finite.
+    def save(
+        self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]
+    ) -> None:
+        """Copies a state, which is then written until `place`. The optimizer must stand where
+        `progress` was taken. Raises NotFiniteError, with nothing written, if a weight or a moment
+        is not finite.
         """
         self.place()
         if self.folder / f"step-{progress.step:06}" != self.newest:
@@ -185,8 +201,8 @@ class States:
             next(self.writing)
 
     def place(self) -> None:
-        """Puts the state that is being written in its place once it is whole, and removes all but the last two. Raises
-        the error of any process's thread on all of them.
+        """Puts the state that is being written in its place once it is whole, and removes all but
+        the last two. Raises the error of any process's thread on all of them.
         """
         writing, self.writing = self.writing, iter(())
         next(writing, None)
@@ -198,8 +214,9 @@ class States:
         return self.written is not None and self.written.done()
 
     def place_alone(self) -> None:
-        """Places the state that is being written if it is whole, after an error: the other processes may be anywhere.
-        One that still lacks a process's part stays as it is, and `find` looks again.
+        """Places the state that is being written if it is whole, after an error: the other
+        processes may be anywhere. One that still lacks a process's part stays as it is, and `find`
+        looks again.
         """
         if self.written is None:
             return
@@ -223,15 +240,23 @@ class States:
             numbers |= {COUNTERS: progress.counters} | ({PENDING: pending} if pending else {})
         texts = {name: json.dumps(content) for name, content in numbers.items()}
         processes = self.accelerator.num_processes
-        manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, {}, self.begun)
-        self.unfinished = unfinished = on_main_process(self.accelerator, lambda: make_unfinished(place))
+        manifest = Manifest(
+            progress.step, progress.evaluated, processes, config, fingerprints, {}, self.begun
+        )
+        self.unfinished = unfinished = on_main_process(
+            self.accelerator, lambda: make_unfinished(place)
+        )
         try:
             with naming(place), ThreadPoolExecutor(1) as thread:
                 write_tensors = copied_to_write(unfinished / f"{self.process}.safetensors", tensors)
 
                 def write() -> dict[str, str]:
-                    sums = write_tensors() | {name: write_file(unfinished / name, text) for name, text in texts.items()}
-                    replace(manifest, checksums=sums).write(unfinished, part_name(self.accelerator.process_index))
+                    sums = write_tensors() | {
+                        name: write_file(unfinished / name, text) for name, text in texts.items()
+                    }
+                    replace(manifest, checksums=sums).write(
+                        unfinished, part_name(self.accelerator.process_index)
+                    )
                     return sums
 
                 self.written = written = thread.submit(write)
@@ -251,18 +276,21 @@ class States:
         """The name of this process's files."""
         return f"process-{self.accelerator.process_index:05}"
 
-    # --- finding ------------------------------------------------------------------------------------------------------
+    # --- finding ----------------------------------------------------------------------------------
 
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""
         names = sorted(path.name for path in self.folder.iterdir())
-        states = sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: int(name[len("step-") :]))
+        states = sorted(
+            (name for name in names if NAME.fullmatch(name)),
+            key=lambda name: int(name[len("step-") :]),
+        )
         for name in [*states[:-KEPT], *filter(CORRUPT.fullmatch, names)]:
             remove(self.folder / name)
 
     def find(self) -> tuple[Manifest | None, list[str]]:
-        """Finds the newest whole state, and says which newer ones are damaged. Changes nothing. Raises
-        CorruptStateError if there are states and none is whole.
+        """Finds the newest whole state, and says which newer ones are damaged. Changes nothing.
+        Raises CorruptStateError if there are states and none is whole.
         """
         self.newest, self.corrupt = None, []
         problems: list[str] = []
@@ -283,7 +311,9 @@ class States:
         return None, []
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
-        """States, newest first, with their manifests or the problem; also whole ones that are not in their place."""
+        """States, newest first, with their manifests or the problem; also whole ones that are not
+        in their place.
+        """
         states: list[tuple[Path, Manifest | None, str | None]] = []
         for path in newest_first(self.folder):
             if (place := place_of(path)) is not None:
@@ -302,28 +332,41 @@ class States:
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""
         # Each process reads its share.
-        names = sorted(manifest.checksums)[self.accelerator.process_index :: self.accelerator.num_processes]
+        names = sorted(manifest.checksums)[
+            self.accelerator.process_index :: self.accelerator.num_processes
+        ]
         try:
-            sums = on_every_process(self.accelerator, lambda: [(name, checksum(path / name)) for name in names])
+            sums = on_every_process(
+                self.accelerator, lambda: [(name, checksum(path / name)) for name in names]
+            )
         except OSError as error:
             return f"{Path(error.filename).name} cannot be read ({error.strerror})"
         written = dict(gather_object(sums))
-        changed = sorted(name for name, expected in manifest.checksums.items() if written[name] != expected)
-        return f"{changed[0]} has a different checksum than when it was written" if changed else None
+        changed = sorted(
+            name for name, expected in manifest.checksums.items() if written[name] != expected
+        )
+        return (
+            f"{changed[0]} has a different checksum than when it was written" if changed else None
+        )
 
-    # --- loading ------------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
     def load(self, manifest: Manifest) -> Progress:
-        """Restores the state that was found. Renames corrupt ones, so that their steps can be saved again. Raises
-        ValueError, with nothing changed, if it lacks tensors that this run has next to the optimizer's.
+        """Restores the state that was found. Renames corrupt ones, so that their steps can be saved
+        again. Raises ValueError, with nothing changed, if it lacks tensors that this run has next
+        to the optimizer's.
         """
         assert self.newest is not None
         newest, others = self.newest, self.other_tensors()
         reader = HuggingFaceStorageReader(str(newest))
-        names = on_every_process(self.accelerator, lambda: set(reader.read_metadata().state_dict_metadata))
+        names = on_every_process(
+            self.accelerator, lambda: set(reader.read_metadata().state_dict_metadata)
+        )
         if others.keys() - names:
             lacks = f"{from_here(newest)} lacks {min(others.keys() - names)}, which this run has"
-            raise UserError(f"--resume: {lacks}: did it use another --precision? Use that one, or a new --output_dir")
+            raise UserError(
+                f"--resume: {lacks}: did it use another --precision? Use that one, or a new --output_dir"
+            )
         on_main_process(self.accelerator, self.rename_corrupt)
         if (place := place_of(newest)) is not None:
             on_main_process(self.accelerator, lambda: put_in_place(newest, manifest))

@@ -1,4 +1,6 @@
-"""When the device has done what was launched, and numbers that the host reads late: neither waits for the device."""
+"""When the device has done what was launched, and numbers that the host reads late: neither waits
+for the device.
+"""
 
 import time
 
@@ -24,7 +26,9 @@ class Moment:
 
 
 class LateNumbers(Moment):
-    """Numbers that are on their way to the host, and the moment of their arrival: the host launches more meanwhile."""
+    """Numbers that are on their way to the host, and the moment of their arrival: the host launches
+    more meanwhile.
+    """
 
     def __init__(self, numbers: Tensor):
         self.numbers = numbers.to("cpu", non_blocking=True)

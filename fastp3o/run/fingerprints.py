@@ -1,6 +1,8 @@
-"""Hashes of the data, models and reward functions that a configuration names, since contents change under a name.
+"""Hashes of the data, models and reward functions that a configuration names, since contents change
+under a name.
 
-A fingerprint has the name of its option, behind it the model's if there are several; a function's ends in ` function`.
+A fingerprint has the name of its option, behind it the model's if there are several; a function's
+ends in ` function`.
 """
 
 import hashlib
@@ -17,8 +19,21 @@ from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.calls.function import is_file
-from fastp3o.models.checkpoint_files import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
-from fastp3o.rewards.config import ENVIRONMENT, cascaded, is_endpoint, is_function, is_judge, reward_names
+from fastp3o.models.checkpoint_files import (
+    TOKENIZER_FILES,
+    at,
+    base_model_name,
+    errors_naming,
+    weight_files,
+)
+from fastp3o.rewards.config import (
+    ENVIRONMENT,
+    cascaded,
+    is_endpoint,
+    is_function,
+    is_judge,
+    reward_names,
+)
 from fastp3o.sources import InMemory, ModelSource, revised
 
 MODELS = ("model", "reference", "rival", "reward", "gold_reward")
@@ -26,19 +41,31 @@ TEXTS = ("prefix", "principles", "judge_principles", "judge_template")  # files
 FUNCTION = " function"
 ENDPOINT = "endpoint"  # of every endpoint: a service may move to another host
 
-TOKENS = (*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENS = (
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME, *TOKENS), "*.py"
 
-# This much of each tensor is read: reading all would take as long as loading, and a step moves most of a tensor.
+# This much of each tensor is read: reading all would take as long as loading, and a step moves most
+# of a tensor.
 BLOCK_BYTES = 2**16
 
 
-def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | None]) -> dict[str, str]:
-    """The fingerprints of data sets, by the option that names them, and of the models and functions that options name.
+def run_fingerprints(
+    options: Mapping[str, Any], data: Mapping[str, Dataset | None]
+) -> dict[str, str]:
+    """The fingerprints of data sets, by the option that names them, and of the models and functions
+    that options name.
 
     options: the values of a configuration by name, with objects where it has some (`Flags.values`).
     """
-    fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
+    fingerprints = {
+        name: examples._fingerprint for name, examples in data.items() if examples is not None
+    }
     if environment := options.get("environment"):
         fingerprints["environment" + FUNCTION] = function_fingerprint(str(environment))
     for option in TEXTS:
@@ -49,7 +76,11 @@ def run_fingerprints(options: Mapping[str, Any], data: Mapping[str, Dataset | No
         for name in (name for name in names if name != ENVIRONMENT or not environment):
             key = option if len(names) == 1 else f"{option} {name}"
             if is_judge(name) and options.get("judge_model"):
-                fingerprints[key] = ENDPOINT if options.get("judge_url") else model_fingerprint(options["judge_model"])
+                fingerprints[key] = (
+                    ENDPOINT
+                    if options.get("judge_url")
+                    else model_fingerprint(options["judge_model"])
+                )
             elif is_function(str(name)):
                 fingerprints[key + FUNCTION] = function_fingerprint(str(name))
             else:
@@ -67,20 +98,28 @@ def names_in(options: Mapping[str, Any], option: str) -> list[ModelSource]:
 
 
 def model_fingerprint(name: ModelSource) -> str:
-    """The hash of the weights, settings, tokenizer and code of a folder or hub model. LoRA adapters include their base
-    model. Raises ValueError if one of them cannot be read.
+    """The hash of the weights, settings, tokenizer and code of a folder or hub model. LoRA adapters
+    include their base model. Raises ValueError if one of them cannot be read.
 
-    A block of every tensor is read, or all of a smaller one. Training that moves only other parts of a large tensor,
-    such as single rows of an embedding, goes unnoticed. So does a change of code in another hub model.
+    A block of every tensor is read, or all of a smaller one. Training that moves only other parts
+    of a large tensor, such as single rows of an embedding, goes unnoticed. So does a change of code
+    in another hub model.
     """
     if isinstance(name, InMemory):
         return name.value.fingerprint()
     digest = hashlib.sha256()
     with errors_naming(name):
-        # All of these are downloaded from the hub, so that the hash does not depend on what was loaded before.
-        wanted = {"allow_patterns": [*SETTINGS, CODE], "local_files_only": constants.HF_HUB_OFFLINE, **at(name)}
+        # All of these are downloaded from the hub, so that the hash does not depend on what was
+        # loaded before.
+        wanted = {
+            "allow_patterns": [*SETTINGS, CODE],
+            "local_files_only": constants.HF_HUB_OFFLINE,
+            **at(name),
+        }
         folder = str(name) if os.path.isdir(str(name)) else snapshot_download(str(name), **wanted)
-        settings = sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
+        settings = sorted(
+            path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE)
+        )
         for path in settings:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
         for path in weight_files(name):
@@ -94,7 +133,9 @@ def model_fingerprint(name: ModelSource) -> str:
 
 
 def header_and_blocks(path: Path) -> Iterator[bytes]:
-    """A safetensors file's header, with names, dtypes, shapes and offsets, and the middle of each tensor."""
+    """A safetensors file's header, with names, dtypes, shapes and offsets, and the middle of each
+    tensor.
+    """
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))
@@ -120,4 +161,6 @@ def function_fingerprint(name: str) -> str:
         spec = importlib.util.find_spec(module)
         origin = None if spec is None else spec.origin
     source = None if origin is None else Path(origin)
-    return hashlib.sha256(source.read_bytes() if source is not None and source.is_file() else b"").hexdigest()
+    return hashlib.sha256(
+        source.read_bytes() if source is not None and source.is_file() else b""
+    ).hexdigest()

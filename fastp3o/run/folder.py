@@ -1,4 +1,6 @@
-"""The folder of a run: its lock, its configuration, and its clean-up before a resumed run continues."""
+"""The folder of a run: its lock, its configuration, and its clean-up before a resumed run
+continues.
+"""
 
 import errno
 import fcntl
@@ -37,18 +39,27 @@ OURS = re.compile(
 )
 
 # All that a run writes, and what there is only once it has made a step or a sample.
-WRITTEN = re.compile(rf"{OURS.pattern}|{names.LOCK}|{names.STATES}|trackers|{VERDICTS}|verdicts-\d+\.jsonl")
-MADE = {names.STATES, names.FINISHED_MODEL, names.ADAPTER, names.BEST_MODEL, names.SAMPLES, *names.LOGS}
+WRITTEN = re.compile(
+    rf"{OURS.pattern}|{names.LOCK}|{names.STATES}|trackers|{VERDICTS}|verdicts-\d+\.jsonl"
+)
+MADE = {
+    names.STATES,
+    names.FINISHED_MODEL,
+    names.ADAPTER,
+    names.BEST_MODEL,
+    names.SAMPLES,
+    *names.LOGS,
+}
 
-# This process's locks by folder as it is named: a link may lead elsewhere later. They are global because something may
-# still hold the objects of a run that failed.
+# This process's locks by folder as it is named: a link may lead elsewhere later. They are global
+# because something may still hold the objects of a run that failed.
 locks: dict[Path, int] = {}
 
 
 def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
-    """Checks the folder before anything is loaded, and leaves nothing. Raises FileExistsError if it holds a run that
-    this one does not resume, or files that are not a run's; UserError if a model that the run starts from lies in it,
-    or if it is not the same folder for all processes.
+    """Checks the folder before anything is loaded, and leaves nothing. Raises FileExistsError if it
+    holds a run that this one does not resume, or files that are not a run's; UserError if a model
+    that the run starts from lies in it, or if it is not the same folder for all processes.
     """
     on_main_process(accelerator, lambda: require_usable(config))
     if accelerator.num_processes == 1:
@@ -61,7 +72,9 @@ def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
     on_main_process(accelerator, token.unlink)
     if others := sorted({place for sees, place in seen if not sees}):
         shared = "name a folder on a file system that all nodes share"
-        raise UserError(f"--output_dir: {', '.join(others)} is not {seen[0][1]}, where process 0 writes: {shared}")
+        raise UserError(
+            f"--output_dir: {', '.join(others)} is not {seen[0][1]}, where process 0 writes: {shared}"
+        )
 
 
 def require_usable(config: RunConfig) -> None:
@@ -78,21 +91,29 @@ def require_usable(config: RunConfig) -> None:
     if not folder.is_dir():
         raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
     held = sorted(path.name for path in folder.iterdir() if not LEFTOVER.fullmatch(path.name))
-    is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(held)  # a removed lock is made again
+    is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(
+        held
+    )  # a removed lock is made again
     if held and not is_a_run:
         other = f"is not empty and was not written by this version of fastp3o ({held[0]})"
         raise FileExistsError(f"--output_dir {folder} {other}: name a new or empty folder")
     if config.overwrite:
         if others := [name for name in held if not WRITTEN.fullmatch(name)]:
-            raise FileExistsError(f"--overwrite: no run has written {others[0]} in {folder}: move it away")
-    elif not config.resume and any(name in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held):
-        remedies = "continue it with --resume, remove it with --overwrite, or name another --output_dir"
+            raise FileExistsError(
+                f"--overwrite: no run has written {others[0]} in {folder}: move it away"
+            )
+    elif not config.resume and any(
+        name in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in held
+    ):
+        remedies = (
+            "continue it with --resume, remove it with --overwrite, or name another --output_dir"
+        )
         raise FileExistsError(f"{folder} holds a run already: {remedies}")
 
 
 def claim(accelerator: Accelerator, config: RunConfig) -> Path:
-    """Makes the folder and locks it, until the process ends or `release` is called. Raises what `check_output_dir`
-    does, and FileExistsError if another process trains in it.
+    """Makes the folder and locks it, until the process ends or `release` is called. Raises what
+    `check_output_dir` does, and FileExistsError if another process trains in it.
     """
     folder = config.folder
 
@@ -123,7 +144,9 @@ def lock(folder: Path) -> None:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             holder = os.read(descriptor, 1000).decode(errors="replace").strip()
             os.close(descriptor)
-            raise FileExistsError(f"another process trains in {from_here(folder)} ({holder}): wait for it") from error
+            raise FileExistsError(
+                f"another process trains in {from_here(folder)} ({holder}): wait for it"
+            ) from error
         lacks = f"its file system has no locks ({error.strerror})"
         print(f"{from_here(folder)}: {lacks}: train there in one process at a time")
     os.ftruncate(descriptor, 0)
@@ -132,7 +155,9 @@ def lock(folder: Path) -> None:
 
 
 def require_claimed(folder: Path) -> None:
-    """Raises FileNotFoundError if the locked folder is gone: unmounted, replaced or removed while the run trains."""
+    """Raises FileNotFoundError if the locked folder is gone: unmounted, replaced or removed while
+    the run trains.
+    """
     descriptor = locks.get(folder.absolute())
     if descriptor is None:
         return
@@ -161,8 +186,14 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Writes options for commands to read again, without None and without `overwrite`, which would remove the run."""
-    options = {name: value for name, value in config.plain().items() if value is not None and name != "overwrite"}
+    """Writes options for commands to read again, without None and without `overwrite`, which would
+    remove the run.
+    """
+    options = {
+        name: value
+        for name, value in config.plain().items()
+        if value is not None and name != "overwrite"
+    }
     write_file(folder / names.CONFIG, yaml.safe_dump(options, sort_keys=False))
 
 

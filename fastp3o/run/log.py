@@ -26,7 +26,9 @@ def finite_or_none(value: float) -> float | None:
 
 
 def read(path: Path, key: str = "step") -> Iterator[dict[str, Any]]:
-    """The records of a log. Damaged lines, such as one that is being written, are left out. key: of their numbers."""
+    """The records of a log. Damaged lines, such as one that is being written, are left out. key: of
+    their numbers.
+    """
     return (values for line in lines(path) if (values := record(line, key)))
 
 
@@ -41,11 +43,13 @@ def record(line: bytes, key: str) -> dict[str, Any] | None:
 
 
 def cut_after(path: Path, last: int, key: str = "step") -> list[str]:
-    """Removes the lines after number `last`, which a resumed run writes again, and damaged ones, such as the end of a
-    file on a disk that was full. Returns a message for each that is damaged. All that belongs to steps up to `last` was
-    synced before the state of that step was.
+    """Removes the lines after number `last`, which a resumed run writes again, and damaged ones,
+    such as the end of a file on a disk that was full. Returns a message for each that is damaged.
+    All that belongs to steps up to `last` was synced before the state of that step was.
     """
-    numbers = [values[key] if values else None for values in (record(line, key) for line in lines(path))]
+    numbers = [
+        values[key] if values else None for values in (record(line, key) for line in lines(path))
+    ]
     kept = [number is not None and number <= last for number in numbers]
     if not all(kept):
         with whole_file(path) as file:
@@ -65,10 +69,11 @@ def sync_logs(folder: Path) -> None:
 class LoggedResponse:
     """One response. A part or a log-ratio that is not finite is None.
 
-    ids: with the end-of-sequence if it was sampled. reward: unscaled, less penalties. parts: rewards that it is the sum
-    of, unweighted, and penalties, by the names of their metrics. log_ratio: log π_old(y|x) − log π_ref(y|x) in nats.
-    finished: whether it ended with an end-of-sequence; otherwise it was cut. turns: of a trajectory: for each the first
-    of its ids, the one behind its last, rewards by name, and what the environment raised.
+    ids: with the end-of-sequence if it was sampled. reward: unscaled, less penalties. parts:
+    rewards that it is the sum of, unweighted, and penalties, by the names of their metrics.
+    log_ratio: log π_old(y|x) − log π_ref(y|x) in nats. finished: whether it ended with an
+    end-of-sequence; otherwise it was cut. turns: of a trajectory: for each the first of its ids,
+    the one behind its last, rewards by name, and what the environment raised.
     """
 
     text: str
@@ -82,7 +87,9 @@ class LoggedResponse:
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """A prompt of an update with its responses. kl: mean log-ratio of those that the policy sampled, in nats."""
+    """A prompt of an update with its responses. kl: mean log-ratio of those that the policy
+    sampled, in nats.
+    """
 
     step: int
     prompt: str
@@ -97,7 +104,9 @@ def read_updates(path: Path) -> Iterator[list[LoggedGroup]]:
         for values in update:
             with suppress(LookupError, TypeError):  # a line of something else
                 responses = [LoggedResponse(**response) for response in values["responses"]]
-                if responses and all(isinstance(response.reward, float | int) for response in responses):
+                if responses and all(
+                    isinstance(response.reward, float | int) for response in responses
+                ):
                     groups.append(LoggedGroup(**values | {"responses": responses}))
         if groups:
             yield groups

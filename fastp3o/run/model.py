@@ -7,7 +7,13 @@ from types import MappingProxyType
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.files import remove
-from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter, write_model
+from fastp3o.models.save import (
+    adapter_config,
+    adapter_weights,
+    base_name,
+    write_adapter,
+    write_model,
+)
 from fastp3o.models.trainable import scores_responses
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.run.card import CARD, Training
@@ -22,9 +28,10 @@ def save_trained(
     training: Training,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says, each with a card. What an earlier
-    save with another choice has left is removed. folder: of the model. The adapter goes into `adapter/`, beside
-    `model/` and inside any other folder. files: further texts in the folder, by the names of their files.
+    """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says, each with a
+    card. What an earlier save with another choice has left is removed. folder: of the model. The
+    adapter goes into `adapter/`, beside `model/` and inside any other folder. files: further texts
+    in the folder, by the names of their files.
     """
     accelerator, model, parts = optimizer.accelerator, optimizer.model, training.config.lora_save
     saves_adapter = parts != "merged" and base_name(model.model) is not None
@@ -39,7 +46,11 @@ def save_trained(
         (place / CARD).write_text(training.card(classifies=scores_responses(model), adapter=True))
 
     def write_texts(place: Path) -> None:
-        card = {CARD: training.card(classifies=scores_responses(model), adapter=False)} if saves_model else {}
+        card = (
+            {CARD: training.card(classifies=scores_responses(model), adapter=False)}
+            if saves_model
+            else {}
+        )
         for name, text in {**card, **files}.items():
             (place / name).write_text(text)
 

@@ -32,13 +32,16 @@ SUPERVISED = {
 }
 PART = "reward/"  # begins the names of a reward's parts
 MOST_IN_A_ROW, MOST_IN_ROWS = 3, 4  # panels of a single row, and of each of several
-SMOOTHED_FROM, MEANS = 100, 25  # steps from which on there is a running mean; its window is this part of them
+SMOOTHED_FROM, MEANS = (
+    100,
+    25,
+)  # steps from which on there is a running mean; its window is this part of them
 STEPS, EVALUATIONS = "#1f77b4", "#d62728"
 
 
 def panels(steps: Collection[str], evaluated: Collection[str]) -> tuple[dict[str, str], str]:
-    """The panels of metrics that steps and evaluations have logged: their titles, and the unit of steps. An online run
-    has one for each part of its reward, too.
+    """The panels of metrics that steps and evaluations have logged: their titles, and the unit of
+    steps. An online run has one for each part of its reward, too.
     """
     logged = {*steps, *evaluated}
     if "reward" not in steps:
@@ -49,15 +52,18 @@ def panels(steps: Collection[str], evaluated: Collection[str]) -> tuple[dict[str
 
 
 def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
-    """Writes a PNG, complete or not at all. Returns whether there was anything to draw. metrics, evaluations: logs of
-    the run; lines that are damaged are left out.
+    """Writes a PNG, complete or not at all. Returns whether there was anything to draw. metrics,
+    evaluations: logs of the run; lines that are damaged are left out.
     """
     # These take half a second, for which the start of a run does not wait.
     import pandas as pd
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps, evaluated = (pd.DataFrame([*read(log)]).dropna(axis="columns", how="all") for log in (metrics, evaluations))
+    steps, evaluated = (
+        pd.DataFrame([*read(log)]).dropna(axis="columns", how="all")
+        for log in (metrics, evaluations)
+    )
     if steps.empty:
         return False
     titles, unit = panels(steps.columns, evaluated.columns)
@@ -68,7 +74,9 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
     window = len(steps) // MEANS if len(steps) >= SMOOTHED_FROM else 0
     handles: dict[str, Artist] = {}
     for place, metric in enumerate(shown, 1):
-        axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if figure.axes else None)
+        axes = figure.add_subplot(
+            rows, columns, place, sharex=figure.axes[0] if figure.axes else None
+        )
         if metric in steps:
             values = steps.set_index("step")[metric].dropna()
             # The mean of a constant would show nothing but rounding.
@@ -78,7 +86,9 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
                 values = values.rolling(window, center=True, min_periods=1).mean()
             marker = "." if len(values) == 1 else ""
             label = f"training, and its mean over {window} steps" if window else "training"
-            (handles[label],) = axes.plot(values, color=STEPS, marker=marker, linewidth=1.8 if smooth else 1.2)
+            (handles[label],) = axes.plot(
+                values, color=STEPS, marker=marker, linewidth=1.8 if smooth else 1.2
+            )
         if metric in evaluated:
             values = evaluated.set_index("step")[metric].dropna()
             (handles["evaluation"],) = axes.plot(values, "o", color=EVALUATIONS, markersize=4.5)
@@ -89,7 +99,9 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
         if place > len(shown) - columns:
             axes.set_xlabel(unit, fontsize=9)
     figure.suptitle(str(path.parent), fontsize=11, parse_math=False)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=9
+    )
     with whole_file(path) as file:
         figure.savefig(file, dpi=120, format="png")
     return True

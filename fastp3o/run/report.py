@@ -1,4 +1,6 @@
-"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, and a plot."""
+"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, and a
+plot.
+"""
 
 import json
 import os
@@ -26,20 +28,22 @@ from fastp3o.run.log import LoggedGroup, prompt_end
 from fastp3o.run.names import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
 from fastp3o.run.plot import draw_progress
 
-# Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
+# Off a terminal, a run prints about this many lines, and more if they would be further apart than
+# this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
 # Drawing the plot at evaluations takes at most this part of a run's time.
 DRAWING_SHARE = 0.02
 IN_NOTEBOOK = "ipykernel" in sys.modules
 
 
-# tqdm's own lock is shared by forks: one that is killed while it prints would stop the run for ever.
+# tqdm's own lock is shared by forks: one that is killed while it prints would stop the run for
+# ever.
 tqdm.set_lock(threading.RLock())
 
 
 class Reporter:
-    """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only.
-    ends_processes: whether their group is destroyed at the end.
+    """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main
+    process only. ends_processes: whether their group is destroyed at the end.
     """
 
     def __init__(
@@ -53,10 +57,13 @@ class Reporter:
         ends_processes: bool = True,
     ):
         self.accelerator, self.folder, self.stage, self.steps = accelerator, folder, stage, steps
-        # None: on terminals only. In a log file every redrawing would be a line; a notebook has a bar of its own.
+        # None: on terminals only. In a log file every redrawing would be a line; a notebook has a
+        # bar of its own.
         by_stream = has_no_width(sys.stderr) or None
         disable = (False if IN_NOTEBOOK else by_stream) if accelerator.is_main_process else True
-        self.bar = auto.tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
+        self.bar = auto.tqdm(
+            total=steps, initial=first_step, desc=stage, unit="step", disable=disable
+        )
         self.ends_processes = ends_processes
         self.printed_at = time.monotonic()
         self.next_drawing = 0.0  # by the same clock
@@ -71,7 +78,9 @@ class Reporter:
         values = ", ".join(f"{name} {metrics[name]:.4g}" for name in shown)
         self.unprinted = f"{self.stage} {step}/{self.steps}: {values}"
         waited = time.monotonic() - self.printed_at
-        if self.bar.disable and (step % -(-self.steps // LINES) == 0 or waited > SECONDS_BETWEEN_LINES):
+        if self.bar.disable and (
+            step % -(-self.steps // LINES) == 0 or waited > SECONDS_BETWEEN_LINES
+        ):
             self.print_last_step()
 
     def print_last_step(self) -> None:
@@ -125,12 +134,20 @@ class Reporter:
                 import pandas as pd
                 import trackio
 
-                tracker.log({name: trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))}, step=step)
+                tracker.log(
+                    {name: trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))}, step=step
+                )
 
     def samples(
-        self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]
+        self,
+        step: int,
+        prompts: Sequence[str],
+        responses: Sequence[Sequence[str]],
+        rewards: list[list[float]],
     ) -> None:
-        """Prints prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
+        """Prints prompts with their responses and rewards, as wide as the terminal (80 columns in a
+        file).
+        """
         if not self.accelerator.is_main_process:
             return
         table = Table(title=f"samples at step {step}")
@@ -155,8 +172,9 @@ class Reporter:
         self.print_last_step()
         if self.accelerator.is_main_process:
             self.print(self.draw())
-        # end_training ends the process group. That hangs while a thread of gloo waits for Python's lock to drop the
-        # tensors of its last collective. The last collective is this barrier, which has none.
+        # end_training ends the process group. That hangs while a thread of gloo waits for Python's
+        # lock to drop the tensors of its last collective. The last collective is this barrier,
+        # which has none.
         self.accelerator.wait_for_everyone()
         if self.ends_processes:
             self.accelerator.end_training()
@@ -165,8 +183,8 @@ class Reporter:
                 tracker.finish()
 
     def draw(self) -> str:
-        """Draws the run's plot, and returns a line that says where it is. Whatever fails, such as a disk that is full,
-        ends nothing: the line says so.
+        """Draws the run's plot, and returns a line that says where it is. Whatever fails, such as a
+        disk that is full, ends nothing: the line says so.
         """
         path = self.folder / PROGRESS
         try:
@@ -178,7 +196,9 @@ class Reporter:
 
 
 def has_no_width(stream: TextIO) -> bool:
-    """Whether a stream is a terminal of no columns, such as one of CI: a progress bar would be empty there."""
+    """Whether a stream is a terminal of no columns, such as one of CI: a progress bar would be
+    empty there.
+    """
     try:
         return os.get_terminal_size(stream.fileno()).columns == 0
     except (OSError, ValueError, AttributeError):  # no terminal
@@ -186,19 +206,28 @@ def has_no_width(stream: TextIO) -> bool:
 
 
 def within_terminal(line: str) -> str:
-    """A line of metrics, broken between them where a terminal would break a number. In a file it stays one line."""
+    """A line of metrics, broken between them where a terminal would break a number. In a file it
+    stays one line.
+    """
     if not sys.stdout.isatty():
         return line
     joined = line.replace(" ", "\xa0").replace(",\xa0", ", ")
     width = shutil.get_terminal_size().columns
-    lines = textwrap.wrap(joined, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        joined, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(lines).replace("\xa0", " ")
 
 
 def with_deviations(metrics: dict[str, float]) -> str:
     """Metrics on one line, with `reward 1.296 ± 0.668` for reward and reward_std."""
-    means = {name: value for name, value in metrics.items() if name.removesuffix("_std") not in metrics.keys() - {name}}
+    means = {
+        name: value
+        for name, value in metrics.items()
+        if name.removesuffix("_std") not in metrics.keys() - {name}
+    }
     return ", ".join(
-        f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
+        f"{name} {value:.4g}"
+        + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
         for name, value in means.items()
     )

@@ -23,13 +23,22 @@ from fastp3o.errors import UserError
 from fastp3o.models.ends import checkpoint_ends, write_ends
 from fastp3o.models.load_report import require_whole, without_report
 from fastp3o.run.log import read, read_updates
-from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, PROGRESS, ROLLOUTS
+from fastp3o.run.names import (
+    ADAPTER,
+    BEST_MODEL,
+    EVALUATIONS,
+    FINISHED_MODEL,
+    METRICS,
+    PROGRESS,
+    ROLLOUTS,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CLASSIFIER = "ForSequenceClassification"
-# The head of a reward model that was saved as an adapter: its name in peft's file, and in the loaded model.
+# The head of a reward model that was saved as an adapter: its name in peft's file, and in the
+# loaded model.
 SAVED_HEAD, TRAINED_HEAD = "base_model.model.score.weight", "score.modules_to_save.default.weight"
 SHOWN = 3  # prompts in a notebook
 
@@ -42,21 +51,29 @@ class Result:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The finished model, loaded from the folder onto the CPU; with its adapter, if that alone was saved."""
+        """The finished model, loaded from the folder onto the CPU; with its adapter, if that alone
+        was saved.
+        """
         return load_model(self.output_dir / FINISHED_MODEL)
 
     @cached_property
     def best_model(self) -> PreTrainedModel:
-        """The model of the best evaluation, which `keep_best` keeps. Raises UserError if none was kept."""
+        """The model of the best evaluation, which `keep_best` keeps. Raises UserError if none was
+        kept.
+        """
         folder = self.output_dir / BEST_MODEL
         if not folder.exists():
-            raise UserError(f"{self.output_dir} has no {BEST_MODEL}: keep_best, the name of a metric, keeps one")
+            raise UserError(
+                f"{self.output_dir} has no {BEST_MODEL}: keep_best, the name of a metric, keeps one"
+            )
         return load_model(folder)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         folder = self.output_dir / FINISHED_MODEL
-        return AutoTokenizer.from_pretrained(folder if folder.exists() else self.output_dir / ADAPTER)
+        return AutoTokenizer.from_pretrained(
+            folder if folder.exists() else self.output_dir / ADAPTER
+        )
 
     @cached_property
     def history(self) -> "pd.DataFrame":
@@ -70,10 +87,16 @@ class Result:
         return table(METRICS).join(table(EVALUATIONS).add_prefix("eval/"), how="outer")
 
     def _repr_html_(self) -> str:
-        """The view in a notebook: the last metrics, the plot of them, and the responses that were logged last."""
+        """The view in a notebook: the last metrics, the plot of them, and the responses that were
+        logged last.
+        """
         last = self.history.ffill().tail(1).T.to_html(float_format="{:.4g}".format, header=False)
         plot = self.output_dir / PROGRESS
-        image = f'<img src="data:image/png;base64,{b64encode(plot.read_bytes()).decode()}">' if plot.exists() else ""
+        image = (
+            f'<img src="data:image/png;base64,{b64encode(plot.read_bytes()).decode()}">'
+            if plot.exists()
+            else ""
+        )
         samples = ""
         if last_update := deque(read_updates(self.output_dir / ROLLOUTS), maxlen=1):
             rows = "".join(
@@ -81,24 +104,30 @@ class Result:
                 for group in last_update[0][:SHOWN]
                 for response in group.responses[:1]
             )
-            samples = f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{rows}</table>"
+            samples = (
+                f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{rows}</table>"
+            )
         return f"<p>{escape(str(self.output_dir))}</p>{image}{last}{samples}"
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """Loads a saved model. Where a run has saved the adapter alone, transformers loads the base and attaches it, whose
-    settings get the ends and the padding of the run's model. Raises ValueError if the files are not whole.
+    """Loads a saved model. Where a run has saved the adapter alone, transformers loads the base and
+    attaches it, whose settings get the ends and the padding of the run's model. Raises ValueError
+    if the files are not whole.
     """
     may_lack: set[str] = set()
     options: dict[str, int] = {}  # a whole model's configuration says how many outputs it has
     may_exceed: set[str] = set()
     whole = (folder / CONFIG_NAME).exists()
     if whole:
-        scores = json.loads((folder / CONFIG_NAME).read_text())["architectures"][0].endswith(CLASSIFIER)
+        scores = json.loads((folder / CONFIG_NAME).read_text())["architectures"][0].endswith(
+            CLASSIFIER
+        )
     else:
         folder = folder.with_name(ADAPTER) if folder.name == FINISHED_MODEL else folder / ADAPTER
         scores = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())["task_type"] == "SEQ_CLS"
-        # A reward model's head is in the adapter's file, from which transformers before 5.24 does not load it.
+        # A reward model's head is in the adapter's file, from which transformers before 5.24 does
+        # not load it.
         may_lack, may_exceed = {"score.weight", TRAINED_HEAD}, {"score.weight", "lm_head.weight"}
         options = {"num_labels": 1} if scores else {}
     loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM

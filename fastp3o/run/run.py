@@ -1,4 +1,6 @@
-"""Everything around the steps of a training loop: metrics, evaluations, checkpoints, stopping and resuming."""
+"""Everything around the steps of a training loop: metrics, evaluations, checkpoints, stopping and
+resuming.
+"""
 
 import math
 import signal
@@ -27,18 +29,39 @@ from fastp3o.run.card import Training
 from fastp3o.run.checkpoint import NAME, Progress, RunState, States
 from fastp3o.run.device_clock import LateNumbers, Moment
 from fastp3o.run.fingerprints import run_fingerprints
-from fastp3o.run.folder import claim, clear_away, keep_newest, release, require_claimed, write_config
+from fastp3o.run.folder import (
+    claim,
+    clear_away,
+    keep_newest,
+    release,
+    require_claimed,
+    write_config,
+)
 from fastp3o.run.hang import HangWatch
 from fastp3o.run.hub import upload
 from fastp3o.run.log import cut_after, sync_logs
 from fastp3o.run.manifest import ResumeError, require_same_run
 from fastp3o.run.model import save_trained
-from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS, STATES
+from fastp3o.run.names import (
+    ADAPTER,
+    BEST_MODEL,
+    EVALUATIONS,
+    FINISHED_MODEL,
+    METRICS,
+    ROLLOUTS,
+    STATES,
+)
 from fastp3o.run.phases import Phases, peak_memory_gib
 from fastp3o.run.report import Reporter
 from fastp3o.run.signals import StoppedError, Stops
 from fastp3o.runtime.context import Callback, Caller, Context
-from fastp3o.runtime.finiteness import NotFiniteError, largest, not_finite, not_finite_error, require_all_finite
+from fastp3o.runtime.finiteness import (
+    NotFiniteError,
+    largest,
+    not_finite,
+    not_finite_error,
+    require_all_finite,
+)
 from fastp3o.runtime.precision import wider_precision
 from fastp3o.runtime.processes import on_main_process, result_or_error
 
@@ -47,7 +70,9 @@ TOGETHER = ("logprobs", "update")  # phases in which no process works alone for 
 
 
 class Steps(NamedTuple):
-    """The steps of a loop. stage: the progress bar's label. name: of a step, in messages. last: number of the last."""
+    """The steps of a loop. stage: the progress bar's label. name: of a step, in messages. last:
+    number of the last.
+    """
 
     stage: str
     name: str
@@ -55,21 +80,24 @@ class Steps(NamedTuple):
 
 
 class Run:
-    """Iterates over the numbers of a loop's steps, and evaluates and saves between them as the configuration says.
+    """Iterates over the numbers of a loop's steps, and evaluates and saves between them as the
+    configuration says.
 
-    A step is what the loop counts: an update of an online objective, an optimizer step of supervised training.
+    A step is what the loop counts: an update of an online objective, an optimizer step of
+    supervised training.
 
     Args:
         evaluate: gives the metrics of an evaluation; None without evaluation data.
         data: the examples, by the option that names them.
         state: what else goes from step to step and into a state.
 
-    Makes the folder of the run, or continues from the newest state in it. Raises FileExistsError if the folder is not
-    this run's, ResumeError if the run would be another than the one it continues from, and CorruptStateError if none of
-    its states is whole; all of them leave the folder as it was.
+    Makes the folder of the run, or continues from the newest state in it. Raises FileExistsError if
+    the folder is not this run's, ResumeError if the run would be another than the one it continues
+    from, and CorruptStateError if none of its states is whole; all of them leave the folder as it
+    was.
     """
 
-    # --- beginning, and the loop over steps ---------------------------------------------------------------------------
+    # --- beginning, and the loop over steps -------------------------------------------------------
 
     def __init__(
         self,
@@ -82,27 +110,36 @@ class Run:
         data: Mapping[str, Dataset | None],
         state: RunState | None = None,
     ):
-        self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
+        self.accelerator = context.accelerator
+        self.tokenizer = context.tokenizer
+        self.config = config
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
         self.on_update, self.on_evaluation = context.caller or Caller()
         self.pending = None if state is None else state.pending
         self.folder = claim(self.accelerator, config)
         try:
-            self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config.values(), data))
+            self.fingerprints = on_main_process(
+                self.accelerator, lambda: run_fingerprints(config.values(), data)
+            )
             begun = "" if context.clock is None else context.clock.moment.isoformat()
             self.states = States(self.folder / STATES, optimizer, state or RunState(), begun)
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
-            metric, lowest = config.keep_best, (config.best_is or config.keep_best) in ("lowest", "loss")
+            metric = config.keep_best
+            lowest = (config.best_is or config.keep_best) in ("lowest", "loss")
             self.best: Best | None = None
             if metric is not None:
-                self.best = on_main_process(self.accelerator, lambda: Best(metric, lowest=lowest, folder=self.folder))
+                self.best = on_main_process(
+                    self.accelerator, lambda: Best(metric, lowest=lowest, folder=self.folder)
+                )
         except BaseException:
             release(self.folder)
             raise
         done = self.progress.step
-        trackers: dict[str, dict[str, Any]] = {"tensorboard": {"purge_step": done + 1}} if done else {}
+        trackers: dict[str, dict[str, Any]] = (
+            {"tensorboard": {"purge_step": done + 1}} if done else {}
+        )
         if config.run_name is not None:
             trackers |= {tracker: {"name": config.run_name} for tracker in ("wandb", "trackio")}
         self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=trackers)
@@ -119,25 +156,38 @@ class Run:
         self.hang_watch = HangWatch(config.hang_minutes, context.mesh)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
-        self.unread: Callable[[], None] | None = None  # settles the step whose outcome the host has not read
+        self.unread: Callable[[], None] | None = (
+            None  # settles the step whose outcome the host has not read
+        )
         self.last = steps.last  # number of the last step, an earlier one once the run is to end
         self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
 
     def resumed(self) -> Progress | None:
-        """Loads the newest state if there is one, and prints its name and the options that have changed."""
+        """Loads the newest state if there is one, and prints its name and the options that have
+        changed.
+        """
         if not self.config.resume:
             return None
         manifest, lines = self.states.find()
         if manifest is None:
-            self.accelerator.print(f"--resume: there is no state in {self.states.folder} yet, the run begins")
+            self.accelerator.print(
+                f"--resume: there is no state in {self.states.folder} yet, the run begins"
+            )
             return None
-        lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
+        lines += require_same_run(
+            manifest, self.config, self.fingerprints, self.accelerator.num_processes
+        )
         assert self.states.newest is not None
         if manifest.step > self.steps.last:
             state = f"{from_here(self.states.newest)} is after {self.steps.name} {manifest.step}"
-            raise ResumeError(f"--resume: {state}, and this run would end at {self.steps.last}: ask for as many")
+            raise ResumeError(
+                f"--resume: {state}, and this run would end at {self.steps.last}: ask for as many"
+            )
         progress = self.states.load(manifest)
-        for line in [*lines, f"resuming after {self.steps.name} {manifest.step}, from {from_here(self.states.newest)}"]:
+        for line in [
+            *lines,
+            f"resuming after {self.steps.name} {manifest.step}, from {from_here(self.states.newest)}",
+        ]:
             self.accelerator.print(line)
         return progress
 
@@ -146,7 +196,11 @@ class Run:
         clear_away(self.folder)
         clear_leftovers(self.states.folder, NAME)
         done, evaluated = self.progress.step, self.progress.evaluated
-        for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
+        for name, last in (
+            (METRICS, done),
+            (ROLLOUTS, done),
+            (EVALUATIONS, done if evaluated else done - 1),
+        ):
             for line in cut_after(self.folder / name, last):
                 self.accelerator.print(line)
         write_config(self.folder, self.config)
@@ -177,7 +231,8 @@ class Run:
                         self.save_state(wait=False)
                         self.save_model(checkpoint)
                         on_main_process(
-                            self.accelerator, lambda: keep_newest(self.folder, self.config.keep_checkpoints)
+                            self.accelerator,
+                            lambda: keep_newest(self.folder, self.config.keep_checkpoints),
                         )
                 self.read_late_step()
                 self.call_back(step)
@@ -185,7 +240,8 @@ class Run:
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
                 address, error = on_main_process(
-                    self.accelerator, lambda: result_or_error(partial(upload, self.config.folder, self.config))
+                    self.accelerator,
+                    lambda: result_or_error(partial(upload, self.config.folder, self.config)),
                 )
                 self.finish(address)
                 if error is not None:  # now that all else has ended well
@@ -211,11 +267,13 @@ class Run:
         if model.exists() and adapter.exists():
             self.accelerator.print(f"adapter: {from_here(adapter)}")
 
-    # --- within a step ------------------------------------------------------------------------------------------------
+    # --- within a step ----------------------------------------------------------------------------
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of a step. Stops or saves before it if that is due and the model has not moved in this step."""
+        """Times a part of a step. Stops or saves before it if that is due and the model has not
+        moved in this step.
+        """
         self.stop_or_save()
         self.hang_watch.at(name, short=name in TOGETHER)
         with self.phases(name):
@@ -223,16 +281,18 @@ class Run:
 
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
-        """Wraps the work of a step as `saved_after_error`, and waits at its end for its optimizer steps."""
+        """Wraps the work of a step as `saved_after_error`, and waits at its end for its optimizer
+        steps.
+        """
         with self.saved_after_error(step):
             yield
             self.optimizer.require_finite()
 
     @contextmanager
     def saved_after_error(self, step: int) -> Iterator[None]:
-        """Handles a NotFiniteError, or an error of an endpoint or a user's function: saves the model if a step was
-        made, saves the state too if this step has not moved it, and says so in the error. A user's function that raised
-        KeyboardInterrupt ends the run as SIGINT does.
+        """Handles a NotFiniteError, or an error of an endpoint or a user's function: saves the
+        model if a step was made, saves the state too if this step has not moved it, and says so in
+        the error. A user's function that raised KeyboardInterrupt ends the run as SIGINT does.
         """
         try:
             yield
@@ -246,24 +306,36 @@ class Run:
             try:
                 self.require_finite_weights(step)
             except NotFiniteError:
-                raise NotFiniteError(f"{where}; the weights are already non-finite as well. {self.remedy()}") from error
-            if self.progress.step == 0 and not self.moved:  # there is nothing that the start does not have
+                raise NotFiniteError(
+                    f"{where}; the weights are already non-finite as well. {self.remedy()}"
+                ) from error
+            if (
+                self.progress.step == 0 and not self.moved
+            ):  # there is nothing that the start does not have
                 self.reporter.close()
-                raise type(error)(f"{where}; nothing was trained before that. {self.remedy()}") from error
+                raise type(error)(
+                    f"{where}; nothing was trained before that. {self.remedy()}"
+                ) from error
             if not self.moved:
                 self.save_state()
             self.save_model(stopped / FINISHED_MODEL)
             self.reporter.close()
-            raise type(error)(f"{where}; the model before that is in {from_here(stopped)}. {self.remedy()}") from error
+            raise type(error)(
+                f"{where}; the model before that is in {from_here(stopped)}. {self.remedy()}"
+            ) from error
 
     def overflow(self, error: Exception) -> str:
-        """The values of the rows that were trained on which overflow fp16, if that explains the error; else nothing."""
+        """The values of the rows that were trained on which overflow fp16, if that explains the
+        error; else nothing.
+        """
         overflow = self.optimizer.overflow() if isinstance(error, NotFiniteError) else None
         if overflow is None:
             return ""
-        return f", since {overflow}: --precision {wider_precision(trains=True).name} has a wider range"
+        return (
+            f", since {overflow}: --precision {wider_precision(trains=True).name} has a wider range"
+        )
 
-    # --- reports ------------------------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def report(
         self,
@@ -274,15 +346,20 @@ class Run:
         shown: tuple[str, ...],
         seconds: dict[str, float] | None = None,
     ) -> None:
-        """Reports a step's metrics, times and memory. tokens: trained on, over all processes. shown: the names of the
-        metrics next to the progress bar. seconds: of each phase; None for what `phase` has measured.
+        """Reports a step's metrics, times and memory. tokens: trained on, over all processes.
+        shown: the names of the metrics next to the progress bar. seconds: of each phase; None for
+        what `phase` has measured.
         """
         seconds = self.phases.read() if seconds is None else seconds
         total = sum(seconds.values())
         metrics = (
             metrics
             | {"learning_rate": metrics.get("learning_rate", self.optimizer.learning_rate)}
-            | {"peak_memory_gib": peak_memory_gib(), "seconds": total, "tokens_per_second": tokens / total}
+            | {
+                "peak_memory_gib": peak_memory_gib(),
+                "seconds": total,
+                "tokens_per_second": tokens / total,
+            }
             | {f"seconds_{phase}": value for phase, value in seconds.items()}
         )
         self.reporter.step(step, metrics, shown=shown)
@@ -299,22 +376,35 @@ class Run:
         tokens: float,
         shown: tuple[str, ...],
     ) -> None:
-        """Ends a step that the device may still be working on: reads the outcome of the step before it, and sends its
-        own on the way, which is read after the next step, or before anything is saved or evaluated. begun: when its
-        work began. metrics: 0-d, on the device. host_metrics: the others.
+        """Ends a step that the device may still be working on: reads the outcome of the step before
+        it, and sends its own on the way, which is read after the next step, or before anything is
+        saved or evaluated. begun: when its work began. metrics: 0-d, on the device. host_metrics:
+        the others.
         """
         self.read_late_step()
         outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
         steps, learning_rate = self.optimizer.steps, self.optimizer.learning_rate
-        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights())).float()
+        bad = not_finite(
+            self.accelerator, largest(self.accelerator, self.trained_weights())
+        ).float()
         late = LateNumbers(torch.cat([torch.stack([bad, *metrics.values()]), outcome]))
 
         def settle() -> None:
             bad, *numbers = late.read()
             with self.saved_after_error(step):
                 self.optimizer.settle(steps, numbers[len(metrics) :])
-            values = dict(zip(metrics, numbers, strict=False)) | host_metrics | {"learning_rate": learning_rate}
-            self.report(step, values, tokens=tokens, shown=shown, seconds={"update": late.seconds_since(begun)})
+            values = (
+                dict(zip(metrics, numbers, strict=False))
+                | host_metrics
+                | {"learning_rate": learning_rate}
+            )
+            self.report(
+                step,
+                values,
+                tokens=tokens,
+                shown=shown,
+                seconds={"update": late.seconds_since(begun)},
+            )
             if bad:
                 raise self.ruined(step, not_finite_error(A_WEIGHT, int(bad)))
             self.progress, self.optimizer_steps = self.states.with_loss_scale(progress), steps
@@ -322,9 +412,9 @@ class Run:
         self.unread = settle
 
     def read_late_step(self) -> None:
-        """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one. Raises
-        NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before that
-        step, also where a later one was launched.
+        """Reports the step whose outcome the host has not read yet, and notes its progress, if
+        there is one. Raises NotFiniteError as `saved_if_not_finite` and `require_finite_weights`
+        do. The model is then the one before that step, also where a later one was launched.
         """
         settle, self.unread = self.unread, None
         if settle is not None:
@@ -335,7 +425,7 @@ class Run:
             self.reporter.print(message)
         self.warned.add(about)
 
-    # --- evaluations and callbacks ------------------------------------------------------------------------------------
+    # --- evaluations and callbacks ----------------------------------------------------------------
 
     def evaluate_after(self, step: int) -> None:
         """Makes the evaluation if it is due and was not made before the run was resumed."""
@@ -349,31 +439,37 @@ class Run:
             with self.saved_if_not_finite(step):
                 metrics = self.evaluate()
                 for name, value in metrics.items():
-                    # A part of a sum, `reward/part`, may have weight 0; any other makes the sum NaN, too.
+                    # A part of a sum, `reward/part`, may have weight 0; any other makes the sum
+                    # NaN, too.
                     if "/" not in name and not math.isfinite(value):
                         raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
             self.reporter.evaluation(step, metrics)
             if self.best is not None and self.best.improves(step, metrics):
                 self.save_model(self.folder / BEST_MODEL, self.best.file)
-            # Only noted here: a step without one may be the last of a resumed run, and then one is due.
+            # Only noted here: a step without one may be the last of a resumed run, and then one is
+            # due.
             self.note_progress(step, evaluated=True)
             if self.on_evaluation is not None:
                 self.end_if_asked(self.on_evaluation, step, {"step": step, **metrics})
         if self.best is not None and 0 < self.config.early_stopping <= self.best.since:
-            self.reporter.print(f"--early_stopping: no evaluation since was better than {self.best}")
+            self.reporter.print(
+                f"--early_stopping: no evaluation since was better than {self.best}"
+            )
             self.last = step
 
     def call_back(self, step: int) -> None:
-        """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
+        """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks
+        for that.
+        """
         reported, self.reported = self.reported, []
         for metrics in reported:
             assert self.on_update is not None
             self.end_if_asked(self.on_update, step, metrics)
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
-        """The run ends after `step` if the callback returns True. Saves the state if it raises anything at all, such as
-        sys.exit's, or returns neither True, False nor None, so that the run can continue. The working
-        directory is as before it.
+        """The run ends after `step` if the callback returns True. Saves the state if it raises
+        anything at all, such as sys.exit's, or returns neither True, False nor None, so that the
+        run can continue. The working directory is as before it.
         """
 
         def asked() -> tuple[bool, BaseException | None]:
@@ -381,7 +477,9 @@ class Run:
                 with restored():
                     answer = callback(metrics)
                 if not isinstance(answer, bool | np.bool_ | None):
-                    raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
+                    raise UserError(
+                        f"a callback must return True, to end the run, False or None, got {answer!r:.80}"
+                    )
                 return bool(answer), None
             except BaseException as error:
                 return False, error
@@ -396,39 +494,48 @@ class Run:
             self.reporter.print(f"the callback has ended the run after {self.steps.name} {step}")
             self.last = step
 
-    # --- weights that are not finite ----------------------------------------------------------------------------------
+    # --- weights that are not finite --------------------------------------------------------------
 
     def require_finite_weights(self, step: int) -> None:
-        """Raises NotFiniteError if the step has ruined the model, before a state can replace a good one."""
+        """Raises NotFiniteError if the step has ruined the model, before a state can replace a good
+        one.
+        """
         try:
             require_all_finite(self.accelerator, A_WEIGHT, self.trained_weights())
         except NotFiniteError as error:
             raise self.ruined(step, error) from error
 
     def trained_weights(self) -> Iterator[Tensor]:
-        return (parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad)
+        return (
+            parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad
+        )
 
     def ruined(self, step: int, error: NotFiniteError) -> NotFiniteError:
-        return NotFiniteError(f"{self.steps.name} {step}: {error} after its optimizer step. {self.remedy()}")
+        return NotFiniteError(
+            f"{self.steps.name} {step}: {error} after its optimizer step. {self.remedy()}"
+        )
 
     def remedy(self) -> str:
         if self.states.newest is None:
             return "No state was saved before it: --resume starts over"
         return f"The last good state is {from_here(self.states.newest)}: --resume continues from it"
 
-    # --- stopping and saving ------------------------------------------------------------------------------------------
+    # --- stopping and saving ----------------------------------------------------------------------
 
     def note_progress(self, step: int, *, evaluated: bool) -> None:
-        self.progress, self.optimizer_steps = self.states.progress(step, evaluated=evaluated), self.optimizer.steps
+        self.progress = self.states.progress(step, evaluated=evaluated)
+        self.optimizer_steps = self.optimizer.steps
 
     @property
     def moved(self) -> bool:
-        """Whether the optimizer has made a step since progress was noted. If so, no state can be saved."""
+        """Whether the optimizer has made a step since progress was noted. If so, no state can be
+        saved.
+        """
         return self.optimizer.steps != self.optimizer_steps
 
     def stop_or_save(self) -> None:
-        """Saves the state if that is due, and places one that all have written. After a signal, saves it and ends the
-        run.
+        """Saves the state if that is due, and places one that all have written. After a signal,
+        saves it and ends the run.
         """
         waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
         due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
@@ -453,8 +560,8 @@ class Run:
         raise StoppedError(number, place)
 
     def save_state(self, *, wait: bool = True) -> None:
-        """Writes the state of the noted progress, after syncing the logs; without `wait` it is placed as soon as
-        all processes have written it, a step later at most.
+        """Writes the state of the noted progress, after syncing the logs; without `wait` it is
+        placed as soon as all processes have written it, a step later at most.
         """
         self.hang_watch.at("saving")
         assert not self.moved
@@ -469,12 +576,18 @@ class Run:
     def checkpoint_after(self, step: int) -> Path | None:
         """The folder of the checkpoint that is due after a step; None without one."""
         period = self.config.save_every
-        return self.folder / f"checkpoint-{step:06}" if step and period and step % period == 0 else None
+        return (
+            self.folder / f"checkpoint-{step:06}"
+            if step and period and step % period == 0
+            else None
+        )
 
     def save_model(self, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """files: texts that go with it, by name."""
         self.hang_watch.at("saving")
         precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
         step = self.progress.step
-        training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
+        training = Training(
+            self.config, self.steps.stage, step, self.steps.last, precision, evaluations
+        )
         save_trained(self.optimizer, self.tokenizer, folder, training, files)

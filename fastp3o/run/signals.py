@@ -18,8 +18,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StoppedError(SystemExit):
-    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number. number: of
-    the signal. place: where the run continues from, in words.
+    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's
+    number. number: of the signal. place: where the run continues from, in words.
     """
 
     def __init__(self, number: int, place: str):
@@ -28,12 +28,12 @@ class StoppedError(SystemExit):
 
 
 class Stops:
-    """Notes the first signal, so that the loop can stop at a point from which it can be resumed. A later signal ends
-    the process at once.
+    """Notes the first signal, so that the loop can stop at a point from which it can be resumed. A
+    later signal ends the process at once.
 
-    One request may arrive twice: from the terminal or Slurm at every process, and from torchrun at its workers. Signals
-    that were ignored (by nohup, or in the background of a shell) stay ignored. Processes that the run forks, such as a
-    reward's workers, have the handlers from before the run.
+    One request may arrive twice: from the terminal or Slurm at every process, and from torchrun at
+    its workers. Signals that were ignored (by nohup, or in the background of a shell) stay ignored.
+    Processes that the run forks, such as a reward's workers, have the handlers from before the run.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -72,9 +72,9 @@ class Stops:
             os.write(2, line.encode())
 
     def agreed(self, due: bool, written: bool) -> tuple[int, bool, bool]:
-        """The signal that any process has received (0: none), whether something is due on any, and whether all have
-        written their parts. A collective. Several processes have the answer of the call before: then no host waits for
-        the device.
+        """The signal that any process has received (0: none), whether something is due on any, and
+        whether all have written their parts. A collective. Several processes have the answer of the
+        call before: then no host waits for the device.
         """
         if self.accelerator.num_processes == 1:
             return self.received, due, written

@@ -1,7 +1,9 @@
-"""The tensors of a state: a safetensors file from each process, which any number of processes reads.
+"""The tensors of a state: a safetensors file from each process, which any number of processes
+reads.
 
-This is torch's distributed checkpoint, whose plan says which process writes which parts. Its own writer of safetensors
-holds each file twice in memory, and its others write pickles. Its `async_save` needs process groups of its own.
+This is torch's distributed checkpoint, whose plan says which process writes which parts. Its own
+writer of safetensors holds each file twice in memory, and its others write pickles. Its
+`async_save` needs process groups of its own.
 """
 
 import json
@@ -16,7 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -27,13 +32,20 @@ from fastp3o.runtime.host_memory import free_host_memory
 
 ELEMENTS_AT_ONCE = 2**20
 # safetensors' names.
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
 
 
 def copied_to_write(path: Path, tensors: dict[str, Tensor]) -> Callable[[], dict[str, str]]:
-    """Copies what this process writes: its shards of DTensors, and a share of plain tensors, which are equal on every
-    process. Returns what writes the copies to `path`, beside the others' files, and gives the file's SHA-256 by its
-    name; nothing without a part. Where host memory has no room for copies the file is already written.
+    """Copies what this process writes: its shards of DTensors, and a share of plain tensors, which
+    are equal on every process. Returns what writes the copies to `path`, beside the others' files,
+    and gives the file's SHA-256 by its name; nothing without a part. Where host memory has no room
+    for copies the file is already written.
     """
     writer = CopyingWriter(path)
     with plain_errors():
@@ -50,9 +62,13 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Drops the warning that there is one process, and raises the error that torch wraps with its traceback."""
+    """Drops the warning that there is one process, and raises the error that torch wraps with its
+    traceback.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
         try:
             yield
         except checkpoint.CheckpointException as error:
@@ -68,15 +84,25 @@ class CopyingWriter(HuggingFaceStorageWriter):
         self.write: Callable[[], dict[str, str]] = dict
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        parts = {item.index.fqn: cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items}
-        offsets = {item.index.fqn: list(cast(Any, item.tensor_data).chunk.offsets) for item in plan.items}
+        parts = {
+            item.index.fqn: cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items
+        }
+        offsets = {
+            item.index.fqn: list(cast(Any, item.tensor_data).chunk.offsets) for item in plan.items
+        }
         assert len(parts) == len(plan.items), "a process has one part of a tensor"
         if parts:
             written = parts
             if fits := sum(part.nbytes for part in parts.values()) < free_host_memory():
-                written = {name: part if part.is_cuda else part.clone() for name, part in parts.items()}
-                pin(part for part in written.values() if part.is_cuda)  # torch keeps that memory for the next copies
-            self.write = cache(lambda: {self.file.name: write_file(self.file, blocks(written, offsets))})
+                written = {
+                    name: part if part.is_cuda else part.clone() for name, part in parts.items()
+                }
+                pin(
+                    part for part in written.values() if part.is_cuda
+                )  # torch keeps that memory for the next copies
+            self.write = cache(
+                lambda: {self.file.name: write_file(self.file, blocks(written, offsets))}
+            )
             if not fits:
                 self.write()
         nothing_to_add: Future[list[WriteResult]] = Future()
@@ -85,7 +111,9 @@ class CopyingWriter(HuggingFaceStorageWriter):
 
 
 def blocks(parts: dict[str, Tensor], offsets: dict[str, list[int]]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file. offsets: where each part begins in its whole tensor, for torch's reader."""
+    """The bytes of a safetensors file. offsets: where each part begins in its whole tensor, for
+    torch's reader.
+    """
     # Wide elements come first, so that all are aligned.
     names = sorted(parts, key=lambda name: (-parts[name].element_size(), name))
     sharding = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})

@@ -1,1 +1,3 @@
-"""What all parts of a run share: its processes, its arithmetic, and how much memory its machine has left."""
+"""What all parts of a run share: its processes, its arithmetic, and how much memory its machine has
+left.
+"""

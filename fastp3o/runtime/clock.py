@@ -1,4 +1,6 @@
-"""The time that chat templates read: one moment for a whole run, so that midnight changes no text of it."""
+"""The time that chat templates read: one moment for a whole run, so that midnight changes no text
+of it.
+"""
 
 import json
 from datetime import datetime
@@ -28,22 +30,31 @@ MACRO = """\
 
 
 class Clock:
-    """A clock that stands. moment: the time that it shows, by default that of its making, local and without a zone."""
+    """A clock that stands. moment: the time that it shows, by default that of its making, local and
+    without a zone.
+    """
 
     def __init__(self, moment: datetime | None = None):
         # As the function that it stands for reads it.
         self.moment = moment or getattr(chat_template_utils, "datetime", datetime).now()
 
     def before(self, template: str) -> str:
-        """The template with this clock in the place of transformers' `strftime_now`, as a macro: what templates get
-        must be plain data.
+        """The template with this clock in the place of transformers' `strftime_now`, as a macro:
+        what templates get must be plain data.
         """
         return self.macro + template if READS_CLOCK in template else template
 
     @cached_property
     def macro(self) -> str:
-        directives = [flag + letter for flag in FLAGS for letter in ascii_letters if flag or letter not in "EO"]
-        return MACRO % json.dumps({directive: self.moment.strftime(f"%{directive}") for directive in directives})
+        directives = [
+            flag + letter
+            for flag in FLAGS
+            for letter in ascii_letters
+            if flag or letter not in "EO"
+        ]
+        return MACRO % json.dumps(
+            {directive: self.moment.strftime(f"%{directive}") for directive in directives}
+        )
 
     def __str__(self) -> str:
         return f"{self.moment:%Y-%m-%d %H:%M}"

@@ -12,13 +12,15 @@ from fastp3o.runtime.clock import Clock
 from fastp3o.runtime.precision import Precision
 from fastp3o.runtime.shares import Share
 
-# Gets the metrics of a step, or of an evaluation, with `step`. If it returns True, the run ends there.
+# Gets the metrics of a step, or of an evaluation, with `step`. If it returns True, the run ends
+# there.
 Callback = Callable[[dict[str, Any]], bool | None]
 
 
 class Caller(NamedTuple):
-    """A program in Python that continues after the run: another run may follow in its processes, and a process group
-    that was destroyed cannot be joined again safely. on_update: called after each step; on_evaluation: each evaluation.
+    """A program in Python that continues after the run: another run may follow in its processes,
+    and a process group that was destroyed cannot be joined again safely. on_update: called after
+    each step; on_evaluation: each evaluation.
     """
 
     on_update: Callback | None = None
@@ -26,8 +28,8 @@ class Caller(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The processes, their arithmetic and the policy's tokenizer. mesh: None for one process; caller: for a command.
-    clock: that chat templates read; None for the process's.
+    """The processes, their arithmetic and the policy's tokenizer. mesh: None for one process;
+    caller: for a command. clock: that chat templates read; None for the process's.
     """
 
     accelerator: Accelerator

@@ -24,7 +24,9 @@ def require_finite(accelerator: Accelerator, what: str, values: Tensor) -> None:
 def not_finite(accelerator: Accelerator, values: Tensor) -> Tensor:
     """The number of values that are not finite on all processes, 0-d int64."""
     bad = (~torch.isfinite(values)).sum()
-    return sum_over_processes(accelerator, bad if accelerator.num_processes == 1 else bad.to(accelerator.device))
+    return sum_over_processes(
+        accelerator, bad if accelerator.num_processes == 1 else bad.to(accelerator.device)
+    )
 
 
 def not_finite_error(what: str, count: int) -> NotFiniteError:
@@ -32,13 +34,21 @@ def not_finite_error(what: str, count: int) -> NotFiniteError:
 
 
 def require_all_finite(accelerator: Accelerator, what: str, tensors: Iterable[Tensor]) -> None:
-    """`require_finite` for many tensors, in one pass that takes no memory. Each process reads its own shards."""
+    """`require_finite` for many tensors, in one pass that takes no memory. Each process reads its
+    own shards.
+    """
     require_finite(accelerator, what, largest(accelerator, tensors))
 
 
 @torch.no_grad()
 def largest(accelerator: Accelerator, tensors: Iterable[Tensor]) -> Tensor:
-    """The largest absolute value of each tensor of floats, or of this process's part; NaN where one is."""
+    """The largest absolute value of each tensor of floats, or of this process's part; NaN where one
+    is.
+    """
     local = (local_part(tensor) for tensor in tensors if tensor.is_floating_point())
     parts = [part.to(accelerator.device) for part in local if part.numel()]
-    return torch.stack(torch._foreach_norm(parts, float("inf"))) if parts else torch.zeros(1, device=accelerator.device)
+    return (
+        torch.stack(torch._foreach_norm(parts, float("inf")))
+        if parts
+        else torch.zeros(1, device=accelerator.device)
+    )

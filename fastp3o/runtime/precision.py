@@ -1,12 +1,15 @@
-"""Arithmetic of the models' bodies. Logits, log-probabilities, ratios and the optimizer are fp32 in any case.
+"""Arithmetic of the models' bodies. Logits, log-probabilities, ratios and the optimizer are fp32 in
+any case.
 
     fp32             weights and matrix products in fp32
     bf16-autocast    fp32 weights, matrix products in bf16
     bf16, fp16       weights and matrix products in half precision; trainable weights have an fp32 master copy that the
-                     optimizer updates. fp16 resolves 8 times finer than bf16, but overflows at 65504: losses are scaled
+                     optimizer updates. fp16 resolves 8 times finer than bf16, but overflows at
+                     65504: losses are scaled
 
-P3O exponentiates the log-ratios of whole responses, so rounding in the body matters more than to other losses: see
-training/precision.md. A model whose activations fp16 does not hold is computed in bf16, which has the range of fp32.
+P3O exponentiates the log-ratios of whole responses, so rounding in the body matters more than to
+other losses: see training/precision.md. A model whose activations fp16 does not hold is computed in
+bf16, which has the range of fp32.
 """
 
 from typing import NamedTuple
@@ -17,9 +20,9 @@ from fastp3o_kernels.head.head import multiplies
 
 
 class Precision(NamedTuple):
-    """A model's arithmetic. name: one of `fastp3o.config.PRECISIONS`, except auto. weights: dtype of the parameters.
-    autocast: dtype of matrix products; None if it is the weights'. automatic: whether nobody has named it, so that a
-    model that it does not hold gets another.
+    """A model's arithmetic. name: one of `fastp3o.config.PRECISIONS`, except auto. weights: dtype
+    of the parameters. autocast: dtype of matrix products; None if it is the weights'. automatic:
+    whether nobody has named it, so that a model that it does not hold gets another.
     """
 
     name: str
@@ -34,14 +37,16 @@ class Precision(NamedTuple):
 
     @property
     def slow_on_cpu(self) -> bool:
-        """Whether this processor lacks instructions for its products, and would train faster in fp32."""
+        """Whether this processor lacks instructions for its products, and would train faster in
+        fp32.
+        """
         dtype = self.autocast or self.weights
         return dtype.itemsize == 2 and not multiplies(dtype)
 
 
 def choose_precision(name: str, automatic: str) -> Precision:
-    """Returns the precision with this name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32; fp16 on a GPU that
-    only emulates bf16 (before compute capability 8.0).
+    """Returns the precision with this name of PRECISIONS. "auto" is `automatic` on a GPU, else
+    fp32; fp16 on a GPU that only emulates bf16 (before compute capability 8.0).
     """
     if name != "auto":
         return named_precision(name)
@@ -62,10 +67,15 @@ def named_precision(name: str) -> Precision:
 
 
 def wider_precision(*, trains: bool) -> Precision:
-    """A precision for a model that overflows fp16: bf16, where this device multiplies it, else fp32. A model that
-    trains has a residual stream in fp32 (bf16-autocast), which rounds log-ratios less.
+    """A precision for a model that overflows fp16: bf16, where this device multiplies it, else
+    fp32. A model that trains has a residual stream in fp32 (bf16-autocast), which rounds log-ratios
+    less.
     """
     on_gpu = torch.cuda.is_available()
-    native = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else multiplies(torch.bfloat16)
+    native = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if on_gpu
+        else multiplies(torch.bfloat16)
+    )
     name = ("bf16-autocast" if trains else "bf16") if native else "fp32"
     return named_precision(name)._replace(automatic=True)

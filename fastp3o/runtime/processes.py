@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 
 
 def on_main_process(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
-    """Calls `compute` on the main process and returns its result on every process. An error there is raised on all, so
-    that none waits for a process that has ended.
+    """Calls `compute` on the main process and returns its result on every process. An error there
+    is raised on all, so that none waits for a process that has ended.
     """
     if accelerator.num_processes == 1:
         return compute()
@@ -48,8 +48,8 @@ def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, Excep
 
 @contextmanager
 def whole_folder(accelerator: Accelerator, folder: Path) -> Iterator[Path]:
-    """A folder under a temporary name, which all processes may write to. It takes its place, where it may replace
-    another, once the block has ended without an error on the main process.
+    """A folder under a temporary name, which all processes may write to. It takes its place, where
+    it may replace another, once the block has ended without an error on the main process.
     """
     unfinished = on_main_process(accelerator, lambda: make_unfinished(folder))
     try:

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Share:
-    """A process's share of the rows that train: number `index` of `count`. copy: its place among those that have it."""
+    """A process's share of the rows that train: number `index` of `count`. copy: its place among
+    those that have it.
+    """
 
     index: int = 0
     count: int = 1
@@ -40,7 +42,9 @@ def copies(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return dist.get_world_size() // prod(size for size, placement in placed if not placement.is_replicate())
+    return dist.get_world_size() // prod(
+        size for size, placement in placed if not placement.is_replicate()
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The options of fine-tuning and of reward modeling, which `--help` explains without importing torch."""
+"""The options of fine-tuning and of reward modeling, which `--help` explains without importing
+torch.
+"""
 
 from typing import Literal
 
@@ -21,7 +23,9 @@ class SFTConfig(SupervisedConfig):
 
 
 class RewardModelConfig(SupervisedConfig):
-    """Stage 2: a scalar head trained on comparisons (Bradley-Terry), or a head of vectors (a preference model)."""
+    """Stage 2: a scalar head trained on comparisons (Bradley-Terry), or a head of vectors (a
+    preference model).
+    """
 
     preference_dim: int = option(
         0,
@@ -48,4 +52,6 @@ class RewardModelConfig(SupervisedConfig):
             )
         if self.preference_dim and self.lora_rank and self.lora_save == "adapter":
             lacking = "an adapter alone has no configuration that says what its head gives"
-            raise UserError(f"--lora_save adapter cannot save a preference model: {lacking}; use --lora_save merged")
+            raise UserError(
+                f"--lora_save adapter cannot save a preference model: {lacking}; use --lora_save merged"
+            )

@@ -19,24 +19,26 @@ from fastp3o_kernels.losses import step_kl
 
 CHANGE = 4.0  # the most that an update multiplies or divides the rate by
 FIRST_CHANGE = CHANGE**8  # the same of an update that tests rates
-# After the first updates that had a gradient the rate rises by RISE at most: a policy that gets worse has more ties, so
-# that its updates move less, and a rate that followed them at once would make an end of it.
+# After the first updates that had a gradient the rate rises by RISE at most: a policy that gets
+# worse has more ties, so that its updates move less, and a rate that followed them at once would
+# make an end of it.
 FINDING, RISE = 10, 1.1
 # Where rounding explains less than this share of what an update has moved, nothing is taken off.
 NEGLIGIBLE = 0.01
 
 
-# --- what goes from update to update ----------------------------------------------------------------------------------
+# --- what goes from update to update --------------------------------------------------------------
 
 
 @dataclass
 class Search:
     """The state of the search for a rate, from update to update; saved with the run.
 
-    given: the rate that the search began at. lessons: updates that had a gradient. hidden: whether rounding has hidden
-    what the last of the first ones moved. ratio_noise: what rounding adds to a response's log-ratio, in nats, as it was
-    last measured (`ratio/noise`); a tensor until it is read. is_slow, said: whether the last update has moved less than
-    half of the target while the rate rises as fast as it may, and whether the user was told.
+    given: the rate that the search began at. lessons: updates that had a gradient. hidden: whether
+    rounding has hidden what the last of the first ones moved. ratio_noise: what rounding adds to a
+    response's log-ratio, in nats, as it was last measured (`ratio/noise`); a tensor until it is
+    read. is_slow, said: whether the last update has moved less than half of the target while the
+    rate rises as fast as it may, and whether the user was told.
     """
 
     given: float
@@ -49,11 +51,15 @@ class Search:
     def note_noise(self, accelerator: Accelerator, metrics: Mapping[str, Tensor]) -> None:
         """Takes note of `ratio/noise`, the mean over the processes, in the updates that measure it."""
         if (noise := metrics.get("ratio/noise")) is not None:
-            self.ratio_noise = sum_over_processes(accelerator, noise.clone()) / accelerator.num_processes
+            self.ratio_noise = (
+                sum_over_processes(accelerator, noise.clone()) / accelerator.num_processes
+            )
 
     @property
     def rounding(self) -> float:
-        """The KL to itself that rounding makes, in nats per response: half the mean square of a log-ratio."""
+        """The KL to itself that rounding makes, in nats per response: half the mean square of a
+        log-ratio.
+        """
         self.ratio_noise = float(self.ratio_noise)
         return self.ratio_noise**2 / 2
 
@@ -66,8 +72,9 @@ class Search:
         return self.without_rounding(moved) <= self.rounding
 
     def learned(self, way: float, moved: float, target: float, *, tested: bool) -> float:
-        """The factor of the rate after an update that had a gradient. way: the sum of its steps' rates, over that of
-        as many steps at the rate. moved, target: in nats per response. tested: whether it has tested rates.
+        """The factor of the rate after an update that had a gradient. way: the sum of its steps'
+        rates, over that of as many steps at the rate. moved, target: in nats per response. tested:
+        whether it has tested rates.
         """
         self.lessons += 1
         finds, hides = self.lessons <= FINDING, self.hides(moved)
@@ -93,24 +100,29 @@ class Search:
             self.lessons, self.hidden = state["lessons"], state["hidden"]
 
 
-# --- the search within an update --------------------------------------------------------------------------------------
+# --- the search within an update ------------------------------------------------------------------
 
 
 class LearningRateSearch:
-    """Adapts the policy's learning rate to what the steps of one update move it, once the last one is made.
+    """Adapts the policy's learning rate to what the steps of one update move it, once the last one
+    is made.
 
-    A run's first update tests rates (Smith, arXiv 1506.01186): they double from step to step, up to the peak, and it
-    ends with the step that moves the policy beyond the target. Otherwise a start that is too high would do damage that
-    no later update mends. A step without a gradient, where all rewards tie or all is clipped, tests nothing.
+    A run's first update tests rates (Smith, arXiv 1506.01186): they double from step to step, up to
+    the peak, and it ends with the step that moves the policy beyond the target. Otherwise a start
+    that is too high would do damage that no later update mends. A step without a gradient, where
+    all rewards tie or all is clipped, tests nothing.
 
-    What rounding makes of the movement is taken off. Where it hides the movement, as in bf16 at first, what was
-    measured still bounds it: the rate rises as far as is safe by that, and the next update tests rates from there on.
+    What rounding makes of the movement is taken off. Where it hides the movement, as in bf16 at
+    first, what was measured still bounds it: the rate rises as far as is safe by that, and the next
+    update tests rates from there on.
 
-    With `--old_logprobs sampler` and several steps one more pass, of one minibatch, gives log π_before here.
+    With `--old_logprobs sampler` and several steps one more pass, of one minibatch, gives log
+    π_before here.
 
-    search: what goes from update to update. minibatches: of this update; the first one that has a row stands for all.
-    steps: number of steps that the update is to make. metrics: `kl_moved`, KL(π_before ‖ π_after) in nats per
-    response, once the last step is made. Without `--kl_per_update` nothing is measured, and nothing changes.
+    search: what goes from update to update. minibatches: of this update; the first one that has a
+    row stands for all. steps: number of steps that the update is to make. metrics: `kl_moved`,
+    KL(π_before ‖ π_after) in nats per response, once the last step is made. Without
+    `--kl_per_update` nothing is measured, and nothing changes.
     """
 
     def __init__(
@@ -142,7 +154,11 @@ class LearningRateSearch:
         if self.target is None:
             return
         if self.tests:
-            doubled = 2.0 ** (self.tested + 1 - self.steps) if self.is_first else min(2.0**self.tested, FIRST_CHANGE)
+            doubled = (
+                2.0 ** (self.tested + 1 - self.steps)
+                if self.is_first
+                else min(2.0**self.tested, FIRST_CHANGE)
+            )
             self.optimizer.set_peak_learning_rate(self.peak * doubled)
         self.rates.append(self.optimizer.next_learning_rate())
 
@@ -162,13 +178,17 @@ class LearningRateSearch:
         ends_early = self.tests and self.search.without_rounding(moved) > self.target
         if ends_early:
             which = "first update" if self.is_first else f"update {self.update}"
-            accelerator.print(f"--kl_per_update: the {which} ends after {len(self.norms)} steps and {moved:.3g} nats")
+            accelerator.print(
+                f"--kl_per_update: the {which} ends after {len(self.norms)} steps and {moved:.3g} nats"
+            )
         if ends_early or is_last:
             self.set_next_rate(moved, self.target)
         return ends_early
 
     def set_next_rate(self, moved: float, target: float) -> None:
-        """Sets the peak rate of the updates to come by what this one has moved, in nats per response."""
+        """Sets the peak rate of the updates to come by what this one has moved, in nats per
+        response.
+        """
         # The KL grows with the square of the way, the sum of the steps' rates.
         norms = torch.stack(self.norms).tolist()
         way = sum(rate for rate, norm in zip(self.rates, norms, strict=True) if norm > 0)
@@ -181,12 +201,14 @@ class LearningRateSearch:
         self.optimizer.set_peak_learning_rate(peak)
 
 
-# --- measuring the movement -------------------------------------------------------------------------------------------
+# --- measuring the movement -----------------------------------------------------------------------
 
 
 @torch.no_grad()
 def with_policy_logprobs(optimizer: Optimizer, microbatches: list[Microbatch]) -> list[Microbatch]:
-    """The microbatches with the log-probs of the policy as it is now, whatever their old ones are by."""
+    """The microbatches with the log-probs of the policy as it is now, whatever their old ones are
+    by.
+    """
     with optimizer.accelerator.autocast():
         before = policy_logprobs(optimizer.model, [microbatch.row for microbatch in microbatches])
     pairs = zip(microbatches, before, strict=True)
@@ -202,12 +224,18 @@ def told_of_slowness(moved: float, target: float, rate: float) -> str:
 
 @torch.no_grad()
 def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
-    """KL(π_old ‖ π) of the policy now, in nats per response, over the microbatches of all processes."""
+    """KL(π_old ‖ π) of the policy now, in nats per response, over the microbatches of all
+    processes.
+    """
     policy = optimizer.model
     logprobs = torch.cat(policy_logprobs(policy, [microbatch.row for microbatch in microbatches]))
     if isinstance(policy, FSDPModule):
         policy.reshard()  # no backward pass does it, and a reference may follow the own parts
-    kls = step_kl(logprobs, torch.cat([microbatch.policy_token_logprobs for microbatch in microbatches])).double()
+    kls = step_kl(
+        logprobs, torch.cat([microbatch.policy_token_logprobs for microbatch in microbatches])
+    ).double()
     responses = sum(microbatch.rewards.shape[:2].numel() for microbatch in microbatches)
-    kl, count = sum_over_processes(optimizer.accelerator, torch.stack([kls.sum(), kls.new_tensor(responses)])).tolist()
+    kl, count = sum_over_processes(
+        optimizer.accelerator, torch.stack([kls.sum(), kls.new_tensor(responses)])
+    ).tolist()
     return kl / count

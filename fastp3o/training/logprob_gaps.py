@@ -1,4 +1,6 @@
-"""How far the policy's log-probs are from those of what sampled the responses, and how much of a ratio is rounding."""
+"""How far the policy's log-probs are from those of what sampled the responses, and how much of a
+ratio is rounding.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -27,23 +29,27 @@ def measures_noise(update: int) -> bool:
 
 
 def first_responses(groups: Sequence[Group], row: PackedRow) -> list[Group]:
-    """Each of a row's first responses as a group, whose prompt is its own: NOISE_RESPONSES, or as many as are no longer
-    than the row, since a longer one would take more memory than training does; at least one.
+    """Each of a row's first responses as a group, whose prompt is its own: NOISE_RESPONSES, or as
+    many as are no longer than the row, since a longer one would take more memory than training
+    does; at least one.
     """
     members = [groups[number] for number in row.groups]
-    unshared = [Group(group.prompt, [response]) for group in members for response in group.responses][:NOISE_RESPONSES]
+    unshared = [
+        Group(group.prompt, [response]) for group in members for response in group.responses
+    ][:NOISE_RESPONSES]
     ends = accumulate(len(prompt.ids) + len(response.ids) for prompt, (response,) in unshared)
     return unshared[: max(1, bisect_right(list(ends), row.tokens))]
 
 
 @torch.no_grad()
 def evaluated_again(policy: PackedModel, groups: Sequence[Group], row: PackedRow) -> Tensor:
-    """log π(y|x) of a row's first responses (`first_responses`), [n] fp32, as another row gives them.
+    """log π(y|x) of a row's first responses (`first_responses`), [n] fp32, as another row gives
+    them.
 
-    In that they are in opposite order, each with its own copy of the prompt, so that every matrix product has another
-    shape. Its rotary positions begin at 1, which turns queries and keys alike and rounds all of them again. Without
-    rotary positions only the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show
-    no noise.
+    In that they are in opposite order, each with its own copy of the prompt, so that every matrix
+    product has another shape. Its rotary positions begin at 1, which turns queries and keys alike
+    and rounds all of them again. Without rotary positions only the shapes differ; libraries that
+    round a row the same in every shape, as on CPUs, then show no noise.
     """
     unshared = first_responses(groups, row)
     length = sum(len(prompt.ids) + len(response.ids) for prompt, (response,) in unshared)
@@ -58,22 +64,30 @@ def evaluated_again(policy: PackedModel, groups: Sequence[Group], row: PackedRow
 def logprob_metrics(
     groups: Sequence[Group], microbatches: Sequence[Microbatch], again: Tensor | None
 ) -> dict[str, Tensor]:
-    """How far the policy's log-probs before an update's first step are from others of the same responses, 0-d fp32.
+    """How far the policy's log-probs before an update's first step are from others of the same
+    responses, 0-d fp32.
 
-    ratio/noise: root mean square of the difference to `evaluated_again` of the first microbatch, in nats per response;
-    absent without. sampler_gap: root mean square over responses of log π(y|x) as sampled less the policy's, in nats.
-    sampler_kl: its mean, an estimate of the KL of what sampled to the policy. Without log-probs of the sampler the last
-    two are absent. microbatches: those whose log-probs by the policy are known.
+    ratio/noise: root mean square of the difference to `evaluated_again` of the first microbatch, in
+    nats per response; absent without. sampler_gap: root mean square over responses of log π(y|x) as
+    sampled less the policy's, in nats. sampler_kl: its mean, an estimate of the KL of what sampled
+    to the policy. Without log-probs of the sampler the last two are absent. microbatches: those
+    whose log-probs by the policy are known.
     """
     metrics = {}
-    sums = [microbatch.response_sums(microbatch.policy_token_logprobs) for microbatch in microbatches]
+    sums = [
+        microbatch.response_sums(microbatch.policy_token_logprobs) for microbatch in microbatches
+    ]
     if again is not None:
         metrics["ratio/noise"] = (again - sums[0].flatten()[: len(again)]).square().mean().sqrt()
     if any(response.logprobs is None for group in groups for response in group.responses):
         return metrics
-    known = by_group([microbatch.row for microbatch in microbatches], [values.flatten() for values in sums])
+    known = by_group(
+        [microbatch.row for microbatch in microbatches], [values.flatten() for values in sums]
+    )
     numbers = sorted(number for microbatch in microbatches for number in microbatch.row.groups)
-    sampled = torch.tensor([[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers])
+    sampled = torch.tensor(
+        [[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers]
+    )
     gaps = to_device(sampled, known.device) - known
     return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}
 

@@ -1,4 +1,6 @@
-"""Reports an update of the online loop: metrics, a warning if rounding is large, rollouts, sample responses."""
+"""Reports an update of the online loop: metrics, a warning if rounding is large, rollouts, sample
+responses.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ class Update:
 
     number: int
     batch: RolloutBatch
-    round_metrics: dict[str, float]  # of the rollouts, of what rewards log, and of the search for a learning rate
+    round_metrics: dict[
+        str, float
+    ]  # of the rollouts, of what rewards log, and of the search for a learning rate
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]
@@ -40,14 +44,17 @@ class Update:
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     from_policy = config.responses_per_prompt - config.from_mixture
     if not config.rewards:  # minus the KL to the teacher, as it is sampled
         rewards = torch.cat(
-            [microbatch.ref_logprobs - microbatch.old_logprobs for microbatch in update.microbatches]
+            [
+                microbatch.ref_logprobs - microbatch.old_logprobs
+                for microbatch in update.microbatches
+            ]
         ).cpu()
         table = gather_table(run.optimizer, update, rewards)
         update = replace(update, batch=replace(update.batch, rewards={"reward": table}))
@@ -81,11 +88,15 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=beside_bar)
     if config.log_rollouts and update.number % config.log_rollouts == 0:
         run.reporter.rollouts(update.number, logged_groups(run, config, update, log_ratios))
-    if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
+    if config.samples_every and (
+        update.number == config.updates or update.number % config.samples_every == 0
+    ):
         shown = update.batch.groups[:SAMPLED_PROMPTS]
         prompts = [group.prompt.text for group in shown]
         responses = [[response.text for response in group.responses] for group in shown]
-        run.reporter.samples(update.number, prompts, responses, update.batch.rewards["reward"][: len(shown)].tolist())
+        run.reporter.samples(
+            update.number, prompts, responses, update.batch.rewards["reward"][: len(shown)].tolist()
+        )
 
 
 def outlier_warning(outlier: Outlier) -> str:
@@ -95,27 +106,35 @@ def outlier_warning(outlier: Outlier) -> str:
     )
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
-def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tuple[dict[str, float], Tensor]:
-    """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the CPU.
+def update_metrics(
+    optimizer: Optimizer, update: Update, from_policy: int
+) -> tuple[dict[str, float], Tensor]:
+    """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the
+    CPU.
 
-    Metrics are means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
+    Metrics are means over all processes: of their rollouts as they were sampled, and of the
+    optimizer steps on them.
 
     from_policy: number of a prompt's responses that are the policy's; the others are the mixture's.
 
-    reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
-    rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response; without a reference it means
-    nothing. entropy: −mean log π_old of the responses' tokens, in nats per token. missing_eos: share without an
-    end-of-sequence. Others: `logprob_metrics`.
+    reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts:
+    share of prompts whose rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats
+    per response; without a reference it means nothing. entropy: −mean log π_old of the responses'
+    tokens, in nats per token. missing_eos: share without an end-of-sequence. Others:
+    `logprob_metrics`.
     """
     accelerator, shares = optimizer.accelerator, optimizer.share.count
     rewards, microbatches = update.batch.rewards["reward"], update.microbatches
     tokens = lengths(update.batch.groups)
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
-    log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
-    # Processes have different numbers of responses: means over all are means of what each adds to them.
+    log_ratios = torch.cat(
+        [microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches]
+    )
+    # Processes have different numbers of responses: means over all are means of what each adds to
+    # them.
     on_host = {
         "reward_difference": differences(rewards).abs().mean(),
         "tied_prompts": tied(rewards).float().mean(),
@@ -127,33 +146,50 @@ def update_metrics(optimizer: Optimizer, update: Update, from_policy: int) -> tu
     }
     on_device = {
         # Over the policy's responses, or over all if none is the policy's.
-        "kl": log_ratios[:, : from_policy or None].sum() * shares / rewards[:, : from_policy or None].numel(),
+        "kl": log_ratios[:, : from_policy or None].sum()
+        * shares
+        / rewards[:, : from_policy or None].numel(),
         "entropy": -old_token_logprobs.sum() * shares / tokens.sum(),
         **update.logprob_metrics,
     }
     means = torch.cat(
-        [to_device(torch.stack([*on_host.values()]), accelerator.device), torch.stack([*on_device.values()])]
+        [
+            to_device(torch.stack([*on_host.values()]), accelerator.device),
+            torch.stack([*on_device.values()]),
+        ]
     )
     if accelerator.num_processes > 1:
         means = accelerator.reduce(means, reduction="mean")
     # The loss's own KL is of the moving policy; the reported one is of the rollouts.
-    steps = [{name: value for name, value in step.items() if name != "kl"} for step in update.step_metrics]
+    steps = [
+        {name: value for name, value in step.items() if name != "kl"}
+        for step in update.step_metrics
+    ]
     step_means = mean_over_steps(accelerator, steps)
     # The host waits for the device once, for all of them.
     values = torch.cat([means, torch.stack([*step_means.values()]), log_ratios.flatten()]).cpu()
     names = [*on_host, *on_device, *step_means]
     by_name = dict(zip(names, values[: len(names)].tolist(), strict=True))
-    in_order = {name: by_name[name] for name in sorted(names, key=lambda name: (name.endswith("_max"), name))}
+    in_order = {
+        name: by_name[name]
+        for name in sorted(names, key=lambda name: (name.endswith("_max"), name))
+    }
     return in_order, values[len(names) :].view_as(log_ratios)
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Means over trajectories: turns, tokens of observations, and whether the environment has failed."""
+    """Means over trajectories: turns, tokens of observations, and whether the environment has
+    failed.
+    """
     responses = [response for group in groups for response in group.responses]
     if not any(response.turns for response in responses):
         return {}
     values = [
-        (len(one.turns), len(one.ids) - sum(end - start for start, end in one.spans), bool(one.turns[-1].failure))
+        (
+            len(one.turns),
+            len(one.ids) - sum(end - start for start, end in one.spans),
+            bool(one.turns[-1].failure),
+        )
         for one in responses
     ]
     names = "turns", "observation_tokens", "environment_failures"
@@ -161,30 +197,43 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
-    """Mean tokens of a process, divided by those of the process with most in each minibatch, for which others wait."""
-    tokens_of_process = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
-    tokens = accelerator.gather(to_device(torch.tensor([tokens_of_process], dtype=torch.float32), accelerator.device))
+    """Mean tokens of a process, divided by those of the process with most in each minibatch, for
+    which others wait.
+    """
+    tokens_of_process = [
+        sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches
+    ]
+    tokens = accelerator.gather(
+        to_device(torch.tensor([tokens_of_process], dtype=torch.float32), accelerator.device)
+    )
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
 
 
-# --- rollouts that are logged -----------------------------------------------------------------------------------------
+# --- rollouts that are logged ---------------------------------------------------------------------
 
 
 def gather_table(optimizer: Optimizer, update: Update, values: Tensor) -> Tensor:
-    """The table of all processes, [P, K], from the values of this one's responses, [p, K] fp32. All are on the CPU."""
+    """The table of all processes, [P, K], from the values of this one's responses, [p, K] fp32. All
+    are on the CPU.
+    """
     places = (place for microbatch in update.microbatches for place in microbatch.row.groups)
     by_place = dict(optimizer.share.gather([*zip(places, values.tolist(), strict=True)]))
     return torch.tensor([by_place[place] for place in range(len(update.batch.groups))])
 
 
-def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor) -> list[LoggedGroup]:
-    """The groups of an update that are logged, in order. log_ratios: of this process's responses, [p, K]. Those whose
-    prompts have the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
+def logged_groups(
+    run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor
+) -> list[LoggedGroup]:
+    """The groups of an update that are logged, in order. log_ratios: of this process's responses,
+    [p, K]. Those whose prompts have the smallest hashes are taken, so that a prompt that is logged
+    in one epoch tends to be in the next.
     """
     groups = update.batch.groups
     places: Sequence[int] = range(len(groups))
     if config.log_rollouts_prompts:
-        hashed = sorted(places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest())
+        hashed = sorted(
+            places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest()
+        )
         places = sorted(hashed[: config.log_rollouts_prompts])
     table = gather_table(run.optimizer, update, log_ratios)
     # Over the policy's responses, or over all if none is the policy's.
@@ -201,7 +250,11 @@ def logged_groups(run: Run, config: OnlineConfig, update: Update, log_ratios: Te
                     text=response.text,
                     ids=list(response.ids),
                     reward=tables["reward"][place][k],
-                    parts={name: finite_or_none(table[place][k]) for name, table in tables.items() if name != "reward"},
+                    parts={
+                        name: finite_or_none(table[place][k])
+                        for name, table in tables.items()
+                        if name != "reward"
+                    },
                     log_ratio=finite_or_none(ratios[place][k]),
                     finished=response.finished,
                     turns=[list(turn) for turn in response.turns],

@@ -27,21 +27,29 @@ from fastp3o.rollouts.groups import Group, pack_groups, token_ids
 from fastp3o.runtime.finiteness import require_finite
 from fastp3o.runtime.shares import Share
 
-RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
+RowLogprobs = Callable[
+    [Sequence[PackedRow]], Sequence[Tensor]
+]  # log-probs of rows' tokens, [N] fp32 for each row
 
 
-# --- rows of an update ------------------------------------------------------------------------------------------------
+# --- rows of an update ----------------------------------------------------------------------------
 
 
-def pack_minibatches(share: Share, groups: list[Group], minibatches: int, packing: Packing) -> list[list[PackedRow]]:
-    """Packs this process's share of each minibatch, for all inner epochs. Minibatches have equally many prompts. Tokens
-    are balanced between minibatches, and between shares. With fewer prompts than shares, some have no row.
+def pack_minibatches(
+    share: Share, groups: list[Group], minibatches: int, packing: Packing
+) -> list[list[PackedRow]]:
+    """Packs this process's share of each minibatch, for all inner epochs. Minibatches have equally
+    many prompts. Tokens are balanced between minibatches, and between shares. With fewer prompts
+    than shares, some have no row.
     """
     prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
     members = balanced(sizes, minibatches)
     dealt = deal([[sizes[p] for p in minibatch] for minibatch in members], share.count)
-    parts = [[minibatch[m] for m in parts[share.index]] for minibatch, parts in zip(members, dealt, strict=True)]
+    parts = [
+        [minibatch[m] for m in parts[share.index]]
+        for minibatch, parts in zip(members, dealt, strict=True)
+    ]
     return [pack_groups(groups, packing, part) for part in parts]
 
 
@@ -58,11 +66,13 @@ def make_microbatches(
 ) -> list[list[Microbatch]]:
     """Adds the loss's inputs to the rows: rewards, old and reference log-probs.
 
-    old: gives the old log-probs. If they come from the policy on the very rows that it is trained on, every ratio is
-    exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give. None: the
-    update's only loss computes them. noted: whether the first loss leaves the policy's log-probs, as it then does.
+    old: gives the old log-probs. If they come from the policy on the very rows that it is trained
+    on, every ratio is exactly 1 before the first step, which neither the sampler's log-probs nor
+    another packing would give. None: the update's only loss computes them. noted: whether the first
+    loss leaves the policy's log-probs, as it then does.
 
-    rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, what takes part, or None.
+    rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, what
+    takes part, or None.
     """
     on_host = tuple(chain.from_iterable(minibatches))
     tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
@@ -70,7 +80,9 @@ def make_microbatches(
     rows, row_tables = to_device((on_host, tables), accelerator.device)
     room = [unknown_logprobs(row) for row in rows] if noted or old is None else []
     old_logprobs = room if old is None else old(rows)
-    if old is not None and accelerator.device.type == "cpu":  # where the losses would take it for a caller's mistake
+    if (
+        old is not None and accelerator.device.type == "cpu"
+    ):  # where the losses would take it for a caller's mistake
         require_finite(accelerator, "an old log-probability", torch.cat([*old_logprobs]))
     noted_logprobs: Sequence[Tensor | None] = room or [None] * len(rows)
     microbatches = (
@@ -89,13 +101,21 @@ def make_microbatches(
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
 
-def with_token_rewards(minibatches: list[list[Microbatch]], rewards: Tensor) -> list[list[Microbatch]]:
-    """Adds the rewards of tokens. rewards: [P, K, L] of all prompts, of each response's first tokens, on the CPU."""
+def with_token_rewards(
+    minibatches: list[list[Microbatch]], rewards: Tensor
+) -> list[list[Microbatch]]:
+    """Adds the rewards of tokens. rewards: [P, K, L] of all prompts, of each response's first
+    tokens, on the CPU.
+    """
 
     def added(microbatch: Microbatch) -> Microbatch:
-        table = to_device(rewards[list(microbatch.row.groups)], microbatch.rewards.device).flatten(0, 1)
+        table = to_device(rewards[list(microbatch.row.groups)], microbatch.rewards.device).flatten(
+            0, 1
+        )
         places = torch.arange(table.shape[1], device=table.device)
-        return replace(microbatch, token_rewards=table[places < microbatch.row.cu_seqlens.diff()[:, None]])
+        return replace(
+            microbatch, token_rewards=table[places < microbatch.row.cu_seqlens.diff()[:, None]]
+        )
 
     return [[added(one) for one in minibatch] for minibatch in minibatches]
 
@@ -105,7 +125,7 @@ def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
     return None if loss_mask is None else loss_mask[list(row.groups)]
 
 
-# --- log-probs before a step ------------------------------------------------------------------------------------------
+# --- log-probs before a step ----------------------------------------------------------------------
 
 
 def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
@@ -114,19 +134,22 @@ def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor
 
 
 def unknown_logprobs(row: PackedRow) -> Tensor:
-    """Room for log-probs of a row's tokens, [N] fp32; NaN, so that nothing takes them for known ones."""
+    """Room for log-probs of a row's tokens, [N] fp32; NaN, so that nothing takes them for known
+    ones.
+    """
     return torch.full((len(row.labels),), torch.nan, device=row.labels.device)
 
 
 Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss
 
 
-# --- passes of a step -------------------------------------------------------------------------------------------------
+# --- passes of a step -----------------------------------------------------------------------------
 
 
 class Passes(NamedTuple, Generic[Item]):
-    """The backward passes of a minibatch on this process. rows: and whether each counts: processes make equally many
-    passes. divisor: of the losses; a mean over the processes, since their gradients are averaged.
+    """The backward passes of a minibatch on this process. rows: and whether each counts: processes
+    make equally many passes. divisor: of the losses; a mean over the processes, since their
+    gradients are averaged.
     """
 
     rows: list[tuple[Item, bool]]
@@ -139,24 +162,34 @@ def counted(passes: Passes[Item]) -> list[Item]:
 
 
 def equal_passes(
-    accelerator: Accelerator, minibatches: list[list[Microbatch]], loss_mask: Tensor | None, objective: Objective
+    accelerator: Accelerator,
+    minibatches: list[list[Microbatch]],
+    loss_mask: Tensor | None,
+    objective: Objective,
 ) -> list[Passes[Microbatch]]:
-    """The minibatches with as many rows as the process with most has in each: further ones do not count. loss_mask: [P,
-    K] bool of all prompts, on the CPU.
+    """The minibatches with as many rows as the process with most has in each: further ones do not
+    count. loss_mask: [P, K] bool of all prompts, on the CPU.
     """
     sizes = [
-        sum(objective.divisor(microbatch.row, masked(loss_mask, microbatch.row)) for microbatch in minibatch)
+        sum(
+            objective.divisor(microbatch.row, masked(loss_mask, microbatch.row))
+            for microbatch in minibatch
+        )
         for minibatch in minibatches
     ]
     divisors = torch.tensor(sizes, dtype=torch.float32)
     if accelerator.num_processes > 1:
-        divisors = accelerator.reduce(to_device(divisors, accelerator.device), reduction="mean").cpu()
+        divisors = accelerator.reduce(
+            to_device(divisors, accelerator.device), reduction="mean"
+        ).cpu()
     # This process has a microbatch in every update, but not in every minibatch.
     spare = next(chain.from_iterable(minibatches))
     return [
         # If nothing takes part, the loss is 0 in any case.
         Passes(padded(minibatch, spare, passes), divisor or 1.0)
-        for minibatch, passes, divisor in zip(minibatches, most_passes(minibatches), divisors.tolist(), strict=True)
+        for minibatch, passes, divisor in zip(
+            minibatches, most_passes(minibatches), divisors.tolist(), strict=True
+        )
     ]
 
 
@@ -166,14 +199,16 @@ def add_gradients(
     loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics],
     further_passes: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Makes the backward passes over a minibatch. Returns the loss, 0-d, and the sums of its metrics on this process,
-    as `mean_over_steps` takes them. Does not wait for the device: `Optimizer.require_finite` tells of failures.
+    """Makes the backward passes over a minibatch. Returns the loss, 0-d, and the sums of its
+    metrics on this process, as `mean_over_steps` takes them. Does not wait for the device:
+    `Optimizer.require_finite` tells of failures.
 
-    loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
-    the step, and returns its metrics.
+    loss: of a row, divided by the divisor that is its last argument. further_passes: makes further
+    backward passes for the step, and returns its metrics.
     """
     scale = optimizer.loss_scale
-    # The scale of fp16's loss is a part of the divisor, so that a row's incoming gradient is 1 in any precision.
+    # The scale of fp16's loss is a part of the divisor, so that a row's incoming gradient is 1 in
+    # any precision.
     divisor = passes.divisor if scale is None else passes.divisor / scale
     total = torch.zeros((), device=optimizer.accelerator.device)
     metrics = MetricSums()
@@ -193,7 +228,7 @@ def add_gradients(
     return {"loss": total if scale is None else total / scale, **metrics.read(), **further}
 
 
-# --- metrics of a step ------------------------------------------------------------------------------------------------
+# --- metrics of a step ----------------------------------------------------------------------------
 
 
 class MetricSums:
@@ -210,7 +245,9 @@ class MetricSums:
         self.maxima = tuple(name for name in metrics if name.endswith("_max"))
         self.summed = tuple(name for name in metrics if name not in self.maxima)
         if self.summed:
-            self.sums = self.sums + float(counts) * torch.stack([metrics[name] for name in self.summed])
+            self.sums = self.sums + float(counts) * torch.stack(
+                [metrics[name] for name in self.summed]
+            )
         if self.maxima:
             values = torch.stack([metrics[name] for name in self.maxima])
             values = values if counts else torch.full_like(values, -torch.inf)
@@ -218,14 +255,20 @@ class MetricSums:
 
     def read(self) -> dict[str, Tensor]:
         """The metrics by name: maxima 0-d, the others [2], sums with counts."""
-        sums = dict(zip(self.summed, self.sums, strict=True)) if isinstance(self.sums, Tensor) else {}
-        return sums | (dict(zip(self.maxima, self.largest, strict=True)) if self.largest is not None else {})
+        sums = (
+            dict(zip(self.summed, self.sums, strict=True)) if isinstance(self.sums, Tensor) else {}
+        )
+        return sums | (
+            dict(zip(self.maxima, self.largest, strict=True)) if self.largest is not None else {}
+        )
 
 
-def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Metrics of optimizer steps over all processes, 0-d: maxima, and means over the steps. A step's own metrics are
-    sums with counts, [2], which are divided here, 0 where nothing counts; maxima, whose names end in `_max`; and
-    numbers that are means over the processes, 0-d.
+def mean_over_steps(
+    accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Metrics of optimizer steps over all processes, 0-d: maxima, and means over the steps. A
+    step's own metrics are sums with counts, [2], which are divided here, 0 where nothing counts;
+    maxima, whose names end in `_max`; and numbers that are means over the processes, 0-d.
     """
     maxima = sorted(name for name in steps[0] if name.endswith("_max"))
     fractions = sorted(name for name, value in steps[0].items() if value.dim())
@@ -242,9 +285,17 @@ def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]
         largest = None if largest is None else accelerator.gather(largest[None]).amax(0)
     means = {}
     if numbers:
-        means = dict(zip(numbers, flat[: len(steps) * len(numbers)].view(len(steps), -1).mean(0), strict=True))
+        means = dict(
+            zip(
+                numbers, flat[: len(steps) * len(numbers)].view(len(steps), -1).mean(0), strict=True
+            )
+        )
     if fractions:
-        sums, counts = flat[len(steps) * len(numbers) :].view(len(steps), len(fractions), 2).unbind(-1)
+        sums, counts = (
+            flat[len(steps) * len(numbers) :].view(len(steps), len(fractions), 2).unbind(-1)
+        )
         # Counts are means over the processes, and may be below 1.
-        means |= dict(zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True))
+        means |= dict(
+            zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True)
+        )
     return means | ({} if largest is None else dict(zip(maxima, largest, strict=True)))

@@ -1,4 +1,6 @@
-"""Where the log-probs that ratios compare with come from: a pass of the policy, the loss itself, or what sampled."""
+"""Where the log-probs that ratios compare with come from: a pass of the policy, the loss itself, or
+what sampled.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,10 +22,11 @@ from fastp3o.training.microbatches import RowLogprobs, policy_logprobs
 def old_logprobs(
     config: OnlineConfig, objective: Objective, policy: PackedModel, groups: Sequence[Group]
 ) -> RowLogprobs | None:
-    """A function for the old log-probs of an update's rows before its steps; None: its only step's loss computes them.
+    """A function for the old log-probs of an update's rows before its steps; None: its only step's
+    loss computes them.
 
-    A pass for them alone would be a fifth of such an update. It is made where the loss must have them before, and
-    where that has dropout, which makes its log-probs others than the policy's.
+    A pass for them alone would be a fifth of such an update. It is made where the loss must have
+    them before, and where that has dropout, which makes its log-probs others than the policy's.
     """
     if config.old_logprobs == "sampler":
         return partial(sampler_logprobs, groups)
@@ -33,21 +36,33 @@ def old_logprobs(
 
 
 def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tuple[Tensor, ...]:
-    """The sampler's log-probs of the rows' tokens, [N] fp32 each, on their device. Raises ValueError without any."""
+    """The sampler's log-probs of the rows' tokens, [N] fp32 each, on their device. Raises
+    ValueError without any.
+    """
     for group in groups:
         if any(response.logprobs is None for response in group.responses):
-            raise UserError("what sampled the responses gave no log-probs of them, as transformers' generate does not")
+            raise UserError(
+                "what sampled the responses gave no log-probs of them, as transformers' generate does not"
+            )
 
     def of_row(row: PackedRow) -> Tensor:
         responses = (response for number in row.groups for response in groups[number].responses)
-        return torch.from_numpy(np.concatenate([np.asarray(one.logprobs, dtype=np.float32) for one in responses]))
+        return torch.from_numpy(
+            np.concatenate([np.asarray(one.logprobs, dtype=np.float32) for one in responses])
+        )
 
     return to_device(tuple(map(of_row, rows)), rows[0].labels.device)
 
 
-def with_sampler_logprobs(groups: Sequence[Group], minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:
+def with_sampler_logprobs(
+    groups: Sequence[Group], minibatches: list[list[Microbatch]]
+) -> list[list[Microbatch]]:
     """The microbatches with the log-probs of what sampled."""
-    sampled = iter(sampler_logprobs(groups, [microbatch.row for minibatch in minibatches for microbatch in minibatch]))
+    sampled = iter(
+        sampler_logprobs(
+            groups, [microbatch.row for minibatch in minibatches for microbatch in minibatch]
+        )
+    )
     return [
         [replace(microbatch, sampler_token_logprobs=next(sampled)) for microbatch in minibatch]
         for minibatch in minibatches

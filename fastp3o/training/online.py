@@ -46,16 +46,18 @@ from fastp3o.training.rivals import Anchors, with_rival
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, Loader, load_examples, load_held_out, make_context
 
-# --- what the loop calls ----------------------------------------------------------------------------------------------
+# --- what the loop calls --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OnlineLoop:
-    """What the online loop works with, and those of its steps that only need what stays the same from update to update.
+    """What the online loop works with, and those of its steps that only need what stays the same
+    from update to update.
 
-    run: folder, logs, checkpoints, and the optimizer. reference: log π_ref of rows. objective: the loss, and what comes
-    before and after an update's steps. buffer: the rollouts of each update. reward: of groups, [P, K]. pretraining: the
-    backward passes of a pretraining mix. search: for the learning rate, from update to update.
+    run: folder, logs, checkpoints, and the optimizer. reference: log π_ref of rows. objective: the
+    loss, and what comes before and after an update's steps. buffer: the rollouts of each update.
+    reward: of groups, [P, K]. pretraining: the backward passes of a pretraining mix. search: for
+    the learning rate, from update to update.
     """
 
     config: OnlineConfig
@@ -69,42 +71,58 @@ class OnlineLoop:
     search: Search
 
     def score(self, groups: list[Group]) -> RolloutBatch:
-        """The batch of all processes' groups with rewards, less penalties. groups: those that this process has sampled.
-        Raises NotFiniteError on all processes if a reward of one is not finite.
+        """The batch of all processes' groups with rewards, less penalties. groups: those that this
+        process has sampled. Raises NotFiniteError on all processes if a reward of one is not
+        finite.
         """
         config, accelerator = self.config, self.run.accelerator
         by_token = config.process_rewards
-        rewards = penalized_rewards(self.reward, groups, config, config.max_response_tokens, by_token=by_token)
+        rewards = penalized_rewards(
+            self.reward, groups, config, config.max_response_tokens, by_token=by_token
+        )
         require_finite_rewards(accelerator, self.reward, groups, rewards["reward"])
         return RolloutBatch.gathered(accelerator, groups, rewards)
 
     def comparison(
         self, update: int, groups: list[Group], minibatches: Minibatches, first: Passes[Microbatch]
     ) -> Comparison:
-        """What of an update's rollouts is compared with the policy. first: the passes of the update's first step, which
-        alone computes the policy's log-probs if the old ones are the sampler's.
+        """What of an update's rollouts is compared with the policy. first: the passes of the
+        update's first step, which alone computes the policy's log-probs if the old ones are the
+        sampler's.
         """
         from_sampler = self.config.old_logprobs == "sampler"
         compared = counted(first) if from_sampler else [*chain.from_iterable(minibatches)]
-        again = evaluated_again(self.policy, groups, compared[0].row) if measures_noise(update) else None
+        again = (
+            evaluated_again(self.policy, groups, compared[0].row)
+            if measures_noise(update)
+            else None
+        )
         return Comparison(groups, compared, again)
 
     def measured(self, update: int, comparison: Comparison) -> dict[str, Tensor]:
-        """Metrics of a comparison, 0-d, once the policy's log-probs are known. Raises OtherWeightsError on every
-        process if servers sampled from other weights than the policy's.
+        """Metrics of a comparison, 0-d, once the policy's log-probs are known. Raises
+        OtherWeightsError on every process if servers sampled from other weights than the policy's.
         """
         gaps = comparison.metrics()
         self.buffer.require_same_policy(update, comparison.groups, gaps)
         self.search.note_noise(self.run.accelerator, gaps)
         return gaps
 
-    def learning_rate_search(self, update: int, minibatches: Minibatches, steps: int) -> LearningRateSearch:
-        return LearningRateSearch(self.run.optimizer, self.config, self.search, update, minibatches, steps)
+    def learning_rate_search(
+        self, update: int, minibatches: Minibatches, steps: int
+    ) -> LearningRateSearch:
+        return LearningRateSearch(
+            self.run.optimizer, self.config, self.search, update, minibatches, steps
+        )
 
     def add_gradients(
-        self, passes: Passes[Microbatch], loss: Callable[[nn.Module, Microbatch, float | Tensor], LossAndMetrics]
+        self,
+        passes: Passes[Microbatch],
+        loss: Callable[[nn.Module, Microbatch, float | Tensor], LossAndMetrics],
     ) -> dict[str, Tensor]:
-        """Makes a step's backward passes; those of the pretraining mix, too. Returns loss and metrics."""
+        """Makes a step's backward passes; those of the pretraining mix, too. Returns loss and
+        metrics.
+        """
         return add_gradients(self.run.optimizer, passes, loss, further_passes=self.pretraining)
 
     def sum_over_processes(self, sums: Tensor) -> Tensor:
@@ -115,15 +133,22 @@ class OnlineLoop:
         return self.buffer.metrics(update) | logged_means({"reward": self.reward})
 
 
-# --- building it ------------------------------------------------------------------------------------------------------
+# --- building it ----------------------------------------------------------------------------------
 
 
 def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
-    """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
-    # Processes, arithmetic and tokenizer. A remainder of 0 is a multiple of any number of processes.
+    """Loads data and models, restores the state of a run that is resumed, and checks all that can
+    be checked first.
+    """
+    # Processes, arithmetic and tokenizer. A remainder of 0 is a multiple of any number of
+    # processes.
     ptx_batch_size = config.ptx_batch_size if config.ptx_data else 0
     context = make_context(
-        config, "fp16", caller, prompts_per_update=config.prompts_per_update, ptx_batch_size=ptx_batch_size
+        config,
+        "fp16",
+        caller,
+        prompts_per_update=config.prompts_per_update,
+        ptx_batch_size=ptx_batch_size,
     )
 
     # Data before models: what is wrong in them is told in seconds.
@@ -131,8 +156,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
 
-    # The policy, whole and on the CPU. What is sampled in its place, a copy or servers, is chosen before the optimizer
-    # spreads it over the processes and takes its memory.
+    # The policy, whole and on the CPU. What is sampled in its place, a copy or servers, is chosen
+    # before the optimizer spreads it over the processes and takes its memory.
     policy, context = load_trained(context, config, partial(load_policy, trains=True))
     sampled = sampled_model(
         config,
@@ -160,25 +185,38 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         continues=config.resume,
     )
     # Distillation needs no reward: the loop has a table of zeros then.
-    reward = rewards.get("reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt))
+    reward = rewards.get(
+        "reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt)
+    )
 
     steps = config.updates * config.steps_per_update
     optimizer: Optimizer = Optimizer(
-        context.accelerator, policy, context.precision, config, steps, objective.learning_rates, context.mesh
+        context.accelerator,
+        policy,
+        context.precision,
+        config,
+        steps,
+        objective.learning_rates,
+        context.mesh,
     )
 
-    # log π_ref comes from a second model, which may move, or from the policy without its adapters; or nothing needs it.
+    # log π_ref comes from a second model, which may move, or from the policy without its adapters;
+    # or nothing needs it.
     reference, sampled_reference = load_reference(context, config, policy)
     # A reference that moves is a part of the run's state; a fixed one is read again.
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
 
-    # What samples. Some objectives also sample a mixture of policy and reference, which needs both on the device.
+    # What samples. Some objectives also sample a mixture of policy and reference, which needs both
+    # on the device.
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(context, config, config.mixture, sampler, sampled, sampled_reference)
     # What compares responses may compare each with one of the reference's.
     if config.comparisons == "anchor" and sampled_reference is not None:
-        anchors = Anchors(policy_sampler(config, sampled_reference, context, config.rollout_batch_size), config.seed)
+        anchors = Anchors(
+            policy_sampler(config, sampled_reference, context, config.rollout_batch_size),
+            config.seed,
+        )
         for single in single_rewards(rewards).values():
             if isinstance(single, JudgedPairs):
                 single.anchor = anchors
@@ -190,7 +228,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         context, config, sampled, reference if config.needs_reference else None, rewards, held_out
     )
 
-    # The run restores a resumed state into all of these, and checks that data and options are those of the state.
+    # The run restores a resumed state into all of these, and checks that data and options are those
+    # of the state.
     search = Search(config.learning_rate)
     run = Run(
         context,
@@ -201,11 +240,17 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
-    pretraining = None if texts is None else PretrainingMix(optimizer, config, config.seed, config.packing, texts)
-    return OnlineLoop(config, run, policy, reference, objective, buffer, reward, pretraining, search)
+    pretraining = (
+        None
+        if texts is None
+        else PretrainingMix(optimizer, config, config.seed, config.packing, texts)
+    )
+    return OnlineLoop(
+        config, run, policy, reference, objective, buffer, reward, pretraining, search
+    )
 
 
-# --- parts that need several of these ---------------------------------------------------------------------------------
+# --- parts that need several of these -------------------------------------------------------------
 
 
 def with_mixture(
@@ -216,8 +261,8 @@ def with_mixture(
     policy: SampledModel,
     reference: SampledModel,
 ) -> Sampler:
-    """Samples the last responses to each prompt from the mixture of policy and reference, the others by `sampler`.
-    weight: the reference's, within 0 and 1.
+    """Samples the last responses to each prompt from the mixture of policy and reference, the
+    others by `sampler`. weight: the reference's, within 0 and 1.
     """
 
     def mixture(model: PackedModel, other: PackedModel) -> Sampler:
@@ -237,7 +282,9 @@ def with_mixture(
 
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
-    """Warns of idle processes, of a loss that truncated rollouts bias, and of few prompts. total: of prompts."""
+    """Warns of idle processes, of a loss that truncated rollouts bias, and of few prompts. total:
+    of prompts.
+    """
     usual = config.__dataclass_fields__["prompts_per_minibatch"].default
     if config.minibatch_yields and usual and config.prompts_per_minibatch != usual:
         context.accelerator.print(
@@ -258,28 +305,37 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
         )
     corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
     if config.truncates and config.assumes_own_samples and not corrected:
-        remedies = "--sampler_ratio_cap" + (" or --old_logprobs sampler" if config.compares_with_old else "")
+        remedies = "--sampler_ratio_cap" + (
+            " or --old_logprobs sampler" if config.compares_with_old else ""
+        )
         context.accelerator.print(
             "warning: truncated sampling (--top_k, --top_p or --min_p) does not draw from the policy, which biases the "
             f"gradient: {remedies} corrects for that (fastp3o/objectives/off_policy.md)"
         )
 
 
-# --- data and evaluations ---------------------------------------------------------------------------------------------
+# --- data and evaluations -------------------------------------------------------------------------
 
 
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:
-    """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
+    """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the
+    pretraining mix.
+    """
 
     def loader(rewards: Iterable[Source]) -> Loader:
         return partial(load_prompts, **asked_of_records(rewards, config))
 
     load = loader(config.rewards)
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    held_out, texts = load_held_out(context, config, loader(config.scorers), config.eval_prompts), None
+    held_out = load_held_out(context, config, loader(config.scorers), config.eval_prompts)
+    texts = None
     if config.ptx_data:
-        ends = checkpoint_ends(config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code)
-        load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens, ends=ends)
+        ends = checkpoint_ends(
+            config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
+        )
+        load = partial(
+            load_demonstrations, max_response_tokens=config.max_response_tokens, ends=ends
+        )
         texts = load_examples(context, config, load, config.ptx_data, config.split, None)
     return prompts, held_out, texts
 
@@ -292,13 +348,17 @@ def make_evaluation(
     rewards: dict[str, Reward],
     held_out: HeldOut,
 ) -> Evaluation | None:
-    """Builds the evaluation, which measures how far the policy is from where the reference began, if there is one."""
+    """Builds the evaluation, which measures how far the policy is from where the reference began,
+    if there is one.
+    """
     if held_out.examples is None:
         return None
     # A reference that moves is not where it began: evaluations have a second one, which stays.
     if config.reference_moves:
         frozen = load_reference_model(context, config)
-        reference = in_context(context, config, SecondModel(frozen, context.device, context.mesh, offload=True))
+        reference = in_context(
+            context, config, SecondModel(frozen, context.device, context.mesh, offload=True)
+        )
     build = partial(policy_sampler, config, sampled, context, config.eval_batch_size)
     rewards, rival = with_rival(context, config, rewards, held_out.examples)
     return Evaluation(

@@ -1,5 +1,5 @@
-"""Predicts the memory of P3O's passes from a model's configuration and the lengths, by the formula on
-fastp3o/training/memory.md. `fastp3o memory` is for users.
+"""Predicts the memory of P3O's passes from a model's configuration and the lengths, by the formula
+on fastp3o/training/memory.md. `fastp3o memory` is for users.
 """
 
 from copy import copy
@@ -25,7 +25,7 @@ LEAST_IN_8_BITS, BLOCK = 4096, 256
 OptimizerName = Literal["adamw", "adamw_8bit"]
 
 
-# --- lengths and shapes -----------------------------------------------------------------------------------------------
+# --- lengths and shapes ---------------------------------------------------------------------------
 
 
 class Lengths(NamedTuple):
@@ -36,8 +36,12 @@ class Lengths(NamedTuple):
     labeled: int
 
     @classmethod
-    def full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
-        """A row filled with whole groups of these mean lengths, or the largest part of a group that is too long."""
+    def full_row(
+        cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2
+    ) -> "Lengths":
+        """A row filled with whole groups of these mean lengths, or the largest part of a group that
+        is too long.
+        """
         sizes = [
             group_tokens(prompt, [response] * count, share_prompts=packing.share_prompts)
             for count in range(1, responses_per_prompt + 1)
@@ -51,12 +55,14 @@ class Lengths(NamedTuple):
 class Model:
     """Sizes of a llama-like model, which may be on the meta device.
 
-    trained: parameters that train. trained_layers: those from the lowest that trains upwards, 0 for all; only they keep
-    activations. LoRA trains in all. queries, keys: heads times head size. embeddings: parameters outside the layers.
-    layer: parameters of one layer. in_fp32: trained ones whose moments adamw_8bit keeps in fp32.
+    trained: parameters that train. trained_layers: those from the lowest that trains upwards, 0 for
+    all; only they keep activations. LoRA trains in all. queries, keys: heads times head size.
+    embeddings: parameters outside the layers. layer: parameters of one layer. in_fp32: trained ones
+    whose moments adamw_8bit keeps in fp32.
 
-    What `fuse` has recognized in the last layer: finer: its residual stream is fp32; norms: of its hidden states, 2 or
-    4; norms_heads: it normalizes queries and keys, too; fused_norms, fused_gate: these are one kernel each on a GPU.
+    What `fuse` has recognized in the last layer: finer: its residual stream is fp32; norms: of its
+    hidden states, 2 or 4; norms_heads: it normalizes queries and keys, too; fused_norms,
+    fused_gate: these are one kernel each on a GPU.
     """
 
     def __init__(self, model: PackedModel, trained_layers: int = 0):
@@ -70,10 +76,14 @@ class Model:
         small = (p.numel() for p in trained if p in embeddings or p.numel() < LEAST_IN_8_BITS)
         self.in_fp32 = sum(small)
         self.layers, self.hidden = config.num_hidden_layers, config.hidden_size
-        self.vocabulary = 1 if head is None else config.vocab_size  # a reward model gives one number
+        self.vocabulary = (
+            1 if head is None else config.vocab_size
+        )  # a reward model gives one number
         self.trained_layers = trained_layers or self.layers
         intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
-        self.intermediate = intermediate if isinstance(intermediate, int) else max(intermediate)  # Gemma 3n: by layer
+        self.intermediate = (
+            intermediate if isinstance(intermediate, int) else max(intermediate)
+        )  # Gemma 3n: by layer
         heads = getattr(config, "num_attention_heads", None) or 1
         size = getattr(config, "head_dim", None) or self.hidden // heads
         self.queries = size * heads
@@ -90,7 +100,9 @@ class Model:
         self.fused_gate = any(gate_of(part) is not None for part in last.modules())
 
     def cut(self, processes: int) -> "Model":
-        """The part of it that each process of a tensor group has, and that is active in it. Norms are taken for cut."""
+        """The part of it that each process of a tensor group has, and that is active in it. Norms
+        are taken for cut.
+        """
         part = copy(self)
         sizes = (
             "parameters",
@@ -112,13 +124,14 @@ class Model:
         return item * self.vocabulary * self.hidden if self.head_trains else 0
 
 
-# --- passes that train ------------------------------------------------------------------------------------------------
+# --- passes that train ----------------------------------------------------------------------------
 
 
 @dataclass
 class Memory:
-    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts, and `embeddings` those of one
-    without activations. `cache`: keys and values of rollouts. `others`: what waits, of other models.
+    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts, and
+    `embeddings` those of one without activations. `cache`: keys and values of rollouts. `others`:
+    what waits, of other models.
     """
 
     weights: int
@@ -134,7 +147,9 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        kept = self.weights + self.masters + self.gradients + self.optimizer + self.cache + self.others
+        kept = (
+            self.weights + self.masters + self.gradients + self.optimizer + self.cache + self.others
+        )
         return kept + max(self.activations + max(self.head, self.layer), self.embeddings)
 
 
@@ -148,15 +163,24 @@ def update_memory(
     kernels: bool = True,
     budget: int = MEMORY_BUDGET,
 ) -> Memory:
-    """The memory of a policy's update on one device. kernels: on a GPU, with Triton. budget: of the head, in bytes."""
+    """The memory of a policy's update on one device. kernels: on a GPU, with Triton. budget: of the
+    head, in bytes.
+    """
     item, stream = product_bytes(precision), stream_bytes(model, precision)
     plan = head_plan(model, lengths.labeled, precision, budget, kernels=kernels)
-    single = precision.weights == torch.bfloat16 == plan.dtypes.dlogits and plan.dlogits_rows >= lengths.labeled
+    single = (
+        precision.weights == torch.bfloat16 == plan.dtypes.dlogits
+        and plan.dlogits_rows >= lengths.labeled
+    )
     rounded = model.head_gradient(2) if precision.half and not single else 0
-    buffers = logits_bytes(plan) + (0 if plan.in_place else plan.row_elements * plan.dlogits_rows * item)
+    buffers = logits_bytes(plan) + (
+        0 if plan.in_place else plan.row_elements * plan.dlogits_rows * item
+    )
     states = 3 * lengths.labeled * model.hidden * item
     states += lengths.tokens * model.hidden * norm_bytes(model, precision, kernels=kernels)
-    head = states + widened(model, lengths, plan, precision) + model.head_gradient(2 if single else 4)
+    head = (
+        states + widened(model, lengths, plan, precision) + model.head_gradient(2 if single else 4)
+    )
     layer_activations = kept_by_a_layer(model, lengths, precision, kernels=kernels)
     layer_input = lengths.tokens * model.hidden * stream
     copies = 0 if precision.autocast is None else 2 * model.parameters
@@ -179,9 +203,12 @@ def update_memory(
     )
 
 
-def together(update: Memory, frozen: Memory, rollouts: Memory, *, second: bool, offload: bool) -> list[Memory]:
-    """The three phases of a run, each with what waits beside it. second: whether the reference is a model of its own.
-    offload: whether that is on the CPU between uses. Gradients are freed after each step.
+def together(
+    update: Memory, frozen: Memory, rollouts: Memory, *, second: bool, offload: bool
+) -> list[Memory]:
+    """The three phases of a run, each with what waits beside it. second: whether the reference is a
+    model of its own. offload: whether that is on the CPU between uses. Gradients are freed after
+    each step.
     """
     kept = frozen.weights if second and not offload else 0
     trains = {"masters": update.masters, "optimizer": update.optimizer}
@@ -195,9 +222,9 @@ def together(update: Memory, frozen: Memory, rollouts: Memory, *, second: bool, 
 def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, kernels: bool) -> int:
     """Bytes that a layer keeps for its backward pass.
 
-    With kernels a norm keeps the stream and its result, one behind a block that block's result, and a gate its two
-    inputs and its result. Attention keeps queries, gathered keys and values, and its result. Without kernels more steps
-    keep what they get.
+    With kernels a norm keeps the stream and its result, one behind a block that block's result, and
+    a gate its two inputs and its result. Attention keeps queries, gathered keys and values, and its
+    result. Without kernels more steps keep what they get.
     """
     item = product_bytes(precision)
     behind = item if kernels and model.fused_norms else 8
@@ -209,15 +236,19 @@ def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, ker
     normed_heads = 0
     if model.norms_heads:
         one_kernel = kernels and precision.autocast is None
-        normed_heads = (item if one_kernel else 8 if item == 4 else 6) * (model.queries + model.keys)
+        normed_heads = (item if one_kernel else 8 if item == 4 else 6) * (
+            model.queries + model.keys
+        )
     kept = lengths.tokens * (norms * model.hidden + item * elements + normed_heads)
     return kept + lengths.keys * 2 * item * model.keys
 
 
-# --- the head ---------------------------------------------------------------------------------------------------------
+# --- the head -------------------------------------------------------------------------------------
 
 
-def head_plan(model: Model, labeled: int, precision: Precision, budget: int, *, kernels: bool) -> HeadPlan:
+def head_plan(
+    model: Model, labeled: int, precision: Precision, budget: int, *, kernels: bool
+) -> HeadPlan:
     """How so many labeled tokens go through the head. Groups are taken for short."""
     rounded = precision.autocast or precision.weights
     half = rounded != torch.float32
@@ -233,16 +264,20 @@ def logits_bytes(plan: HeadPlan) -> int:
 
 
 def widened(model: Model, lengths: Lengths, plan: HeadPlan, precision: Precision) -> int:
-    """Bytes of the head's weight and hidden states in fp32, where a CPU multiplies no narrower ones."""
+    """Bytes of the head's weight and hidden states in fp32, where a CPU multiplies no narrower
+    ones.
+    """
     wider = plan.dtypes.multiplied != plan.dtypes.rounded
     return 4 * model.hidden * (model.vocabulary + lengths.labeled) if wider else 0
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
-    """The memory on each of the processes that share the model. `memory`: an update's, or a frozen model's."""
+    """The memory on each of the processes that share the model. `memory`: an update's, or a frozen
+    model's.
+    """
     item = precision.weights.itemsize
     trained = model.trained if memory.optimizer else 0
     frozen = model.parameters - trained
@@ -259,17 +294,26 @@ def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> 
     )
 
 
-# --- models that do not train, and rollouts ---------------------------------------------------------------------------
+# --- models that do not train, and rollouts -------------------------------------------------------
 
 
 def frozen_memory(
-    model: Model, lengths: Lengths, precision: Precision, *, kernels: bool = True, budget: int = MEMORY_BUDGET
+    model: Model,
+    lengths: Lengths,
+    precision: Precision,
+    *,
+    kernels: bool = True,
+    budget: int = MEMORY_BUDGET,
 ) -> Memory:
-    """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
+    """The memory of the reference's log-probabilities. A reward model needs all of it except the
+    head's part.
+    """
     item = product_bytes(precision)
     residual, autocast = precision.weights.itemsize, precision.autocast is not None
     plan = head_plan(model, lengths.labeled, precision, budget, kernels=kernels)
-    hidden = model.hidden * ((lengths.tokens + lengths.labeled) * residual + lengths.labeled * item * autocast)
+    hidden = model.hidden * (
+        (lengths.tokens + lengths.labeled) * residual + lengths.labeled * item * autocast
+    )
     rounded = 2 * model.vocabulary * model.hidden * autocast
     return Memory(
         weights=model.parameters * residual,
@@ -281,17 +325,22 @@ def frozen_memory(
 def rollout_memory(
     model: Model, room: Room, precision: Precision, *, shards: int = 1, adapters: bool = False
 ) -> Memory:
-    """The memory of sampling on one device, next to masters and optimizer. It is given back before the update.
+    """The memory of sampling on one device, next to masters and optimizer. It is given back before
+    the update.
 
-    shards: processes that share the model, each of which samples from a whole copy. adapters: whether they are merged
-    into one.
+    shards: processes that share the model, each of which samples from a whole copy. adapters:
+    whether they are merged into one.
     """
     sampled = precision if precision.autocast is None else choose_precision("bf16", "bf16")
     item = sampled.weights.itemsize
     row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labeled=0)
     copied = shards > 1 or adapters or precision.autocast is not None
     # Parts of a model in half precision are its masters.
-    gathered = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
+    gathered = (
+        0
+        if precision.half and shards > 1
+        else model.parameters * precision.weights.itemsize // shards
+    )
     return Memory(
         weights=gathered + (model.parameters * item if copied else 0),
         head=4 * room.slots * model.vocabulary,
@@ -300,7 +349,7 @@ def rollout_memory(
     )
 
 
-# --- parts of a layer -------------------------------------------------------------------------------------------------
+# --- parts of a layer -----------------------------------------------------------------------------
 
 
 def product_bytes(precision: Precision) -> int:
@@ -314,8 +363,9 @@ def stream_bytes(model: Model, precision: Precision) -> int:
 
 
 def norm_bytes(model: Model, precision: Precision, *, kernels: bool) -> int:
-    """Bytes that a norm of the stream keeps of each element of a token: the stream, and its result as products take it.
-    PyTorch's own steps keep the normalized numbers, too, and with a stream in half precision those in fp32.
+    """Bytes that a norm of the stream keeps of each element of a token: the stream, and its result
+    as products take it. PyTorch's own steps keep the normalized numbers, too, and with a stream in
+    half precision those in fp32.
     """
     stream, item = stream_bytes(model, precision), product_bytes(precision)
     if kernels and model.fused_norms and model.finer:

@@ -1,4 +1,6 @@
-"""Learning from offline preferences: DPO, KTO and related objectives (`fastp3o.objectives.preferences`)."""
+"""Learning from offline preferences: DPO, KTO and related objectives
+(`fastp3o.objectives.preferences`).
+"""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -41,11 +43,13 @@ from fastp3o.training.supervised import SupervisedTask, train_supervised
 from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss
 from fastp3o_kernels.losses import kto_reference_point
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def train(config: PreferenceConfig, caller: Caller | None = None) -> None:
-    """Trains a policy on preferences with its configuration's objective; `loss` is a mean over pairs, or responses."""
+    """Trains a policy on preferences with its configuration's objective; `loss` is a mean over
+    pairs, or responses.
+    """
     task = UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config)
     train_supervised(task, caller)
 
@@ -57,15 +61,16 @@ class PreferenceRow(PackedRow):
     response_tensors: dict[str, Tensor]  # [P, K] each
 
 
-# --- objectives as a stage sees them ----------------------------------------------------------------------------------
+# --- objectives as a stage sees them --------------------------------------------------------------
 
 
 class Preferences(SupervisedTask[PreferenceRow]):
     """Base of pairs and single responses: the reference, the loss, sampled evaluations.
 
-    Before the first step the reference's log-probs are computed, or found in their file; then the reference is dropped.
-    sums: the loss of P groups, summed, and its metrics, from a configuration and these. columns: the responses whose
-    log-probs they are; those of one tuple share their prompt in a row.
+    Before the first step the reference's log-probs are computed, or found in their file; then the
+    reference is dropped. sums: the loss of P groups, summed, and its metrics, from a configuration
+    and these. columns: the responses whose log-probs they are; those of one tuple share their
+    prompt in a row.
     """
 
     config: PreferenceConfig
@@ -86,10 +91,13 @@ class Preferences(SupervisedTask[PreferenceRow]):
             self.samples = sampled_evaluation(context, config, model, LoadedForEachUse(load))
         if config.reference_logprobs and not config.needs_reference:
             # No error, since sweeps over objectives give all of them the same folder.
-            context.accelerator.print("warning: --reference_logprobs has no effect without a reference")
+            context.accelerator.print(
+                "warning: --reference_logprobs has no effect without a reference"
+            )
         if config.needs_reference:
             weights = on_main_process(
-                context.accelerator, lambda: model_fingerprint(config.reference or config.model_source)
+                context.accelerator,
+                lambda: model_fingerprint(config.reference or config.model_source),
             )
             tempered = () if config.temperature == 1 else (config.temperature,)
             self.ref_logprobs = ReferenceLogprobs(
@@ -115,12 +123,21 @@ class Preferences(SupervisedTask[PreferenceRow]):
         return self.ref_logprobs.added_to_data()
 
     def rows(
-        self, examples: Examples, responses: Sequence[Sequence[list[int]]], response_tensors: dict[str, Tensor]
+        self,
+        examples: Examples,
+        responses: Sequence[Sequence[list[int]]],
+        response_tensors: dict[str, Tensor],
     ) -> list[PreferenceRow]:
         """Packed rows. response_tensors: [P, K] each, of the whole batch."""
         rows = pack(examples["prompt_ids"], responses, self.config.packing)
-        parts = ({name: values[list(row.groups)] for name, values in response_tensors.items()} for row in rows)
-        return [PreferenceRow(**vars(row), response_tensors=tensors) for row, tensors in zip(rows, parts, strict=True)]
+        parts = (
+            {name: values[list(row.groups)] for name, values in response_tensors.items()}
+            for row in rows
+        )
+        return [
+            PreferenceRow(**vars(row), response_tensors=tensors)
+            for row, tensors in zip(rows, parts, strict=True)
+        ]
 
     def loss(self, model: nn.Module, row: PreferenceRow, divisor: float | Tensor) -> LossAndMetrics:
         def head_loss(hidden: Tensor, head: Head) -> LinearLossOutput:
@@ -159,8 +176,9 @@ class PreferencePairs(Preferences):
 
 
 class UnpairedPreferences(Preferences):
-    """KTO's single responses, each desirable or not. Its reference point z0 is the mean of log π/π_ref over a batch's
-    prompts with a response to another prompt, always the same one, so that the reference is asked once.
+    """KTO's single responses, each desirable or not. Its reference point z0 is the mean of log
+    π/π_ref over a batch's prompts with a response to another prompt, always the same one, so that
+    the reference is asked once.
     """
 
     load_examples = staticmethod(load_unpaired_preferences)
@@ -172,10 +190,14 @@ class UnpairedPreferences(Preferences):
         for flag, examples in data.items():
             others = with_other_prompts(examples["prompt_ids"])
             if others is None:
-                raise UserError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
+                raise UserError(
+                    f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same"
+                )
             responses = examples.data.column("response_ids").take(pa.array(others))
             fingerprint = examples._fingerprint
-            extended[flag] = examples.add_column("mismatched_ids", responses, new_fingerprint=fingerprint)
+            extended[flag] = examples.add_column(
+                "mismatched_ids", responses, new_fingerprint=fingerprint
+            )
         super().set_up(context, model, extended)
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
@@ -186,16 +208,27 @@ class UnpairedPreferences(Preferences):
         return self.rows(examples, [[ids] for ids in examples["response_ids"]], response_tensors)
 
     @torch.no_grad()
-    def prepare(self, model: nn.Module, rows: list[PreferenceRow], examples: Examples) -> list[PreferenceRow]:
-        """Rows with z0 and the share of their kind, desirable or not, both of the whole batch: [P, 1]."""
+    def prepare(
+        self, model: nn.Module, rows: list[PreferenceRow], examples: Examples
+    ) -> list[PreferenceRow]:
+        """Rows with z0 and the share of their kind, desirable or not, both of the whole batch: [P,
+        1].
+        """
         device = self.context.device
         responses = [[ids] for ids in examples["mismatched_ids"]]
-        reference, desirable = torch.tensor(examples["reference"])[:, 1:], torch.tensor(examples["desirable"])
-        on_host = (tuple(pack(examples["prompt_ids"], responses, self.config.packing)), reference, desirable)
+        reference = torch.tensor(examples["reference"])[:, 1:]
+        desirable = torch.tensor(examples["desirable"])
+        on_host = (
+            tuple(pack(examples["prompt_ids"], responses, self.config.packing)),
+            reference,
+            desirable,
+        )
         mismatched, reference, desirable = to_device(on_host, device)
         token_logprobs = map_rows_in_lockstep(mismatched, partial(labeled_logprobs, model))
         log_ratios = sums_by_group(mismatched, token_logprobs) - reference
-        sums = torch.stack([log_ratios.sum(), desirable.sum().float(), log_ratios.new_full((), len(desirable))])
+        sums = torch.stack(
+            [log_ratios.sum(), desirable.sum().float(), log_ratios.new_full((), len(desirable))]
+        )
         sums = self.context.accelerator.reduce(sums, "sum")
         log_ratio, share = sums[:2] / sums[2]
         reference_point = kto_reference_point(log_ratio, torch.zeros_like(log_ratio))
@@ -212,7 +245,9 @@ class UnpairedPreferences(Preferences):
 
 
 def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
-    """Returns for each example the number of the last one before it, around the end, that has another prompt."""
+    """Returns for each example the number of the last one before it, around the end, that has
+    another prompt.
+    """
     last = next((n for n in reversed(range(len(prompts))) if prompts[n] != prompts[0]), None)
     if last is None:
         return None
@@ -225,20 +260,34 @@ def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
     return others
 
 
-# --- evaluations ------------------------------------------------------------------------------------------------------
+# --- evaluations ----------------------------------------------------------------------------------
 
 
 def sampled_evaluation(
     context: Context, config: PreferenceConfig, model: PackedModel, reference: Reference
 ) -> Evaluation:
-    """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
+    """Builds an evaluation of sampled responses, as the online loop has. model: not spread over
+    processes yet.
+    """
     load_with_columns = partial(load_prompts, **asked_of_records(config.scorers, config))
     held_out = load_held_out(context, config, load_with_columns, config.eval_prompts)
-    rewards = load_rewards(context, config, config, held_out.examples, held_out.examples, continues=config.resume)
+    rewards = load_rewards(
+        context, config, config, held_out.examples, held_out.examples, continues=config.resume
+    )
     # Every evaluation comes after other steps.
     sampled = sampled_model(config, model, context, version=count().__next__)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     data, packing = held_out.examples, config.packing
     rewards, rival = with_rival(context, config, rewards, data)
-    common = (context.accelerator, model, reference, sampler, rewards, data, packing, 1, config.seed)
+    common = (
+        context.accelerator,
+        model,
+        reference,
+        sampler,
+        rewards,
+        data,
+        packing,
+        1,
+        config.seed,
+    )
     return Evaluation(*common, held_out.sets, rival=rival)

@@ -1,4 +1,6 @@
-"""A pretraining mix (Ouyang et al. 2022, "PPO-ptx"): each optimizer step also raises the likelihood of given texts."""
+"""A pretraining mix (Ouyang et al. 2022, "PPO-ptx"): each optimizer step also raises the likelihood
+of given texts.
+"""
 
 from dataclasses import dataclass
 
@@ -23,8 +25,8 @@ TEXTS = 2**32 - 2  # part of the seed, so that texts have another order than pro
 
 @dataclass(frozen=True)
 class PretrainingMix:
-    """Adds −ptx_coef · the mean of log π over the tokens of a batch of texts, including prompts, to each step's loss.
-    texts: has the columns `prompt_ids` and `response_ids`.
+    """Adds −ptx_coef · the mean of log π over the tokens of a batch of texts, including prompts, to
+    each step's loss. texts: has the columns `prompt_ids` and `response_ids`.
     """
 
     optimizer: Optimizer
@@ -37,14 +39,20 @@ class PretrainingMix:
         """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token."""
         accelerator, config = self.optimizer.accelerator, self.config
         step, seed = self.optimizer.schedule.last_epoch, derived_seed(self.seed, TEXTS)
-        chosen = examples_of_step(step, batch_size=config.ptx_batch_size, total=len(self.texts), seed=seed)
+        chosen = examples_of_step(
+            step, batch_size=config.ptx_batch_size, total=len(self.texts), seed=seed
+        )
         texts = own_part(self.optimizer.share, self.texts[chosen])
         responses = [[ids] for ids in texts["response_ids"]]
         rows = pack(texts["prompt_ids"], responses, self.packing, label_prompts=True)
-        tokens = torch.full((), float(sum(len(row.labels) for row in rows)), device=accelerator.device)
+        tokens = torch.full(
+            (), float(sum(len(row.labels) for row in rows)), device=accelerator.device
+        )
         passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(tokens, "mean"))
         return {"ptx_loss": add_gradients(self.optimizer, passes, self.loss)["ptx_loss"]}
 
     def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
         nats = -labeled_logprobs(model, row.to(self.optimizer.accelerator.device)).sum()
-        return self.config.ptx_coef * nats / divisor, with_count({"ptx_loss": nats}, len(row.labels))
+        return self.config.ptx_coef * nats / divisor, with_count(
+            {"ptx_loss": nats}, len(row.labels)
+        )

@@ -1,5 +1,6 @@
-"""Stage 2, reward modeling: a head trained on comparisons, -log σ of the log-odds that the better one is better: the
-difference of two scores (Bradley-Terry), or a form of two vectors (a preference model).
+"""Stage 2, reward modeling: a head trained on comparisons, -log σ of the log-odds that the better
+one is better: the difference of two scores (Bradley-Terry), or a form of two vectors (a preference
+model).
 """
 
 from dataclasses import dataclass
@@ -30,10 +31,12 @@ from fastp3o.training.supervised import SupervisedTask, train_supervised
 
 
 def train(config: RewardModelConfig, caller: Caller | None = None) -> None:
-    """Trains a reward model, or a preference model, on rankings; a preference is a ranking of two. `accuracy` is the
-    share of pairs whose better response is ahead, a mean over prompts.
+    """Trains a reward model, or a preference model, on rankings; a preference is a ranking of two.
+    `accuracy` is the share of pairs whose better response is ahead, a mean over prompts.
     """
-    train_supervised((PreferenceModeling if config.preference_dim else RewardModeling)(config), caller)
+    train_supervised(
+        (PreferenceModeling if config.preference_dim else RewardModeling)(config), caller
+    )
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class RankedRow(PackedRow):
 
 
 class RewardModeling(SupervisedTask[RankedRow]):
-    """Bradley and Terry's model of comparisons. It counts prompts: a ranking of K has the mean of its K (K − 1) / 2
-    pairs, as in InstructGPT (arXiv 2203.02155, equation 1).
+    """Bradley and Terry's model of comparisons. It counts prompts: a ranking of K has the mean of
+    its K (K − 1) / 2 pairs, as in InstructGPT (arXiv 2203.02155, equation 1).
     """
 
     config: RewardModelConfig
@@ -59,7 +62,9 @@ class RewardModeling(SupervisedTask[RankedRow]):
     load_model = staticmethod(partial(load_reward_model, new_head=True))
 
     def pack(self, examples: Examples) -> list[RankedRow]:
-        """Rows with all pairs of their groups. A response is scored once, however many pairs it is in."""
+        """Rows with all pairs of their groups. A response is scored once, however many pairs it is
+        in.
+        """
         ranked_rows = []
         for row in pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing):
             pairs: list[tuple[int, int, float, float, float, int]] = []
@@ -68,7 +73,9 @@ class RewardModeling(SupervisedTask[RankedRow]):
                 K = len(examples["ranked_ids"][group])
                 in_group = list(combinations(range(first, first + K), 2))
                 labels = float(examples["margin"][group]), float(examples["probability"][group])
-                pairs += [(better, worse, *labels, 1 / len(in_group), group) for better, worse in in_group]
+                pairs += [
+                    (better, worse, *labels, 1 / len(in_group), group) for better, worse in in_group
+                ]
                 first += K
             names = "better", "worse", "margins", "probabilities", "weights", "group_of_pair"
             columns = map(torch.tensor, zip(*pairs, strict=True))
@@ -109,7 +116,10 @@ class RewardModeling(SupervisedTask[RankedRow]):
         rows = [row.to(accelerator.device) for row in self.pack(examples)]
         with accelerator.autocast():
             row_outputs = map_rows_in_lockstep(rows, lambda row: self.outputs(model, row))
-            losses = [self.loss_of(outputs, row, 1.0) for outputs, row in zip(row_outputs, rows, strict=True)]
+            losses = [
+                self.loss_of(outputs, row, 1.0)
+                for outputs, row in zip(row_outputs, rows, strict=True)
+            ]
         means = self.means(rows, losses)
         pairs: list[tuple[int, float, float]] = []
         for outputs, row in zip(row_outputs, rows, strict=True):
@@ -120,7 +130,9 @@ class RewardModeling(SupervisedTask[RankedRow]):
         means |= on_main_process(accelerator, lambda: judged(pairs))
         return means | self.further(examples, rows, row_outputs)
 
-    def further(self, examples: Examples, rows: list[RankedRow], outputs: list[Tensor]) -> dict[str, float]:
+    def further(
+        self, examples: Examples, rows: list[RankedRow], outputs: list[Tensor]
+    ) -> dict[str, float]:
         """Further metrics of held-out data, by the outputs of each row."""
         return {}
 
@@ -130,7 +142,9 @@ class PreferenceModeling(RewardModeling):
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
-        self.load_model = partial(load_reward_model, new_head=True, vector_size=config.preference_dim)
+        self.load_model = partial(
+            load_reward_model, new_head=True, vector_size=config.preference_dim
+        )
 
     def outputs(self, model: nn.Module, row: RankedRow) -> Tensor:
         """The vectors of a row's responses, [S, 2k]."""
@@ -143,14 +157,17 @@ class PreferenceModeling(RewardModeling):
         labels = {"margins": row.margins, "probabilities": row.probabilities}
         return comparison_sums(log_odds(better, worse), row.weights, **labels)
 
-    def further(self, examples: Examples, rows: list[RankedRow], outputs: list[Tensor]) -> dict[str, float]:
+    def further(
+        self, examples: Examples, rows: list[RankedRow], outputs: list[Tensor]
+    ) -> dict[str, float]:
         """The shares of circular triples, by the model and by the labels."""
         compared: list[Compared] = []
         for row, of_row in zip(rows, outputs, strict=True):
             ranked = [list(map(tuple, examples["ranked_ids"][group])) for group in row.groups]
             of_groups = of_row.split(list(map(len, ranked)))
             for group, responses, of_group in zip(row.groups, ranked, of_groups, strict=True):
-                prompt, probability = tuple(examples["prompt_ids"][group]), examples["probability"][group]
+                prompt = tuple(examples["prompt_ids"][group])
+                probability = examples["probability"][group]
                 compared.append(Compared(prompt, responses, of_group.tolist(), probability))
         compared = self.context.share.gather(compared)
         return on_main_process(self.context.accelerator, lambda: circular_triples(compared))
@@ -163,12 +180,13 @@ def comparison_sums(
     margins: Tensor | float = 0.0,
     probabilities: Tensor | float = 1.0,
 ) -> dict[str, Tensor]:
-    """Weighted sums over n pairs of the loss, of correct decisions (a tie counts a half) and of the margin. log_odds: z
-    of the better response of a pair over the worse one, [n] fp32.
+    """Weighted sums over n pairs of the loss, of correct decisions (a tie counts a half) and of the
+    margin. log_odds: z of the better response of a pair over the worse one, [n] fp32.
 
-    loss: the cross entropy -p log σ(z − m) − (1 − p) log σ(m − z), with the labels' probability p that the better one
-    is better, and the margins m of Llama 2 (arXiv 2307.09288, equation 2). A soft label counts as a share p of raters
-    who prefer the better one, and 1 − p who prefer the worse one: in the loss, and in accuracy and margin.
+    loss: the cross entropy -p log σ(z − m) − (1 − p) log σ(m − z), with the labels' probability p
+    that the better one is better, and the margins m of Llama 2 (arXiv 2307.09288, equation 2). A
+    soft label counts as a share p of raters who prefer the better one, and 1 − p who prefer the
+    worse one: in the loss, and in accuracy and margin.
     """
     beyond, opposed = log_odds - margins, 1 - probabilities
     cross_entropy = probabilities * F.logsigmoid(beyond) + opposed * F.logsigmoid(-beyond)
@@ -188,8 +206,9 @@ def bradley_terry(
     probabilities: Tensor | float = 1.0,
     centring: float = 0.0,
 ) -> dict[str, Tensor]:
-    """`comparison_sums` of the differences of scores [n] fp32. Its loss has c (r_w + r_l)² more, with the coefficient c
-    of centring (arXiv 2312.09244). If c is not 0, `centre` is the mean of the two scores.
+    """`comparison_sums` of the differences of scores [n] fp32. Its loss has c (r_w + r_l)² more,
+    with the coefficient c of centring (arXiv 2312.09244). If c is not 0, `centre` is the mean of
+    the two scores.
     """
     sums = comparison_sums(better - worse, weights, margins=margins, probabilities=probabilities)
     if centring:

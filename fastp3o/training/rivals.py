@@ -29,8 +29,8 @@ ANCHOR = 2**32 - 5
 
 
 class Anchors:
-    """One response of the reference to each prompt, as long as it stays the same one: a prompt that comes again meets
-    the same response.
+    """One response of the reference to each prompt, as long as it stays the same one: a prompt that
+    comes again meets the same response.
     """
 
     def __init__(self, sampler: Sampler, seed: int):
@@ -47,8 +47,9 @@ def with_rival(
     rewards: dict[str, Reward],
     examples: Dataset,
 ) -> tuple[dict[str, Reward], dict[str, Tensor] | None]:
-    """The rewards of evaluations, of which those that compare do so with the rival's responses, and the rival's values
-    of all of them, [P, K] each; None if nothing compares and no rival is named. examples: the prompts of evaluations.
+    """The rewards of evaluations, of which those that compare do so with the rival's responses, and
+    the rival's values of all of them, [P, K] each; None if nothing compares and no rival is named.
+    examples: the prompts of evaluations.
     """
     if not (config.rival or any(map(compares, single_rewards(rewards).values()))) or not rewards:
         return rewards, None
@@ -64,19 +65,23 @@ def with_rival(
 def rival_groups(
     context: Context, config: "OnlineConfig | PreferenceConfig", examples: Dataset, count: int
 ) -> list[Group]:
-    """The rival's responses to this process's prompts of evaluations, with the seed of the policy's: where both are the
-    same model, their responses are, too. The model is gone afterwards.
+    """The rival's responses to this process's prompts of evaluations, with the seed of the
+    policy's: where both are the same model, their responses are, too. The model is gone afterwards.
     """
     if config.rival:
         remote = config.trust_remote_code
         policy = config.model_source
-        require_same_vocabulary(config.rival, policy, context.tokenizer, trust_remote_code=remote, role="rival")
+        require_same_vocabulary(
+            config.rival, policy, context.tokenizer, trust_remote_code=remote, role="rival"
+        )
     numbers = process_share(list(range(len(examples))), context.accelerator)
     frozen = load_frozen_policy(context, config, config.rival or config.model_source)
     sampled = sampled_here(config, frozen, context)
     FrozenModel(frozen, context.device, context.mesh, offload=False)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
-    groups = sampler(make_prompts(examples[numbers], numbers), count, derived_seed(config.seed, EVALUATION))
+    groups = sampler(
+        make_prompts(examples[numbers], numbers), count, derived_seed(config.seed, EVALUATION)
+    )
     del frozen, sampled, sampler
     return_unused_memory(context.device)
     return groups

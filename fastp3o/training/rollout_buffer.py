@@ -25,18 +25,20 @@ from fastp3o.training.batch import RolloutBatch
 
 # Samplers whose responses come from servers.
 SERVED = VLLMSampler | ServedTrajectories
-# Tokens are rounded independently, so a response's log-prob differs by about the square root of its length times what a
-# token's does. The margin is for tokens that differ by more than the mean.
+# Tokens are rounded independently, so a response's log-prob differs by about the square root of its
+# length times what a token's does. The margin is for tokens that differ by more than the mean.
 MARGIN = 5.0
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
 
 
-# --- one update's rollouts --------------------------------------------------------------------------------------------
+# --- one update's rollouts ------------------------------------------------------------------------
 
 
 class BufferedRollouts:
-    """An update's rollouts. sampled_at: the update before whose steps it was sampled. finish: waits for the groups."""
+    """An update's rollouts. sampled_at: the update before whose steps it was sampled. finish: waits
+    for the groups.
+    """
 
     def __init__(self, sampled_at: int, finish: Callable[[], list[Group]]):
         self.sampled_at, self.finish = sampled_at, finish
@@ -44,7 +46,9 @@ class BufferedRollouts:
         self.error: EndpointError | FunctionError | None = None
 
     def wait(self) -> list[Group]:
-        """Raises EndpointError or FunctionError if servers or environments have failed, each time that it is asked."""
+        """Raises EndpointError or FunctionError if servers or environments have failed, each time
+        that it is asked.
+        """
         if self.error is not None:
             raise self.error
         if self.groups is None:
@@ -56,14 +60,15 @@ class BufferedRollouts:
         return self.groups
 
 
-# --- the rollouts of all updates --------------------------------------------------------------------------------------
+# --- the rollouts of all updates ------------------------------------------------------------------
 
 
 class RolloutBuffer:
     """Gives each update its rollouts.
 
-    Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
-    while t trains; a sampler of this process samples them first. examples: the prompts of all updates.
+    Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps.
+    Servers sample them while t trains; a sampler of this process samples them first. examples: the
+    prompts of all updates.
     """
 
     def __init__(self, context: Context, config: OnlineConfig, sampler: Sampler, examples: Dataset):
@@ -72,8 +77,12 @@ class RolloutBuffer:
 
     def __call__(self, update: int) -> list[Group]:
         """This process's rollouts of an update. Raises EndpointError if servers fail."""
-        self.buffered = {number: sampled for number, sampled in self.buffered.items() if number >= update}
-        for number in range(update, min(update + self.config.rounds_ahead, self.config.updates) + 1):
+        self.buffered = {
+            number: sampled for number, sampled in self.buffered.items() if number >= update
+        }
+        for number in range(
+            update, min(update + self.config.rounds_ahead, self.config.updates) + 1
+        ):
             if number not in self.buffered:
                 try:
                     self.buffered[number] = BufferedRollouts(update, self.begin(number))
@@ -99,13 +108,15 @@ class RolloutBuffer:
         *,
         takes_pairs: bool = False,
     ) -> RolloutBatch:
-        """Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so it is sampled again,
-        until it has others, at most `dynamic_sampling` times. Returns another batch. score: gathers rewards of groups
-        that this process has sampled. takes_pairs: whether the loss reads the differences of pairs where there are
-        some. Preferences in a circle have equal row means, and teach a loss that reads the pairs.
+        """Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so
+        it is sampled again, until it has others, at most `dynamic_sampling` times. Returns another
+        batch. score: gathers rewards of groups that this process has sampled. takes_pairs: whether
+        the loss reads the differences of pairs where there are some. Preferences in a circle have
+        equal row means, and teach a loss that reads the pairs.
         """
         accelerator, config, count = self.context.accelerator, self.config, 0
-        groups, rewards = list(batch.groups), {name: table.clone() for name, table in batch.rewards.items()}
+        groups = list(batch.groups)
+        rewards = {name: table.clone() for name, table in batch.rewards.items()}
         token_rewards = None if batch.token_rewards is None else batch.token_rewards.clone()
         pair_rewards = None if batch.pair_rewards is None else batch.pair_rewards.clone()
         for attempt in range(1, config.dynamic_sampling + 1):
@@ -117,7 +128,8 @@ class RolloutBuffer:
             if not again:
                 break
             count += len(again)
-            # Processes wait for one another in passes, so one that has no prompt left samples another's.
+            # Processes wait for one another in passes, so one that has no prompt left samples
+            # another's.
             prompts = self.prompts(update, process_share(again, accelerator) or again[:1])
             seed = derived_seed(config.seed, update, AGAIN, attempt)
             fresh = score(self.sampler(prompts, config.responses_per_prompt, seed))
@@ -140,11 +152,15 @@ class RolloutBuffer:
         return lambda: groups
 
     def staleness(self, update: int) -> int:
-        """Updates between the policy that (first) sampled an update's rollouts, and the one that they train."""
+        """Updates between the policy that (first) sampled an update's rollouts, and the one that
+        they train.
+        """
         return update - self.buffered[update].sampled_at
 
     def metrics(self, update: int) -> dict[str, float]:
-        """How stale rollouts are, if rounds are sampled ahead; how servers round (`probe_gap`, nats a token)."""
+        """How stale rollouts are, if rounds are sampled ahead; how servers round (`probe_gap`, nats
+        a token).
+        """
         if not self.config.rounds_ahead:
             return {}
         metrics: dict[str, float] = {"staleness": self.staleness(update)}
@@ -153,9 +169,12 @@ class RolloutBuffer:
             metrics["probe_gap"] = self.sampler.publish.gap
         return metrics
 
-    def require_same_policy(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
-        """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
-        policy's. `sampler_gap` cannot tell with stale or truncated rollouts; then the publisher has compared the two.
+    def require_same_policy(
+        self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]
+    ) -> None:
+        """Raises OtherWeightsError on every process if servers sampled an update's rollouts from
+        other weights than the policy's. `sampler_gap` cannot tell with stale or truncated rollouts;
+        then the publisher has compared the two.
         """
         if not isinstance(self.sampler, SERVED) or self.staleness(update) or self.config.truncates:
             return
@@ -175,8 +194,9 @@ class RolloutBuffer:
             self.sampler.stop()
 
     def saved(self, step: int) -> dict[str, Any]:
-        """All processes' rollouts of updates after `step` from a policy that is gone by then, as JSON. Waits for them.
-        Those that servers or environments have failed to answer are left out: a resumed run samples them again.
+        """All processes' rollouts of updates after `step` from a policy that is gone by then, as
+        JSON. Waits for them. Those that servers or environments have failed to answer are left out:
+        a resumed run samples them again.
         """
         saved = {}
         for number, sampled in sorted(self.buffered.items()):
@@ -187,13 +207,21 @@ class RolloutBuffer:
             except (EndpointError, FunctionError):
                 continue
             answers = {
-                str(prompt.number): [[r.ids, list(r.logprobs or []), r.finished, r.turns] for r in responses]
+                str(prompt.number): [
+                    [r.ids, list(r.logprobs or []), r.finished, r.turns] for r in responses
+                ]
                 for prompt, responses in groups
             }
-            everyone = gather_object([answers]) if self.context.accelerator.num_processes > 1 else [answers]
+            everyone = (
+                gather_object([answers])
+                if self.context.accelerator.num_processes > 1
+                else [answers]
+            )
             saved[str(number)] = {
                 "sampled_at": sampled.sampled_at,
-                "responses": {prompt: responses for part in everyone for prompt, responses in part.items()},
+                "responses": {
+                    prompt: responses for part in everyone for prompt, responses in part.items()
+                },
             }
         return saved
 
@@ -203,9 +231,15 @@ class RolloutBuffer:
         for number, content in saved.items():
             groups = []
             for prompt in self.prompts(int(number)):
-                ids, logprobs, finished, turns = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
+                ids, logprobs, finished, turns = map(
+                    list, zip(*content["responses"][str(prompt.number)], strict=True)
+                )
                 texts = [continuation.text(part, prompt.ids[-1]) for part in ids]
                 computed = [array("f", values) if all(logprobs) else None for values in logprobs]
                 all_turns = [tuple(Turn(*turn) for turn in part) for part in turns]
-                groups.append(Group(prompt, list(map(Response, ids, texts, finished, computed, all_turns))))
-            self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))
+                groups.append(
+                    Group(prompt, list(map(Response, ids, texts, finished, computed, all_turns)))
+                )
+            self.buffered[int(number)] = BufferedRollouts(
+                content["sampled_at"], partial(list, groups)
+            )

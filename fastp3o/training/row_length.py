@@ -1,4 +1,6 @@
-"""How long packed rows are on a CPU, whose memory holds less than a GPU's beside what else runs there."""
+"""How long packed rows are on a CPU, whose memory holds less than a GPU's beside what else runs
+there.
+"""
 
 from accelerate.utils import gather_object
 
@@ -12,8 +14,9 @@ LEAST = 512
 
 
 def fit_rows(context: Context, config: StageConfig, model: PackedModel) -> None:
-    """Where rows are on a CPU and nobody has named their length: halves that of `config.packing` until the memory that
-    is free holds an update, or to LEAST. All processes take the shortest. model: that trains, in memory already.
+    """Where rows are on a CPU and nobody has named their length: halves that of `config.packing`
+    until the memory that is free holds an update, or to LEAST. All processes take the shortest.
+    model: that trains, in memory already.
     """
     if config.tokens_per_row is not None or context.device.type != "cpu":
         return
@@ -33,8 +36,8 @@ def fit_rows(context: Context, config: StageConfig, model: PackedModel) -> None:
 
 
 def further_bytes(context: Context, config: StageConfig, model: PackedModel, tokens: int) -> int:
-    """Bytes that an update of such rows takes beside the model's weights, with those of a reference: at most, as if all
-    tokens had labels and each key were gathered twice.
+    """Bytes that an update of such rows takes beside the model's weights, with those of a
+    reference: at most, as if all tokens had labels and each key were gathered twice.
     """
     sizes = Model(model, config.trainable_layers)
     update = update_memory(

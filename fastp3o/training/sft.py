@@ -30,12 +30,16 @@ class SFT(SupervisedTask[PackedRow]):
     load_model = staticmethod(load_policy)
 
     def load_examples(self, *source: Any, **options: Any) -> Loaded:
-        return load_demonstrations(*source, all_turns=self.config.assistant_turns == "all", **options)
+        return load_demonstrations(
+            *source, all_turns=self.config.assistant_turns == "all", **options
+        )
 
     def pack(self, examples: Examples) -> list[PackedRow]:
         responses = [[ids] for ids in examples["response_ids"]]
         packing = Packing(self.config.packing.tokens_per_row)
-        return pack(examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt)
+        return pack(
+            examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt
+        )
 
     def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
         return -labeled_logprobs(model, row).sum() / divisor, {}

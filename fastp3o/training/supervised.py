@@ -33,9 +33,10 @@ Row = TypeVar("Row", bound=PackedRow)
 
 
 class SupervisedTask(ABC, Generic[Row]):
-    """A task that a model learns from a data set. name: of the stage. load_examples: a loader of `fastp3o.data`.
-    load_model: one of `fastp3o.models.loading`. samples: an evaluation next to that of held-out data, if the task has
-    one. Losses are means over what `count` counts (tokens, prompts, pairs) in a batch, however it is packed.
+    """A task that a model learns from a data set. name: of the stage. load_examples: a loader of
+    `fastp3o.data`. load_model: one of `fastp3o.models.loading`. samples: an evaluation next to that
+    of held-out data, if the task has one. Losses are means over what `count` counts (tokens,
+    prompts, pairs) in a batch, however it is packed.
     """
 
     name: str
@@ -49,12 +50,14 @@ class SupervisedTask(ABC, Generic[Row]):
         self.config = config
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
-        """Checks and loads the task's other needs. data: by flag. model: not spread over processes yet."""
+        """Checks and loads the task's other needs. data: by flag. model: not spread over processes
+        yet.
+        """
         self.context, self.data = context, data
 
     def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
-        """The data with columns that are computed once, before the first step. A long computation calls `stop_or_save`
-        now and then: a run that is asked to stop ends there.
+        """The data with columns that are computed once, before the first step. A long computation
+        calls `stop_or_save` now and then: a run that is asked to stop ends there.
         """
         return self.data
 
@@ -76,7 +79,9 @@ class SupervisedTask(ABC, Generic[Row]):
 
     @abstractmethod
     def count(self, row: Row) -> int:
-        """Number of tokens, prompts or pairs in a row, over which the losses of a batch are averaged."""
+        """Number of tokens, prompts or pairs in a row, over which the losses of a batch are
+        averaged.
+        """
 
     def prepared_rows(self, model: nn.Module, examples: Examples) -> list[Row]:
         with self.context.accelerator.autocast():
@@ -92,7 +97,9 @@ class SupervisedTask(ABC, Generic[Row]):
         return self.means(rows, losses)
 
     def means(self, rows: list[Row], losses: list[LossAndMetrics]) -> dict[str, float]:
-        """Means over all processes of the losses, with a divisor of 1, and metrics of this process's rows."""
+        """Means over all processes of the losses, with a divisor of 1, and metrics of this
+        process's rows.
+        """
         sums = MetricSums()
         for row, (loss, metrics) in zip(rows, losses, strict=True):
             sums.add(with_count({"loss": loss}, self.count(row)) | metrics)
@@ -101,14 +108,21 @@ class SupervisedTask(ABC, Generic[Row]):
 
 
 def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
-    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and evaluations in
-    `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if loss or gradients are not finite.
+    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and
+    evaluations in `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if
+    loss or gradients are not finite.
     """
     config = task.config
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
-    ends = checkpoint_ends(config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code)
+    ends = checkpoint_ends(
+        config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
+    )
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens, ends=ends)
-    data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
+    data = {
+        "train_data": load_examples(
+            context, config, load, config.train_data, config.split, config.limit
+        )
+    }
     examples, sets = load_held_out(context, config, load, config.eval_data)
     if examples is not None:
         data["eval_data"] = examples
@@ -117,7 +131,9 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
 
     total = len(data["train_data"])
     steps = -(-config.epochs * total // config.batch_size)
-    optimizer = Optimizer(context.accelerator, model, context.precision, config, steps, mesh=context.mesh)
+    optimizer = Optimizer(
+        context.accelerator, model, context.precision, config, steps, mesh=context.mesh
+    )
     complete = cache(lambda: task.complete(this_run.stop_or_save))
 
     def evaluation() -> dict[str, float]:
@@ -142,7 +158,9 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     this_run = weakref.proxy(run)
 
     for step in run:
-        chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=total, seed=config.seed)
+        chosen = examples_of_step(
+            step - 1, batch_size=config.batch_size, total=total, seed=config.seed
+        )
         with run.saved_after_error(step):
             batch = own_part(context.share, complete()["train_data"][chosen])
         run.stop_or_save()
@@ -151,9 +169,13 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         rows = task.prepared_rows(optimizer.model, batch)
         optimizer.recent.extend(rows)
         count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
-        passes = Passes(pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean"))
+        passes = Passes(
+            pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean")
+        )
         gradients = add_gradients(optimizer, passes, task.loss_on_device)
-        metrics = mean_over_steps(context.accelerator, [gradients | optimizer.step(gradients["loss"])])
+        metrics = mean_over_steps(
+            context.accelerator, [gradients | optimizer.step(gradients["loss"])]
+        )
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.packing.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}

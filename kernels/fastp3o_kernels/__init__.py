@@ -1,7 +1,8 @@
 """Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
-Needs only torch. With triton installed, tensors on a GPU go through fused kernels; without it, through PyTorch.
-torch.compile calls them with a graph break; leave them outside of fullgraph=True, torch.export and fake tensors.
+Needs only torch. With triton installed, tensors on a GPU go through fused kernels; without it,
+through PyTorch. torch.compile calls them with a graph break; leave them outside of fullgraph=True,
+torch.export and fake tensors.
 """
 
 from fastp3o_kernels import losses

@@ -1,9 +1,10 @@
-"""Input validation that operations share. Every message names the argument, the index and the expected value.
+"""Input validation that operations share. Every message names the argument, the index and the
+expected value.
 
 N tokens, V vocabulary, S sequences.
 
-Shapes and dtypes are always checked. Values are checked on the CPU. On a GPU the host would have to wait for them, so
-they are checked there only with FASTP3O_DEBUG=1 in the environment.
+Shapes and dtypes are always checked. Values are checked on the CPU. On a GPU the host would have to
+wait for them, so they are checked there only with FASTP3O_DEBUG=1 in the environment.
 """
 
 import os
@@ -29,8 +30,9 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
 
 
 def checked_number(name: str, value: object) -> float:
-    """The number as Python's float: Triton's launcher takes no numpy number, and compiles a variant for an int. Raises
-    ValueError for text, a bool, and a tensor, which Triton's kernels would take for an address.
+    """The number as Python's float: Triton's launcher takes no numpy number, and compiles a variant
+    for an int. Raises ValueError for text, a bool, and a tensor, which Triton's kernels would take
+    for an address.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
@@ -38,11 +40,15 @@ def checked_number(name: str, value: object) -> float:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for whole numbers, and for the floats of 8 bits, with which torch does not compute."""
+    """Raises ValueError for whole numbers, and for the floats of 8 bits, with which torch does not
+    compute.
+    """
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be of a floating dtype, got {tensor.dtype}")
     if tensor.itemsize == 1:
-        raise ValueError(f"{name} must be of a floating dtype of 16 bits or more, got {tensor.dtype}")
+        raise ValueError(
+            f"{name} must be of a floating dtype of 16 bits or more, got {tensor.dtype}"
+        )
 
 
 def check_whole(name: str, tensor: Tensor) -> None:
@@ -62,7 +68,9 @@ def check_same_device(**tensors: Tensor | None) -> None:
     (first_name, device), *others = devices.items()
     for name, other in others:
         if other != device:
-            raise ValueError(f"{name} is on {other} and {first_name} on {device}; they must be on one device")
+            raise ValueError(
+                f"{name} is on {other} and {first_name} on {device}; they must be on one device"
+            )
 
 
 def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: str) -> None:
@@ -79,11 +87,15 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
             remedy = ""
             if ignore_index is None and labels[i] < 0:  # −100 of a padded batch, most likely
                 remedy = ". This loss has no tokens to ignore: drop these tokens first: `response_tokens` does"
-            raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}{remedy}")
+            raise ValueError(
+                f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}{remedy}"
+            )
 
 
 def check_logprobs_out(logprobs_out: Tensor | None, hidden: Tensor) -> None:
-    """Raises ValueError unless the log-probs of hidden's [N, D] tokens fit into it: [N] fp32 or fp64, on its device."""
+    """Raises ValueError unless the log-probs of hidden's [N, D] tokens fit into it: [N] fp32 or
+    fp64, on its device.
+    """
     if logprobs_out is None:
         return
     check_shape("logprobs_out", logprobs_out, (len(hidden),), "a log-prob for each token")
@@ -92,8 +104,12 @@ def check_logprobs_out(logprobs_out: Tensor | None, hidden: Tensor) -> None:
     check_same_device(hidden=hidden, logprobs_out=logprobs_out)
 
 
-def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, responses_per_prompt: int = 1) -> Tensor:
-    """The offsets as a tensor. Sequences may be empty, and there may be none. rows: one for each token."""
+def checked_cu_seqlens(
+    cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, responses_per_prompt: int = 1
+) -> Tensor:
+    """The offsets as a tensor. Sequences may be empty, and there may be none. rows: one for each
+    token.
+    """
     cu_seqlens, tokens = torch.as_tensor(cu_seqlens), len(rows)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
@@ -110,8 +126,9 @@ def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, resp
 
 
 def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int) -> list[int]:
-    """Offsets at which prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU. They are
-    checked on any device: memory of tokens that no chunk covers would stay uninitialized.
+    """Offsets at which prompts begin and the last one ends, [P + 1], on the host, which waits for a
+    GPU. They are checked on any device: memory of tokens that no chunk covers would stay
+    uninitialized.
     """
     bounds = cu_seqlens[::responses_per_prompt].tolist()
     check_offsets(bounds, tokens, responses_per_prompt)
@@ -130,7 +147,9 @@ def check_offsets(offsets: list[int], tokens: int, step: int = 1) -> None:
             )
     if offsets[-1] != tokens:
         last = (len(offsets) - 1) * step
-        raise ValueError(f"cu_seqlens[{last}] = {offsets[-1]} must be the number of tokens, {tokens}")
+        raise ValueError(
+            f"cu_seqlens[{last}] = {offsets[-1]} must be the number of tokens, {tokens}"
+        )
 
 
 def check_divisor(divisor: float | Tensor) -> None:

@@ -1,13 +1,15 @@
 """fp32 products of matrices by oneDNN, where it is measured to be faster than torch's own.
 
-torch gives them to MKL, which computes without AVX-512 on an AMD processor; oneDNN, which torch has for half precision,
-computes with it. That halves the time on Zen 5 and gains little on Zen 4, which executes AVX-512 in two halves. So the
-three products of a head are timed with both when the first one is due, once on each machine.
+torch gives them to MKL, which computes without AVX-512 on an AMD processor; oneDNN, which torch has
+for half precision, computes with it. That halves the time on Zen 5 and gains little on Zen 4, which
+executes AVX-512 in two halves. So the three products of a head are timed with both when the first
+one is due, once on each machine.
 
-The two round differently: a choice that changed from one start to the next would move the last bits of a run. So oneDNN
-must be faster by a margin that no noise reaches on processors that are known. And where the margin might not do, the
-choice is kept in ~/.cache/fastp3o (or $XDG_CACHE_HOME/fastp3o), by processor, number of threads and version of torch:
-the first process to write decides for all others, later starts and resumed runs among them. Where nothing can be
+The two round differently: a choice that changed from one start to the next would move the last bits
+of a run. So oneDNN must be faster by a margin that no noise reaches on processors that are known.
+And where the margin might not do, the choice is kept in ~/.cache/fastp3o (or
+$XDG_CACHE_HOME/fastp3o), by processor, number of threads and version of torch: the first process to
+write decides for all others, later starts and resumed runs among them. Where nothing can be
 written, the margin alone remains.
 """
 
@@ -28,29 +30,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Multiplications of a product below which MKL is faster: oneDNN brings a weight into an order of its own first.
+# Multiplications of a product below which MKL is faster: oneDNN brings a weight into an order of
+# its own first.
 LEAST = 2_000_000
-# Tokens below which it is for the gradient of a head's weight, both of whose operands are brought into order.
+# Tokens below which it is for the gradient of a head's weight, both of whose operands are brought
+# into order.
 FEWEST = 32
 # Elements of a part of a large result, and of what is copied for one.
 PART = 2**17
-# Rows of such a part at most, where it is of columns: longer ones would be too narrow. Rows at least of a transposed
-# operand, which are copied for a part.
+# Rows of such a part at most, where it is of columns: longer ones would be too narrow. Rows at
+# least of a transposed operand, which are copied for a part.
 MOST_ROWS, LEAST_TURNED = 1024, 128
 
 AVAILABLE = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-# Tokens, hidden size and vocabulary of the products that are timed, and how often: some 10 ms for each of the three.
+# Tokens, hidden size and vocabulary of the products that are timed, and how often: some 10 ms for
+# each of the three.
 TIMED, TURNS = (256, 256, 1024), 7
 # oneDNN takes at most this part of MKL's time where it is taken.
 MARGIN = 3 / 4
 
 
-# --- which products are faster ----------------------------------------------------------------------------------------
+# --- which products are faster --------------------------------------------------------------------
 
 
 class Faster(NamedTuple):
-    """Whether oneDNN is the faster one for products: of rows with a weight's transpose, as logits and layers are
-    computed; of rows with a weight, as their gradient; of transposed rows with rows, as the weight's gradient.
+    """Whether oneDNN is the faster one for products: of rows with a weight's transpose, as logits
+    and layers are computed; of rows with a weight, as their gradient; of transposed rows with rows,
+    as the weight's gradient.
     """
 
     logits: bool = False
@@ -79,13 +85,22 @@ def first_choice() -> Faster:
 def kept_at() -> Path:
     """The file of the choice for this processor, number of threads and version of torch."""
     features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    machine = [platform.machine(), sorted(features.items()), torch.get_num_threads(), torch.__version__]
+    machine = [
+        platform.machine(),
+        sorted(features.items()),
+        torch.get_num_threads(),
+        torch.__version__,
+    ]
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder, "fastp3o", f"onednn-{sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json")
+    return Path(
+        folder, "fastp3o", f"onednn-{sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
+    )
 
 
 def kept_or_measured(path: Path) -> Faster:
-    """The choice in the file. Without one it is measured and kept, unless another process has come first."""
+    """The choice in the file. Without one it is measured and kept, unless another process has come
+    first.
+    """
     found = kept(path)
     if found is None:
         found = measured()
@@ -108,22 +123,33 @@ def kept(path: Path) -> Faster | None:
 
 
 def measured() -> Faster:
-    """Times the products in a thread of their own, where no autocast, inference mode or mode of a caller reaches."""
+    """Times the products in a thread of their own, where no autocast, inference mode or mode of a
+    caller reaches.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(timed).result()
 
 
 def timed() -> Faster:
     N, D, V = TIMED
-    hidden, weight, dlogits = (torch.ones(shape, dtype=torch.float32) for shape in ((N, D), (V, D), (N, V)))
-    return Faster(is_faster(hidden, weight.T), is_faster(dlogits, weight), is_faster(dlogits.T, hidden))
+    hidden, weight, dlogits = (
+        torch.ones(shape, dtype=torch.float32) for shape in ((N, D), (V, D), (N, V))
+    )
+    return Faster(
+        is_faster(hidden, weight.T), is_faster(dlogits, weight), is_faster(dlogits.T, hidden)
+    )
 
 
 def is_faster(a: Tensor, b: Tensor) -> bool:
-    """Compares the shortest times of several turns: what else the machine does makes some longer, and none shorter."""
+    """Compares the shortest times of several turns: what else the machine does makes some longer,
+    and none shorter.
+    """
     out = torch.empty(len(a), b.shape[1], dtype=a.dtype)
     times = [
-        (seconds(lambda: multiply(a, b, out, accumulate=False)), seconds(lambda: torch.mm(a, b, out=out)))
+        (
+            seconds(lambda: multiply(a, b, out, accumulate=False)),
+            seconds(lambda: torch.mm(a, b, out=out)),
+        )
         for _ in range(TURNS)
     ]
     onednn, mkl = (min(column) for column in zip(*times, strict=True))
@@ -136,12 +162,16 @@ def seconds(compute: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 def takes(a: Tensor, columns: int) -> bool:
-    """Whether the product of a [..., k] with [k, columns] may be for oneDNN: then `choice` has that of each form."""
-    fp32 = a.dtype == torch.float32 and a.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    """Whether the product of a [..., k] with [k, columns] may be for oneDNN: then `choice` has that
+    of each form.
+    """
+    fp32 = (
+        a.dtype == torch.float32 and a.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    )
     return fp32 and a.dim() > 1 and a.numel() * columns >= LEAST and any(choice())
 
 
@@ -165,7 +195,9 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("fastp3o::onednn_product", mutates_args=())
 def opaque_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """`product` in what is compiled: inductor's own form of it takes only weights that never change."""
+    """`product` in what is compiled: inductor's own form of it takes only weights that never
+    change.
+    """
     return product(a, b, bias)
 
 
@@ -175,8 +207,8 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out (+)= a @ b: [n, k], [k, m], [n, m]. It comes in parts of rows, or of columns where b has them in one piece:
-    oneDNN returns new tensors, which should stay in the processor's cache.
+    """out (+)= a @ b: [n, k], [k, m], [n, m]. It comes in parts of rows, or of columns where b has
+    them in one piece: oneDNN returns new tensors, which should stay in the processor's cache.
     """
     if b.T.is_contiguous():
         for rows, result in zip(a.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
@@ -185,10 +217,15 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
                 put(product(rows, columns), part, accumulate=accumulate)
         return
     turned = a.stride(0) < a.stride(1)
-    size = max(PART // max(a.shape[1], b.shape[1]), LEAST_TURNED) if turned else max(PART // out.shape[1], 1)
+    size = (
+        max(PART // max(a.shape[1], b.shape[1]), LEAST_TURNED)
+        if turned
+        else max(PART // out.shape[1], 1)
+    )
     for rows, part in zip(a.split(size), out.split(size), strict=True):
         if turned:
-            # oneDNN would pick the rows of a large matrix number by number, for as long as it then multiplies.
+            # oneDNN would pick the rows of a large matrix number by number, for as long as it then
+            # multiplies.
             rows = rows.T.contiguous().T
         put(product(rows, b), part, accumulate=accumulate)
 
@@ -197,7 +234,7 @@ def put(result: Tensor, place: Tensor, *, accumulate: bool) -> None:
     place.add_(result) if accumulate else place.copy_(result)
 
 
-# --- linear layers ----------------------------------------------------------------------------------------------------
+# --- linear layers --------------------------------------------------------------------------------
 
 
 class Linear(nn.Linear):

@@ -1,4 +1,5 @@
-"""Parts of every operation: choice of the implementation, copies to a device, limits for compilers and autograd.
+"""Parts of every operation: choice of the implementation, copies to a device, limits for compilers
+and autograd.
 
 Files named `*_kernel.py` import triton; all others import those only where HAS_TRITON is true.
 """
@@ -25,9 +26,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels run. impl None: where triton is installed, all tensors are on a GPU and none is fp64.
-    "triton" and "eager" force. Raises ValueError for another name, and where Triton is forced but is not installed or
-    cannot take the tensors.
+    """Whether the Triton kernels run. impl None: where triton is installed, all tensors are on a
+    GPU and none is fp64. "triton" and "eager" force. Raises ValueError for another name, and where
+    Triton is forced but is not installed or cannot take the tensors.
     """
     if impl not in (None, "triton", "eager"):
         raise ValueError(f'impl must be None, "triton" or "eager", got {impl!r}')
@@ -35,16 +36,22 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
     on_gpu = all(tensor.is_cuda for tensor in present)
     fp64 = any(tensor.dtype == torch.float64 for tensor in present)
     if impl == "triton" and not HAS_TRITON:
-        raise ValueError('impl="triton" needs the package triton, which is not installed; use impl=None or "eager"')
+        raise ValueError(
+            'impl="triton" needs the package triton, which is not installed; use impl=None or "eager"'
+        )
     if impl == "triton" and fp64:
         raise ValueError('impl="triton" computes in fp32 and got an fp64 tensor; use impl="eager"')
     if impl == "triton" and not (on_gpu or INTERPRET):
-        raise ValueError('impl="triton" needs CUDA tensors (or TRITON_INTERPRET=1 in the environment)')
+        raise ValueError(
+            'impl="triton" needs CUDA tensors (or TRITON_INTERPRET=1 in the environment)'
+        )
     return impl == "triton" or (impl is None and HAS_TRITON and on_gpu and not fp64)
 
 
 def on_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """values on a device and in a dtype, without waiting for the device: from the CPU by way of pinned memory."""
+    """values on a device and in a dtype, without waiting for the device: from the CPU by way of
+    pinned memory.
+    """
     values = values.to(dtype=dtype)
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
@@ -55,9 +62,10 @@ UNTRACED = "leave fastp3o_kernels outside of fullgraph=True, torch.export and fa
 
 
 def graph_break(function: Function) -> Function:
-    """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes. A loss is
-    matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler has nothing
-    to fuse there, and much to recompile. As an operator of torch.library it would not see autocast.
+    """A compiled model calls the function as it is: one graph break a call, and no compilation at
+    new shapes. A loss is matrix products and our kernels, whose number and order follow from the
+    lengths of responses. A compiler has nothing to fuse there, and much to recompile. As an
+    operator of torch.library it would not see autocast.
     """
 
     @wraps(function)
@@ -66,16 +74,19 @@ def graph_break(function: Function) -> Function:
             raise RuntimeError(UNTRACED)
         return function(*args, **kwargs)
 
-    # `torch.compiler.disable` would import the compiler here, which takes longer than all else that we import. This one
-    # marks torch's own functions, and imports it at the first call.
+    # `torch.compiler.disable` would import the compiler here, which takes longer than all else that
+    # we import. This one marks torch's own functions, and imports it at the first call.
     disabled = torch._disable_dynamo(untraced)
-    vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)  # the error with fullgraph=True
+    vars(disabled).update(
+        _torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED
+    )  # the error with fullgraph=True
     return cast(Function, disabled)
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the backward of an autograd function raise RuntimeError if a graph of the gradients is asked for. PyTorch
-    would take the gradients for constants, so that a penalty on them would train nothing.
+    """Makes the backward of an autograd function raise RuntimeError if a graph of the gradients is
+    asked for. PyTorch would take the gradients for constants, so that a penalty on them would train
+    nothing.
     """
 
     @wraps(backward)

@@ -1,4 +1,6 @@
-"""P3O in an environment of files: `python scripts/examples/files_environment.py [MODEL]` learns to fill in a form."""
+"""P3O in an environment of files: `python scripts/examples/files_environment.py [MODEL]` learns to
+fill in a form.
+"""
 
 import shutil
 import sys
@@ -10,10 +12,12 @@ from fastp3o import P3OConfig, train
 
 
 class Desk:
-    """A temporary folder with a form. A turn is `cd desk`, `open form`, `set FIELD VALUE`, `save` or `done`.
+    """A temporary folder with a form. A turn is `cd desk`, `open form`, `set FIELD VALUE`, `save`
+    or `done`.
 
-    Five parts of the reward are measured in the files, each paid once: in the form's folder (nav), the form is open
-    (ui), the share of its fields that are right (form), a saved file (file), and done with all right in it (goal).
+    Five parts of the reward are measured in the files, each paid once: in the form's folder (nav),
+    the form is open (ui), the share of its fields that are right (form), a saved file (file), and
+    done with all right in it (goal).
     """
 
     rewards: ClassVar = {"nav": 0.1, "ui": 0.2, "form": 0.2, "file": 0.3, "goal": 0.2}
@@ -39,7 +43,9 @@ class Desk:
             case ["save"] if self.opened:
                 shutil.copy(self.form, self.saved)
         done = text.split() == ["done"]
-        gained = {name: max(0.0, value - self.paid[name]) for name, value in self.parts(done).items()}
+        gained = {
+            name: max(0.0, value - self.paid[name]) for name, value in self.parts(done).items()
+        }
         self.paid = {name: self.paid[name] + value for name, value in gained.items()}
         return self.form.read_text() if self.opened else f"{self.place.name}/\n", gained, done
 
@@ -62,7 +68,11 @@ def lines(fields: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    answers = [{"name": name, "city": city} for name in ("Ada", "Alan", "Grace") for city in ("London", "Paris")]
+    answers = [
+        {"name": name, "city": city}
+        for name in ("Ada", "Alan", "Grace")
+        for city in ("London", "Paris")
+    ]
     task = "Fill in the form: cd desk, open form, set FIELD VALUE, save, done, a command a line.\n"
     config = P3OConfig(
         model=sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B-Base",

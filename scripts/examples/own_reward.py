@@ -1,16 +1,27 @@
-"""P3O on prompts and a reward of your own: `python scripts/examples/own_reward.py [MODEL]` learns to add."""
+"""P3O on prompts and a reward of your own: `python scripts/examples/own_reward.py [MODEL]` learns
+to add.
+"""
 
 import sys
 
 from fastp3o import P3OConfig, train
 
 
-def first_word_is_answer(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
+def first_word_is_answer(
+    prompts: list[str], responses: list[str], answer: list[int]
+) -> list[float]:
     """answer: a column of the records."""
-    return [float(response.split()[:1] == [str(right)]) for response, right in zip(responses, answer, strict=True)]
+    return [
+        float(response.split()[:1] == [str(right)])
+        for response, right in zip(responses, answer, strict=True)
+    ]
 
 
-sums = [{"prompt": f"Question: {a} + {b}\nAnswer:", "answer": a + b} for a in range(10, 40) for b in range(10, 40)]
+sums = [
+    {"prompt": f"Question: {a} + {b}\nAnswer:", "answer": a + b}
+    for a in range(10, 40)
+    for b in range(10, 40)
+]
 config = P3OConfig(
     model=sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B-Base",
     output_dir="runs/sums",

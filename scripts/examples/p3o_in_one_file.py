@@ -1,13 +1,16 @@
-"""P3O (Pairwise Proximal Policy Optimization, arXiv 2310.00212) in one file: sampling, log-probs, loss, steps.
+"""P3O (Pairwise Proximal Policy Optimization, arXiv 2310.00212) in one file: sampling, log-probs,
+loss, steps.
 
     python scripts/examples/p3o_in_one_file.py --model Qwen/Qwen3-0.6B-Base --prompts prompts.jsonl --reward my:function
 
-This is the algorithm for reading and for forking, on one GPU or CPU: transformers samples with `generate`, batches are
-padded, and `fastp3o_kernels` computes the loss from hidden states, so that no logits of all tokens are ever kept. It
-takes the steps of `fastp3o p3o --sampler transformers --precision fp32`, whose numbers it gives.
+This is the algorithm for reading and for forking, on one GPU or CPU: transformers samples with
+`generate`, batches are padded, and `fastp3o_kernels` computes the loss from hidden states, so that
+no logits of all tokens are ever kept. It takes the steps of `fastp3o p3o --sampler transformers
+--precision fp32`, whose numbers it gives.
 
-What the trainer has beyond it: packed rows that hold each prompt once, an engine for sampling, half precision with fp32
-masters, several GPUs, resumption, evaluations, servers, turns of tools, further objectives.
+What the trainer has beyond it: packed rows that hold each prompt once, an engine for sampling, half
+precision with fp32 masters, several GPUs, resumption, evaluations, servers, turns of tools, further
+objectives.
 
     prompts.jsonl   a record a line with the text of a prompt: {"prompt": "..."}
     my:function     function(prompts, responses) -> a number for each response, from the module my.py
@@ -30,9 +33,21 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from fastp3o_kernels import P3OSettings, expose_head, linear_logprobs, linear_p3o_loss, response_tokens
+from fastp3o_kernels import (
+    P3OSettings,
+    expose_head,
+    linear_logprobs,
+    linear_p3o_loss,
+    response_tokens,
+)
 from fastp3o_kernels import sequence_logprobs as sum_by_response
 
 Reward = Callable[[list[str], list[str]], list[float]]
@@ -86,14 +101,21 @@ def main() -> None:
     options = parse_options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, device_map=device)
+    policy = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.float32, device_map=device
+    )
     prompts, reward = load_prompts(options, tokenizer), load_function(options.reward)
 
-    # The reference is the policy as it is now. `expose_head` makes model(..., head_loss=f) return f(hidden, head).
+    # The reference is the policy as it is now. `expose_head` makes model(..., head_loss=f) return
+    # f(hidden, head).
     policy = expose_head(policy)
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=1e-6
+        policy.parameters(),
+        lr=options.learning_rate,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=1e-6,
     )
     settings = P3OSettings(clip_range=options.clip_range, kl_coef=options.kl_coef)
     scaler = DifferenceScaler(options.reward_clip)
@@ -115,14 +137,18 @@ def main() -> None:
         scaled = scaler(rewards).to(device)
 
         # 3. log π_old and log π_ref of whole responses, [P, K], before anything moves.
-        batch = make_batch([ids for _, ids in chosen], responses, tokenizer.pad_token_id, options).to_device(device)
+        batch = make_batch(
+            [ids for _, ids in chosen], responses, tokenizer.pad_token_id, options
+        ).to_device(device)
         old_logprobs = response_logprobs(policy, batch, options)
         ref_logprobs = response_logprobs(reference, batch, options)
 
         # 4. Steps: the clipped loss of all pairs of responses to a prompt, and its gradient.
         steps = []
         for _ in range(options.inner_epochs):
-            metrics = add_gradients(policy, batch, old_logprobs, ref_logprobs, scaled, settings, options)
+            metrics = add_gradients(
+                policy, batch, old_logprobs, ref_logprobs, scaled, settings, options
+            )
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -131,7 +157,9 @@ def main() -> None:
         line = {"step": update, "reward": rewards.mean().item()}
         line |= {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         line |= {"ratio_max": max(step["ratio_max"] for step in steps)}
-        line |= {"kl": (old_logprobs - ref_logprobs).mean().item()}  # nats per response, of the policy that sampled
+        line |= {
+            "kl": (old_logprobs - ref_logprobs).mean().item()
+        }  # nats per response, of the policy that sampled
         line |= {"seconds": time.perf_counter() - began}
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -146,10 +174,14 @@ def main() -> None:
 
 @torch.no_grad()
 def sample(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], options: Options
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    options: Options,
 ) -> list[list[int]]:
-    """K responses to each prompt, adjacent, with their end-of-sequence: samples of the policy itself, which P3O's
-    ratios and KL are about. So temperature is 1, and whatever settings came with the checkpoint are hidden.
+    """K responses to each prompt, adjacent, with their end-of-sequence: samples of the policy
+    itself, which P3O's ratios and KL are about. So temperature is 1, and whatever settings came
+    with the checkpoint are hidden.
     """
     longest = max(map(len, prompts))
     pad, ends = tokenizer.pad_token_id, end_ids(policy, tokenizer)
@@ -183,12 +215,16 @@ def end_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def until_end(ids: list[int], ends: list[int]) -> list[int]:
-    """The ids up to the first end-of-sequence, which is a token like others: the policy learns to end."""
+    """The ids up to the first end-of-sequence, which is a token like others: the policy learns to
+    end.
+    """
     length = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[:length]
 
 
-def texts_behind(tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], responses: list[list[int]]) -> list[str]:
+def texts_behind(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], responses: list[list[int]]
+) -> list[str]:
     """The texts of responses. Decoded alone, some tokenizers drop the space that they begin with."""
     K = len(responses) // len(prompts)
     texts = []
@@ -204,11 +240,12 @@ def texts_behind(tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], r
 
 
 class DifferenceScaler:
-    """Divides rewards by the deviation of all differences within prompts so far: a reward that is shifted for all
-    responses to a prompt stays the same. clip: the largest difference that comes out.
+    """Divides rewards by the deviation of all differences within prompts so far: a reward that is
+    shifted for all responses to a prompt stays the same. clip: the largest difference that comes
+    out.
 
-    Responses are exchangeable, so the mean difference is 0 and the deviation is the root mean square. The trainer's
-    also bounds what a single outlier adds to the deviation.
+    Responses are exchangeable, so the mean difference is 0 and the deviation is the root mean
+    square. The trainer's also bounds what a single outlier adds to the deviation.
     """
 
     def __init__(self, clip: float):
@@ -228,10 +265,14 @@ class DifferenceScaler:
 # ---- log-probs and loss
 
 
-def make_batch(prompts: list[list[int]], responses: list[list[int]], pad: int, options: Options) -> Batch:
+def make_batch(
+    prompts: list[list[int]], responses: list[list[int]], pad: int, options: Options
+) -> Batch:
     """Each response behind its prompt. responses: the K of a prompt adjacent."""
     of_each = [prompt for prompt in prompts for _ in range(options.responses_per_prompt)]
-    width = max(len(prompt) + len(response) for prompt, response in zip(of_each, responses, strict=True))
+    width = max(
+        len(prompt) + len(response) for prompt, response in zip(of_each, responses, strict=True)
+    )
     input_ids = torch.full((len(responses), width), pad)
     attention_mask, response_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     for row, (prompt, response) in enumerate(zip(of_each, responses, strict=True)):
@@ -243,7 +284,9 @@ def make_batch(prompts: list[list[int]], responses: list[list[int]], pad: int, o
 
 
 def passes(batch: Batch, options: Options) -> Iterator[tuple[slice, Batch]]:
-    """The parts of a batch that go through the model at once, and their prompts. Pairs stay together."""
+    """The parts of a batch that go through the model at once, and their prompts. Pairs stay
+    together.
+    """
     K = options.responses_per_prompt
     prompts_per_pass = (options.rows_per_pass or len(batch.input_ids)) // K
     for first in range(0, len(batch.input_ids) // K, prompts_per_pass):
@@ -283,20 +326,24 @@ def add_gradients(
     settings: P3OSettings,
     options: Options,
 ) -> dict[str, float]:
-    """Adds the gradient of the loss, a mean over prompts, to the weights'. Returns the loss and its metrics.
+    """Adds the gradient of the loss, a mean over prompts, to the weights'. Returns the loss and its
+    metrics.
 
-    For two responses to a prompt, with u the difference of their log π / π_ref, ρ = π / π_old of each, and q the
-    difference of their rewards less beta times u (a constant), the joint loss (P3O-V2) is
+    For two responses to a prompt, with u the difference of their log π / π_ref, ρ = π / π_old of
+    each, and q the difference of their rewards less beta times u (a constant), the joint loss
+    (P3O-V2) is
 
         max(-q c u, -q c clip(u, u_old ± epsilon)) / 2     where c = ρ₁ ρ₂, a constant within 1/10 and 10
 
-    and the mean is over the pairs of a prompt: `p3o_loss` of `fastp3o_kernels` from log-probs, the same with its
-    gradient straight from hidden states here.
+    and the mean is over the pairs of a prompt: `p3o_loss` of `fastp3o_kernels` from log-probs, the
+    same with its gradient straight from hidden states here.
     """
     loss, sums, counts = 0.0, dict[str, Tensor](), dict[str, Tensor]()
     largest_ratio = 0.0
     for prompts, part in passes(batch, options):
-        tokens = response_tokens(part.input_ids, part.response_mask, responses_per_prompt=options.responses_per_prompt)
+        tokens = response_tokens(
+            part.input_ids, part.response_mask, responses_per_prompt=options.responses_per_prompt
+        )
         with autocast(policy):
             output = policy(
                 input_ids=part.input_ids,
@@ -332,14 +379,20 @@ def autocast(model: PreTrainedModel) -> AbstractContextManager:
 # ---- data, seeds, options
 
 
-def load_prompts(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
+def load_prompts(
+    options: Options, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, list[int]]]:
     """The texts of prompts and their ids, the last `max_prompt_tokens` of them."""
     prompts = []
     for number, line in enumerate(Path(options.prompts).read_text().splitlines(), start=1):
         record = json.loads(line)
         if not isinstance(record.get("prompt"), str) or not record["prompt"]:
-            raise SystemExit(f"{options.prompts}, line {number}: expected a text under 'prompt', got {line[:80]}")
-        prompts.append((record["prompt"], tokenizer(record["prompt"]).input_ids[-options.max_prompt_tokens :]))
+            raise SystemExit(
+                f"{options.prompts}, line {number}: expected a text under 'prompt', got {line[:80]}"
+            )
+        prompts.append(
+            (record["prompt"], tokenizer(record["prompt"]).input_ids[-options.max_prompt_tokens :])
+        )
     return prompts
 
 
@@ -364,17 +417,23 @@ def indices_of_update(update: int, total: int, options: Options) -> list[int]:
 
 
 def parse_options() -> Options:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, field in Options.__dataclass_fields__.items():
         required = field.default is MISSING
-        parser.add_argument(f"--{name}", type=cast(type, field.type), required=required, default=field.default)
+        parser.add_argument(
+            f"--{name}", type=cast(type, field.type), required=required, default=field.default
+        )
     options = Options(**vars(parser.parse_args()))
     if options.responses_per_prompt < 2:
         parser.error(
             f"--responses_per_prompt must be at least 2, got {options.responses_per_prompt}: P3O compares them"
         )
     if options.rows_per_pass % options.responses_per_prompt:
-        parser.error("--rows_per_pass must be a multiple of --responses_per_prompt: pairs stay together")
+        parser.error(
+            "--rows_per_pass must be a multiple of --responses_per_prompt: pairs stay together"
+        )
     return options
 
 

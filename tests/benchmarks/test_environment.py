@@ -31,6 +31,8 @@ def test_a_record_names_the_processors_family_and_the_commit(tmp_path, monkeypat
 
 def test_what_an_old_record_lacks_is_said():
     old = {"device": "CPU", "packages": {"torch": "2.13", "trl": None}, "date": "2026-11-21"}
-    assert described(old) == "CPU, processor not recorded; torch 2.13; commit not recorded, 2026-11-21"
+    assert (
+        described(old) == "CPU, processor not recorded; torch 2.13; commit not recorded, 2026-11-21"
+    )
     assert origin(old | {"commit": "abc"}) == "commit abc, 2026-11-21"
     assert "not recorded" in described(None)

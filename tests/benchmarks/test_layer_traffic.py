@@ -17,7 +17,11 @@ def formula(sizes, tokens):
     D, F = sizes.hidden, sizes.intermediate
     size = D // sizes.heads
     rotary = 4 * size * (sizes.heads + sizes.key_heads) + 4 * size
-    first, second, last = 6 * D, 12 * D, 10 * D  # the stream read and normed; the same with a sum; a sum
+    first, second, last = (
+        6 * D,
+        12 * D,
+        10 * D,
+    )  # the stream read and normed; the same with a sum; a sum
     forward = first + rotary + second + 6 * F + last
     gradients = 6 * D + 10 * F + 6 * D + 16 * D + rotary + 2 * 6 * D + 14 * D
     weights = 2 * 2 * D
@@ -31,7 +35,10 @@ def test_bytes_are_those_of_the_formula(sizes, monkeypatch):
     found = passes(sizes, PRECISIONS["fp16"], fused=True)
     assert (found["forward"].bytes, found["backward"].bytes) == formula(sizes, 300)
     assert found["decode step"].bytes == formula(sizes, STEP)[0]
-    weights = 2 * sizes.hidden**2 * (1 + sizes.key_heads / sizes.heads) + 3 * sizes.hidden * sizes.intermediate
+    weights = (
+        2 * sizes.hidden**2 * (1 + sizes.key_heads / sizes.heads)
+        + 3 * sizes.hidden * sizes.intermediate
+    )
     assert found["forward"].products == 300 * weights
     assert found["backward"].products == 2 * 300 * weights
 
@@ -62,7 +69,11 @@ def test_the_record_is_of_the_layers_as_they_are():
     """Of what is fused: what transformers does depends on its version."""
     layers = json.loads(RESULT.read_text())["layers"]
     for model, sizes in SIZES.items():
-        every = [one for one in layers if (one["model"], one["precision"], one["fused"]) == (model, "fp16", True)]
+        every = [
+            one
+            for one in layers
+            if (one["model"], one["precision"], one["fused"]) == (model, "fp16", True)
+        ]
         forward, backward, step = (one["bytes"] for one in every)
         assert (forward, backward) == formula(sizes, ROW)
         assert step == formula(sizes, STEP)[0]

@@ -22,7 +22,9 @@ def sent(tmp_path: Path) -> list[Path]:
         folder = tmp_path / f".whl{number % 2}"
         folder.mkdir(exist_ok=True)
         files.append(folder / f"large.whl.piece-{piece}")
-        files[-1].write_bytes(content[1000 * number : 1000 * (number + 1) if piece != "ac" else None])
+        files[-1].write_bytes(
+            content[1000 * number : 1000 * (number + 1) if piece != "ac" else None]
+        )
     return files
 
 

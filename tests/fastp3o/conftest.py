@@ -11,7 +11,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from fastp3o.errors import UserError
 from fastp3o.run import report as reporting
@@ -80,10 +85,21 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     sizes |= {"num_attention_heads": 2, "max_position_embeddings": 2048}
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True)).save_pretrained(folder)
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True)).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -102,7 +118,9 @@ def fresh_accelerator() -> None:
 
 @cache
 def documented_metrics() -> list[re.Pattern[str]]:
-    """A pattern for each name in the first column of the page's table; NAME in it stands for any name."""
+    """A pattern for each name in the first column of the page's table; NAME in it stands for any
+    name.
+    """
     _, table, _ = re.split(r"<!-- /?metrics -->", METRICS.read_text())
     first_cells = [line.split("|")[1] for line in table.strip().splitlines()[2:]]
     names = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
@@ -117,7 +135,9 @@ def every_metric_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def checked(self: Reporter, name: str, step: int, metrics: dict[str, float]) -> None:
         for metric in metrics:
-            assert any(pattern.fullmatch(metric) for pattern in documented_metrics()), f"{METRICS} has no {metric}"
+            assert any(pattern.fullmatch(metric) for pattern in documented_metrics()), (
+                f"{METRICS} has no {metric}"
+            )
         write(self, name, step, metrics)
 
     monkeypatch.setattr(Reporter, "write", checked)
@@ -142,9 +162,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
     files = {
         "prompts": [{"prompt": f"Say {word}:"} for word in words],
-        "answers": [{"prompt": f"Say {word}:", "answer": len(word), "word": word} for word in words],
+        "answers": [
+            {"prompt": f"Say {word}:", "answer": len(word), "word": word} for word in words
+        ],
         "sft": [{"prompt": f"Say {word}:", "label": f" {word}"} for word in words],
-        "preferences": [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in words],
+        "preferences": [
+            {"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in words
+        ],
         "unpaired": [
             {"prompt": f"Say {word}:", "completion": f" {said}", "label": said == word}
             for word in words
@@ -152,7 +176,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ],
     }
     for name, records in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     (tmp_path / "rewards_for_tests.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     for module in ("rewards_for_tests", "games"):  # which tests write

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """The instructions that Python runs in a call: what C does in one of them, such as a sum of an array, is one."""
+    """The instructions that Python runs in a call: what C does in one of them, such as a sum of an
+    array, is one.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable:

@@ -1,8 +1,9 @@
-"""Tokenizers, chat templates and ends as families of models publish them, in small: a letter is a token, the special
-tokens and what the templates do with them are like theirs.
+"""Tokenizers, chat templates and ends as families of models publish them, in small: a letter is a
+token, the special tokens and what the templates do with them are like theirs.
 
-The published tokenizers themselves take part where the environment variable FASTP3O_TOKENIZERS names a folder of them
-(`scripts/test_real.sh` makes one): a folder each, with the name of its family.
+The published tokenizers themselves take part where the environment variable FASTP3O_TOKENIZERS
+names a folder of them (`scripts/test_real.sh` makes one): a folder each, with the name of its
+family.
 """
 
 import json
@@ -27,7 +28,8 @@ from transformers import (
 
 REAL_TOKENIZERS = os.environ.get("FASTP3O_TOKENIZERS")
 
-# Earlier replies lose their thinking, the last one keeps it; `enable_thinking` false begins a reply after an empty one.
+# Earlier replies lose their thinking, the last one keeps it; `enable_thinking` false begins a reply
+# after an empty one.
 QWEN3 = """\
 {%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
@@ -58,7 +60,8 @@ QWEN3 = """\
 CHATML = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Trims contents, calls the assistant "model", wants turns to alternate, and writes the system's before the first one.
+# Trims contents, calls the assistant "model", wants turns to alternate, and writes the system's
+# before the first one.
 GEMMA = """\
 {{- bos_token }}
 {%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
@@ -84,7 +87,8 @@ LLAMA2 = """\
     {%- if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content | trim + ' [/INST]' }}{% endif %}
     {%- if m.role == 'assistant' %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}
 {%- endfor %}"""
-# The end of the whole text, which is never sampled after a turn, follows where no reply is asked for.
+# The end of the whole text, which is never sampled after a turn, follows where no reply is asked
+# for.
 PHI3 = """\
 {% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
@@ -106,8 +110,9 @@ GPT_OSS = """\
 
 @dataclass(frozen=True)
 class Family:
-    """special: the other special tokens, beside eos, pad and bos. ends: those that its generation_config stops at, in
-    its order. dummy_prefix: whether the tokenizer puts a space before every text, as SentencePiece does.
+    """special: the other special tokens, beside eos, pad and bos. ends: those that its
+    generation_config stops at, in its order. dummy_prefix: whether the tokenizer puts a space
+    before every text, as SentencePiece does.
     """
 
     name: str
@@ -129,7 +134,9 @@ class Family:
         return [vocabulary[token] for token in self.ends if token in vocabulary]
 
     def settings(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The special tokens of its model's config: one number for eos, or a list where there are several ends."""
+        """The special tokens of its model's config: one number for eos, or a list where there are
+        several ends.
+        """
         ends = self.end_ids(tokenizer)
         return {
             "vocab_size": len(tokenizer),
@@ -144,15 +151,33 @@ class Family:
 
 def small_tokenizer(family: Family) -> PreTrainedTokenizerBase:
     if family.dummy_prefix:
-        pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
+        pieces = [
+            "<unk>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            "▁",
+            *map(chr, range(33, 127)),
+        ]
         vocabulary = {piece: number for number, piece in enumerate(pieces)}
-        own = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-        own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        own = Tokenizer(
+            models.BPE(
+                vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+            )
+        )
+        own.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        parts = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         own.decoder = decoders.Sequence(parts)
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        own = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+        own = Tokenizer(
+            models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[])
+        )
         own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         own.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -163,21 +188,49 @@ def small_tokenizer(family: Family) -> PreTrainedTokenizerBase:
         unk_token="<unk>" if family.dummy_prefix else None,
     )
     known = {family.eos, family.pad, family.bos}
-    tokenizer.add_special_tokens({"additional_special_tokens": [one for one in family.special if one not in known]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [one for one in family.special if one not in known]}
+    )
     tokenizer.chat_template = family.template
     return tokenizer
 
 
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-LLAMA3_TOKENS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
-GPT_OSS_TOKENS = ("<|return|>", "<|endoftext|>", "<|call|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>")
+LLAMA3_TOKENS = (
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+)
+GPT_OSS_TOKENS = (
+    "<|return|>",
+    "<|endoftext|>",
+    "<|call|>",
+    "<|start|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|end|>",
+)
 GPT_OSS_ENDS = ("<|return|>", "<|endoftext|>", "<|call|>")
 FAMILIES = [
-    Family("qwen3", QWEN3, "<|im_end|>", "<|endoftext|>", None, QWEN_TOKENS, ("<|im_end|>", "<|endoftext|>")),
+    Family(
+        "qwen3",
+        QWEN3,
+        "<|im_end|>",
+        "<|endoftext|>",
+        None,
+        QWEN_TOKENS,
+        ("<|im_end|>", "<|endoftext|>"),
+    ),
     # The base: its template ends a turn with a token at which its generation_config does not stop.
-    Family("qwen_base", CHATML, "<|endoftext|>", "<|endoftext|>", None, QWEN_TOKENS, ("<|endoftext|>",)),
+    Family(
+        "qwen_base", CHATML, "<|endoftext|>", "<|endoftext|>", None, QWEN_TOKENS, ("<|endoftext|>",)
+    ),
     # Tuned by others, who set the tokenizer's end of sequence and left generation_config.
-    Family("qwen_tuned", CHATML, "<|im_end|>", "<|endoftext|>", None, QWEN_TOKENS, ("<|endoftext|>",)),
+    Family(
+        "qwen_tuned", CHATML, "<|im_end|>", "<|endoftext|>", None, QWEN_TOKENS, ("<|endoftext|>",)
+    ),
     Family(
         "gemma3",
         GEMMA,
@@ -187,9 +240,25 @@ FAMILIES = [
         ("<start_of_turn>", "<end_of_turn>"),
         ("<eos>", "<end_of_turn>"),
     ),
-    Family("llama3_1", LLAMA3, "<|eot_id|>", None, "<|begin_of_text|>", LLAMA3_TOKENS, LLAMA3_TOKENS[:3]),
+    Family(
+        "llama3_1",
+        LLAMA3,
+        "<|eot_id|>",
+        None,
+        "<|begin_of_text|>",
+        LLAMA3_TOKENS,
+        LLAMA3_TOKENS[:3],
+    ),
     # The base: without a template.
-    Family("llama3_base", None, "<|end_of_text|>", None, "<|begin_of_text|>", LLAMA3_TOKENS, LLAMA3_TOKENS[:1]),
+    Family(
+        "llama3_base",
+        None,
+        "<|end_of_text|>",
+        None,
+        "<|begin_of_text|>",
+        LLAMA3_TOKENS,
+        LLAMA3_TOKENS[:1],
+    ),
     Family("llama2", LLAMA2, "</s>", None, "<s>", (), ("</s>",), dummy_prefix=True),
     Family(
         "phi3",
@@ -201,12 +270,22 @@ FAMILIES = [
         ("<|endoftext|>", "<|assistant|>", "<|end|>"),
         dummy_prefix=True,
     ),
-    Family("gptoss", GPT_OSS, "<|return|>", "<|endoftext|>", "<|startoftext|>", GPT_OSS_TOKENS, GPT_OSS_ENDS),
+    Family(
+        "gptoss",
+        GPT_OSS,
+        "<|return|>",
+        "<|endoftext|>",
+        "<|startoftext|>",
+        GPT_OSS_TOKENS,
+        GPT_OSS_ENDS,
+    ),
 ]
 
 
 def published(family: Family, folder: Path) -> Family:
-    """The family with its published tokenizer, and the published template where the tokenizer's file has it."""
+    """The family with its published tokenizer, and the published template where the tokenizer's
+    file has it.
+    """
     config = json.loads((folder / "tokenizer_config.json").read_text())
     return Family(
         name=f"{family.name}-published",
@@ -243,8 +322,8 @@ every_chat_family = pytest.mark.parametrize("family", WITH_TEMPLATE, ids=str)
 def save_family(
     family: Family, folder: Path, *, scores: bool = False, seed: int = 0, **settings: Any
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """A random Llama of the family's vocabulary, a reward model if it `scores`, with generation_config and tokenizer.
-    settings: other values of its config.
+    """A random Llama of the family's vocabulary, a reward model if it `scores`, with
+    generation_config and tokenizer. settings: other values of its config.
     """
     tokenizer = family.tokenizer()
     sizes = {
@@ -255,7 +334,9 @@ def save_family(
         "num_key_value_heads": 1,
         "max_position_embeddings": 512,
     }
-    config = LlamaConfig(**(sizes | family.settings(tokenizer) | ({"num_labels": 1} if scores else {}) | settings))
+    config = LlamaConfig(
+        **(sizes | family.settings(tokenizer) | ({"num_labels": 1} if scores else {}) | settings)
+    )
     generator = torch.Generator().manual_seed(seed)
     model = (LlamaForSequenceClassification if scores else LlamaForCausalLM)(config)
     with torch.no_grad():
@@ -264,7 +345,9 @@ def save_family(
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     if not scores:
         model.generation_config = GenerationConfig(
-            eos_token_id=family.end_ids(tokenizer), pad_token_id=config.pad_token_id, bos_token_id=config.bos_token_id
+            eos_token_id=family.end_ids(tokenizer),
+            pad_token_id=config.pad_token_id,
+            bos_token_id=config.bos_token_id,
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

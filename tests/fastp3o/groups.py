@@ -7,13 +7,19 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], numbers: Sequence[int] = ()) -> list[Prompt]:
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], numbers: Sequence[int] = ()
+) -> list[Prompt]:
     """numbers: of the prompts; by default they are counted from 0."""
     ids = tokenizer(list(texts)).input_ids
-    return [Prompt(*prompt) for prompt in zip(texts, ids, numbers or range(len(texts)), strict=True)]
+    return [
+        Prompt(*prompt) for prompt in zip(texts, ids, numbers or range(len(texts)), strict=True)
+    ]
 
 
-def groups_of_ids(prompt_ids: Sequence[list[int]], response_ids: Sequence[Sequence[list[int]]]) -> list[Group]:
+def groups_of_ids(
+    prompt_ids: Sequence[list[int]], response_ids: Sequence[Sequence[list[int]]]
+) -> list[Group]:
     """Finished responses without texts."""
     return [
         Group(Prompt("", prompt, number), [Response(ids, "", True) for ids in group])
@@ -22,10 +28,17 @@ def groups_of_ids(prompt_ids: Sequence[list[int]], response_ids: Sequence[Sequen
 
 
 def groups_of_texts(*groups: Sequence[str], **columns: list) -> list[Group]:
-    """Finished responses with these texts to `prompt 0`, `prompt 1`, ... columns: one value a prompt."""
+    """Finished responses with these texts to `prompt 0`, `prompt 1`, ... columns: one value a
+    prompt.
+    """
     return [
         Group(
-            Prompt(f"prompt {number}", [1], number, {name: values[number] for name, values in columns.items()}),
+            Prompt(
+                f"prompt {number}",
+                [1],
+                number,
+                {name: values[number] for name, values in columns.items()},
+            ),
             [Response([1], text, True) for text in group],
         )
         for number, group in enumerate(groups)

@@ -12,7 +12,9 @@ import anyio
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers from a thread of its own while its block runs, through a handler that keeps `requests`."""
+    """Answers from a thread of its own while its block runs, through a handler that keeps
+    `requests`.
+    """
 
     daemon_threads = True
 
@@ -20,7 +22,9 @@ class LocalServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
         self.url, self.lock = f"http://127.0.0.1:{self.server_port}", threading.Lock()
         self.requests: list[Any] = []
-        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
 
     def __enter__(self) -> Self:
         self.thread.start()
@@ -69,15 +73,23 @@ class Reply(NamedTuple):
 
 
 def time_limit(reply: Reply) -> float:
-    """Seconds for an attempt: few only if the reply is late, since a busy machine is slow to send any other."""
+    """Seconds for an attempt: few only if the reply is late, since a busy machine is slow to send
+    any other.
+    """
     return 0.4 if reply.delay or reply.drop or reply.head_drop else 5.0
 
 
 class Server(LocalServer):
-    """Answers requests to its path with `reply(question(body, number))`: a question of a body and its number from 1."""
+    """Answers requests to its path with `reply(question(body, number))`: a question of a body and
+    its number from 1.
+    """
 
-    def __init__(self, path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]):
-        anyio.run(anyio.sleep, 0)  # httpx would load it with the first request, within that request's time limit
+    def __init__(
+        self, path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]
+    ):
+        anyio.run(
+            anyio.sleep, 0
+        )  # httpx would load it with the first request, within that request's time limit
         super().__init__(Handler)
         self.path, self.reply, self.question = path, reply, question
         self.url += path
@@ -108,7 +120,9 @@ class Handler(LocalHandler):
             self.send_header(f"X-{number}", "slow")
             self.flush_headers()
         self.end_headers()
-        for part in [reply.body[i : i + 1] for i in range(len(reply.body))] if reply.drop else [reply.body]:
+        for part in (
+            [reply.body[i : i + 1] for i in range(len(reply.body))] if reply.drop else [reply.body]
+        ):
             time.sleep(reply.drop)
             self.wfile.write(part)
             self.wfile.flush()

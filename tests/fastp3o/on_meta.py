@@ -13,7 +13,9 @@ META = torch.device("meta")
 
 
 class NothingElsewhere(TorchDispatchMode):
-    """Raises AssertionError for an operation on a tensor of the host, which a GPU would have to copy."""
+    """Raises AssertionError for an operation on a tensor of the host, which a GPU would have to
+    copy.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

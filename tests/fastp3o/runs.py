@@ -19,12 +19,29 @@ Config = TypeVar("Config", bound=OnlineConfig)
 TIMES = ("seconds", "tokens_per_second", "peak_memory")
 
 
-def config(tiny_model: str, output_dir: str, config_class: type[Config] = P3OConfig, **changes) -> Config:
+def config(
+    tiny_model: str, output_dir: str, config_class: type[Config] = P3OConfig, **changes
+) -> Config:
     settings = {"model": tiny_model, "output_dir": output_dir, "prompts": "prompts.jsonl"}
-    settings |= {"updates": 4, "prompts_per_update": 8, "prompts_per_minibatch": 4, "responses_per_prompt": 2}
-    settings |= {"inner_epochs": 2, "max_response_tokens": 6, "learning_rate": 3e-3, "precision": "fp32"}
+    settings |= {
+        "updates": 4,
+        "prompts_per_update": 8,
+        "prompts_per_minibatch": 4,
+        "responses_per_prompt": 2,
+    }
+    settings |= {
+        "inner_epochs": 2,
+        "max_response_tokens": 6,
+        "learning_rate": 3e-3,
+        "precision": "fp32",
+    }
     # With this seed, among the first responses are some with a reward, and none that ends early.
-    settings |= {"reward": "rewards_for_tests:vowels", "report_to": "none", "samples_every": 0, "seed": 3}
+    settings |= {
+        "reward": "rewards_for_tests:vowels",
+        "report_to": "none",
+        "samples_every": 0,
+        "seed": 3,
+    }
     return config_class(**(settings | changes))
 
 
@@ -34,7 +51,9 @@ def metrics(folder: str, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
-    """As they are in the file of the finished model, which transformers would take ten times as long to load."""
+    """As they are in the file of the finished model, which transformers would take ten times as
+    long to load.
+    """
     return load_file(Path(folder) / "model" / "model.safetensors")
 
 
@@ -47,7 +66,9 @@ def copy_at_save_before(folder: str, copy: str) -> None:
 
 
 def assert_resumes(config: StageConfig) -> None:
-    """The finished run of a configuration ends with the same bits if it goes on from the state before its last."""
+    """The finished run of a configuration ends with the same bits if it goes on from the state
+    before its last.
+    """
     folder, resumed = config.output_dir, f"{config.output_dir}-resumed"
     copy_at_save_before(folder, resumed)
     train(replace(config, output_dir=resumed, resume=True))

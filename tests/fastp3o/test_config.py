@@ -24,13 +24,24 @@ from fastp3o.trl_names import hint, trl_names
 from fastp3o_kernels import P3OSettings
 from fastp3o_kernels.p3o.settings import CHOICES
 
-CONFIGS = [P3OConfig, PPGConfig, PPOConfig, GRPOConfig, SFTConfig, RewardModelConfig, *OFFLINE_OBJECTIVES.values()]
+CONFIGS = [
+    P3OConfig,
+    PPGConfig,
+    PPOConfig,
+    GRPOConfig,
+    SFTConfig,
+    RewardModelConfig,
+    *OFFLINE_OBJECTIVES.values(),
+]
 GIVEN = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
 P3O = [f"--{name}={value}" for name, value in GIVEN.items()]
 
 
 def test_flags_and_a_yaml_file_set_fields_and_flags_override_the_file(tmp_path):
-    config = parse(P3OConfig, [*P3O, "--kl-coef", "0.1", "--clipping=separate", "--resume", "--learning-rate=1e-3"])
+    config = parse(
+        P3OConfig,
+        [*P3O, "--kl-coef", "0.1", "--clipping=separate", "--resume", "--learning-rate=1e-3"],
+    )
     got = (config.kl_coef, config.clipping, config.resume, config.learning_rate)
     assert got == (0.1, "separate", True, 1e-3)
     path = tmp_path / "run.yaml"
@@ -38,7 +49,12 @@ def test_flags_and_a_yaml_file_set_fields_and_flags_override_the_file(tmp_path):
     path.write_text(values + "resume: yes\nseed: 010\nlearning_rate: 1e-4\nkl_coef: 0.2\n")
     config = parse(P3OConfig, [str(path), "--kl_coef", "0.3"])
     # As they are written.
-    assert (config.model, config.output_dir, config.prompts, config.reward) == ("1e5", "2026-01-01", "12:30", "-x")
+    assert (config.model, config.output_dir, config.prompts, config.reward) == (
+        "1e5",
+        "2026-01-01",
+        "12:30",
+        "-x",
+    )
     assert (config.eval_at, config.resume, config.seed) == ("", True, 10)
     assert (config.learning_rate, config.kl_coef) == (1e-4, 0.3)
 
@@ -55,15 +71,29 @@ def test_a_flag_that_is_declared_again_stays_changeable_and_needs_flags_that_exi
 
 
 def test_a_value_of_another_type_is_refused_in_python():
-    wrong = [("updates", "3", "an integer"), ("updates", 2.5, "an integer"), ("seed", True, "an integer")]
-    wrong += [("learning_rate", "1e-5", "a number"), ("resume", "no", "True or False"), ("output_dir", ["a"], "text")]
+    wrong = [
+        ("updates", "3", "an integer"),
+        ("updates", 2.5, "an integer"),
+        ("seed", True, "an integer"),
+    ]
+    wrong += [
+        ("learning_rate", "1e-5", "a number"),
+        ("resume", "no", "True or False"),
+        ("output_dir", ["a"], "text"),
+    ]
     for name, value, expected in wrong:
-        with pytest.raises(UserError, match=re.escape(f"--{name} must be {expected}, got {value!r}")):
+        with pytest.raises(
+            UserError, match=re.escape(f"--{name} must be {expected}, got {value!r}")
+        ):
             P3OConfig(**GIVEN | {name: value})
 
 
 def test_python_may_have_objects_where_commands_have_text_and_numbers(tmp_path):
-    odd = {"updates": np.int64(3), "learning_rate": np.float32(0.25), "lr_schedule": SchedulerType.COSINE}
+    odd = {
+        "updates": np.int64(3),
+        "learning_rate": np.float32(0.25),
+        "lr_schedule": SchedulerType.COSINE,
+    }
     config = P3OConfig(model="m", output_dir=tmp_path, **odd)
     got = [config.updates, config.learning_rate, config.lr_schedule, config.output_dir]
     assert got == [3, 0.25, "cosine", str(tmp_path)]
@@ -72,13 +102,23 @@ def test_python_may_have_objects_where_commands_have_text_and_numbers(tmp_path):
         P3OConfig(model="m", output_dir="o", temperature=np.float32("nan"))
     further = {"reward_columns": ("answer",), "chat_template_kwargs": {"enable_thinking": False}}
     config = P3OConfig(**GIVEN | {"reward": "a:f,b:g"}, reward_weights=[0.5, 2], **further)
-    assert (config.reward_weights, config.weights, config.reward_columns) == ("0.5,2", [0.5, 2.0], "answer")
+    assert (config.reward_weights, config.weights, config.reward_columns) == (
+        "0.5,2",
+        [0.5, 2.0],
+        "answer",
+    )
     assert config.reading["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_evaluations_come_regularly_at_given_updates_and_last():
     config = P3OConfig(**GIVEN, eval_prompts="e", eval_at="1, 3", eval_every=4, updates=10)
-    assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]
+    assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [
+        1,
+        3,
+        4,
+        8,
+        10,
+    ]
 
 
 def shown_help(capsys, config, *arguments: str) -> str:
@@ -110,7 +150,10 @@ def test_help_begins_with_what_is_required_and_shows_the_rest_in_sections(capsys
     assert titles[-1] == "run"
     listed = re.findall(r"^  --(\w+)", short, re.MULTILINE)
     assert {*required} <= {*listed} < {*everything}
-    assert f"{len({*everything} - negated) - len({*listed} - negated)} further options: --help all" in short
+    assert (
+        f"{len({*everything} - negated) - len({*listed} - negated)} further options: --help all"
+        in short
+    )
     assert "further options" not in whole
 
 
@@ -134,13 +177,17 @@ def test_unknown_options_are_told_all_at_once_and_before_those_that_are_missing(
     assert "reward_funcs is --reward here" in line
     assert line.endswith(", --odd")
     assert "missing" not in line
-    assert refusal(capsys, P3OConfig, "--model", "m").endswith("missing: --prompts, --reward, --output_dir")
+    assert refusal(capsys, P3OConfig, "--model", "m").endswith(
+        "missing: --prompts, --reward, --output_dir"
+    )
     assert "the nearest one is --learning_rate" in refusal(capsys, P3OConfig, "--lr", "1e-5")
 
 
 def test_a_yaml_file_takes_lists_and_mappings_where_python_does(tmp_path, capsys):
     path = tmp_path / "run.yaml"
-    path.write_text("chat_template_kwargs: {enable_thinking: false}\nreward_weights: [1, 0.2]\nreward: a:f,b:g\n")
+    path.write_text(
+        "chat_template_kwargs: {enable_thinking: false}\nreward_weights: [1, 0.2]\nreward: a:f,b:g\n"
+    )
     rest = ["--model", "m", "--prompts", "p", "--output_dir", "o"]
     for begun in ([str(path), *rest], [*rest, "--config", str(path)], [f"--config={path}", *rest]):
         config = parse(P3OConfig, begun)
@@ -150,7 +197,10 @@ def test_a_yaml_file_takes_lists_and_mappings_where_python_does(tmp_path, capsys
     assert "must give a single value for updates" in refusal(capsys, P3OConfig, str(path), *rest)
     path.write_text("num_generations: 4\nmodle: m\n")
     line = refusal(capsys, P3OConfig, str(path))
-    assert "num_generations (TRL's num_generations is --responses_per_prompt here), modle (the nearest" in line
+    assert (
+        "num_generations (TRL's num_generations is --responses_per_prompt here), modle (the nearest"
+        in line
+    )
 
 
 def test_minibatches_yield_to_the_size_of_updates_unless_somebody_has_set_theirs():
@@ -195,7 +245,11 @@ def test_the_objective_chooses_the_configuration(tmp_path):
         (COLOURS, ["--objective", "green"], "invalid choice: 'green'"),
         (COLOURS, ["--objective", "red", "--tone", "sea"], "unknown option --tone"),
         (COLOURS, ["missing.yaml", "--objective", "red"], "cannot read missing.yaml"),
-        ({"red": Red, "blue": Red}, ["--objective", "blue"], "--objective is red in these options, got 'blue'"),
+        (
+            {"red": Red, "blue": Red},
+            ["--objective", "blue"],
+            "--objective is red in these options, got 'blue'",
+        ),
         (COLOURS, ["--help"], "blue           Trains blue."),
         (COLOURS, ["--objective", "blue", "--help"], "Tone of blue."),
     ],
@@ -209,14 +263,18 @@ def test_an_objective_is_refused_or_explained_by_its_name(capsys, classes, argum
 
 
 def test_the_options_of_p3o_are_the_settings_of_its_loss():
-    for setting in (one for one in fields(P3OSettings) if one.name != "sampler_ratio_cap"):  # 0 in the trainer: none
+    for setting in (
+        one for one in fields(P3OSettings) if one.name != "sampler_ratio_cap"
+    ):  # 0 in the trainer: none
         flag = P3OConfig.__dataclass_fields__[setting.name]
         assert flag.default == setting.default
         assert flag.metadata.get("choices") == CHOICES.get(setting.name)
 
 
 def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
-    begins = {name: (4, {64: 1}) for name in ("rloo", "reinforce", "ppg")} | {"dapo": (8, {64: 16, 24: 8})}
+    begins = {name: (4, {64: 1}) for name in ("rloo", "reinforce", "ppg")} | {
+        "dapo": (8, {64: 16, 24: 8})
+    }
     begins |= {"grpo": (8, {64: 1}), "dr_grpo": (8, {64: 1}), "gspo": (8, {64: 4, 5: 1})}
     begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8})}
     for name, (responses, minibatches) in begins.items():
@@ -228,13 +286,18 @@ def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
 
 def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ImportError, match=r"needs yaml, .* pip install '\.\[trainer\]'"), naming_the_extra():
+    with (
+        pytest.raises(ImportError, match=r"needs yaml, .* pip install '\.\[trainer\]'"),
+        naming_the_extra(),
+    ):
         runpy.run_path(cli_file)
     with pytest.raises(ModuleNotFoundError), naming_the_extra():
         importlib.import_module("fastp3o.no_such_module")
     code = "import sys; sys.modules['accelerate'] = None; from fastp3o import train"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert re.search(r"fastp3o's trainer needs accelerate, .*'\.\[trainer\]'", ended.stderr.splitlines()[-1])
+    assert re.search(
+        r"fastp3o's trainer needs accelerate, .*'\.\[trainer\]'", ended.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +320,9 @@ def test_trls_names_are_hints_in_commands_and_in_python(config, name, said, caps
     assert said in line
     with pytest.raises(TypeError) as refused:
         config(**{name: 1})
-    expected = said.replace("--", "").replace("unknown option", f"{config.__name__} has no option {name}")
+    expected = said.replace("--", "").replace(
+        "unknown option", f"{config.__name__} has no option {name}"
+    )
     assert expected in str(refused.value)
     assert ("TRL's" in line) == ("TRL's" in said or "not needed" in said)
 
@@ -265,6 +330,8 @@ def test_trls_names_are_hints_in_commands_and_in_python(config, name, said, caps
 def test_every_hint_names_an_option_that_there_is():
     options = {flag.name for kind in CONFIGS for flag in fields(kind)}
     for name, choices in trl_names().items():
-        assert all(choice.split()[0].rstrip(",") in options or ":" in choice for choice in choices), name
+        assert all(
+            choice.split()[0].rstrip(",") in options or ":" in choice for choice in choices
+        ), name
         assert hint(name, options) or name in options, name
     assert hint("nosuch", options) == ""

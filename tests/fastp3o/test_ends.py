@@ -1,4 +1,6 @@
-"""How a response ends has one answer in every family: data, samplers, reward models and saved files stop there."""
+"""How a response ends has one answer in every family: data, samplers, reward models and saved files
+stop there.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +61,9 @@ def family_named(name: str) -> Family:
 
 
 def sampler_ends(folder: str, tokenizer: Tokenizer) -> Ends:
-    return Ends(SimpleNamespace(generation_config=GenerationConfig.from_pretrained(folder)), tokenizer)
+    return Ends(
+        SimpleNamespace(generation_config=GenerationConfig.from_pretrained(folder)), tokenizer
+    )
 
 
 def assert_ends_once(ids: list[int], ends: Ends) -> None:
@@ -90,7 +94,9 @@ def test_what_closes_a_response_of_each_family(family: Family):
     expected = {*family.end_ids(tokenizer), ends.chat, ends.text}
     assert {*ends.ids} == expected
     if "gptoss" in family.name:
-        assert tokenizer.convert_tokens_to_ids("<|end|>") not in ends.ids  # of a message within a reply
+        assert (
+            tokenizer.convert_tokens_to_ids("<|end|>") not in ends.ids
+        )  # of a message within a reply
 
 
 def test_a_template_that_ends_replies_with_text_or_refuses_two_messages_adds_no_end():
@@ -114,7 +120,9 @@ def test_data_end_where_a_sampler_stops(family: Family, tmp_path: Path):
     ends, sampler = checkpoint_ends(folder, tokenizer), sampler_ends(folder, tokenizer)
     assert {*ends.ids} == sampler.ids
     for record, closing in zip(records(family), (ends.text, ends.chat), strict=False):
-        (example,), _ = load_preferences(InMemory("<records>", [record]), tokenizer, ends=ends, **LENGTHS)
+        (example,), _ = load_preferences(
+            InMemory("<records>", [record]), tokenizer, ends=ends, **LENGTHS
+        )
         for ids in (example["chosen_ids"], example["rejected_ids"]):
             assert_ends_once(ids, sampler)
             assert ids[-1] == closing
@@ -125,7 +133,10 @@ def test_data_end_where_a_sampler_stops(family: Family, tmp_path: Path):
 def test_turns_in_the_middle_end_as_the_last_one(family: Family, tmp_path: Path):
     folder, tokenizer = save_family(family, tmp_path)
     messages = [*ASKED, *reply(TEXTS[0]), {"role": "user", "content": "Another?"}, *reply(TEXTS[1])]
-    source, ends = InMemory("<records>", [{"messages": messages}]), checkpoint_ends(folder, tokenizer)
+    source, ends = (
+        InMemory("<records>", [{"messages": messages}]),
+        checkpoint_ends(folder, tokenizer),
+    )
     examples, _ = load_demonstrations(source, tokenizer, all_turns=True, ends=ends, **LENGTHS)
     assert len(examples) == 2
     for example in examples:
@@ -133,10 +144,13 @@ def test_turns_in_the_middle_end_as_the_last_one(family: Family, tmp_path: Path)
 
 
 @every_chat_family
-def test_a_turn_that_stopped_at_another_end_is_closed_as_the_template_closes_it(family: Family, tmp_path: Path):
+def test_a_turn_that_stopped_at_another_end_is_closed_as_the_template_closes_it(
+    family: Family, tmp_path: Path
+):
     folder, tokenizer = save_family(family, tmp_path)
     ends, sampler = checkpoint_ends(folder, tokenizer), sampler_ends(folder, tokenizer)
-    # They drop the thinking of earlier replies, write a space before each, or end the last one alone with <|return|>.
+    # They drop the thinking of earlier replies, write a space before each, or end the last one
+    # alone with <|return|>.
     if family.name.removesuffix("-published") in ("qwen3", "llama2", "gptoss"):
         with pytest.raises(UserError, match="changes a reply once a message"):
             chat_observations(tokenizer, "user", sampler.ids)
@@ -153,8 +167,12 @@ def test_text_behind_an_end_is_refused():
     family = family_named("phi3")
     tokenizer = family.tokenizer()
     tokenizer.chat_template = family.template.replace("<|end|>\n", "<|end|>\nBye.")
-    with pytest.raises(ValueError, match="no end-of-sequence token inside a response, got one, with text after it"):
-        load_demonstrations(InMemory("<records>", [{"messages": [*ASKED, *reply("Hi")]}]), tokenizer, **LENGTHS)
+    with pytest.raises(
+        ValueError, match="no end-of-sequence token inside a response, got one, with text after it"
+    ):
+        load_demonstrations(
+            InMemory("<records>", [{"messages": [*ASKED, *reply("Hi")]}]), tokenizer, **LENGTHS
+        )
 
 
 def in_training(model: PackedModel, example: dict) -> float:
@@ -164,46 +182,65 @@ def in_training(model: PackedModel, example: dict) -> float:
 
 
 @every_family
-def test_one_text_has_one_score_in_training_and_online_by_whichever_end_it_was_sampled(family: Family, tmp_path: Path):
+def test_one_text_has_one_score_in_training_and_online_by_whichever_end_it_was_sampled(
+    family: Family, tmp_path: Path
+):
     folder, tokenizer = save_family(family, tmp_path)
     scorer, _ = save_family(family, tmp_path / "scorer", scores=True, seed=1)
     model, ends = load_reward_model(scorer), sampler_ends(folder, tokenizer)
     other = family.tokenizer()
     other.get_vocab = lambda: {}  # the texts are tokenized anew
     rewards = [
-        ModelReward(model, one, tokenizer, device=torch.device("cpu"), packing=PACKING) for one in (tokenizer, other)
+        ModelReward(model, one, tokenizer, device=torch.device("cpu"), packing=PACKING)
+        for one in (tokenizer, other)
     ]
     for record in records(family):
         source = InMemory("<records>", [record])
-        (example,), _ = load_rankings(source, tokenizer, ends=checkpoint_ends(folder, tokenizer), **LENGTHS)
+        (example,), _ = load_rankings(
+            source, tokenizer, ends=checkpoint_ends(folder, tokenizer), **LENGTHS
+        )
         expected = in_training(model, example)
         ids = example["ranked_ids"][0][:-1]
         continuation, last = Continuation(other), example["prompt_ids"][-1]
         text = continuation.text(ids, last)
-        same_tokens = continuation.ids([text], last, control=False) == [ids]  # a space may go, or a channel's name
-        stopped = Ends(SimpleNamespace(generation_config=GenerationConfig()), tokenizer, stops=[text])
+        same_tokens = continuation.ids([text], last, control=False) == [
+            ids
+        ]  # a space may go, or a channel's name
+        stopped = Ends(
+            SimpleNamespace(generation_config=GenerationConfig()), tokenizer, stops=[text]
+        )
         for as_given in (False, True):
-            (prompt,) = make_prompts(load_prompts(source, tokenizer, max_prompt_tokens=400, as_given=as_given)[0][:])
+            (prompt,) = make_prompts(
+                load_prompts(source, tokenizer, max_prompt_tokens=400, as_given=as_given)[0][:]
+            )
             sampled = [[*ids, end] for end in sorted(ends.ids)]
             responses = [*ends.responses(sampled, prompts=[prompt] * len(sampled))]
             responses += stopped.responses([ids], prompts=[prompt])
             assert all(response.finished for response in responses)
             for reward in rewards[: 2 if same_tokens else 1]:
                 (found,) = reward([Group(prompt, responses)])
-                torch.testing.assert_close(found, torch.full_like(found, expected), atol=2e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    found, torch.full_like(found, expected), atol=2e-5, rtol=1e-5
+                )
 
 
 def test_a_response_that_is_cut_is_read_at_its_last_token(tmp_path: Path):
     family = family_named("gemma3")
     scorer, tokenizer = save_family(family, tmp_path, scores=True)
     model = load_reward_model(scorer)
-    (prompt,) = make_prompts(load_prompts(InMemory("<p>", [{"prompt": ASKED}]), tokenizer, max_prompt_tokens=100)[0][:])
+    (prompt,) = make_prompts(
+        load_prompts(InMemory("<p>", [{"prompt": ASKED}]), tokenizer, max_prompt_tokens=100)[0][:]
+    )
     ids = tokenizer("Oa").input_ids
-    cut = list(Ends(SimpleNamespace(generation_config=GenerationConfig()), tokenizer).responses([ids]))
+    cut = list(
+        Ends(SimpleNamespace(generation_config=GenerationConfig()), tokenizer).responses([ids])
+    )
     reward = ModelReward(model, tokenizer, tokenizer, device=torch.device("cpu"), packing=PACKING)
     (row,) = pack([prompt.ids], [[ids]], PACKING)
     with torch.no_grad():
-        assert reward([Group(prompt, cut)])[0, 0].item() == pytest.approx(scores(model, row).item(), abs=1e-5)
+        assert reward([Group(prompt, cut)])[0, 0].item() == pytest.approx(
+            scores(model, row).item(), abs=1e-5
+        )
 
 
 def with_ends_written(folder: str, tokenizer: Tokenizer, to: Path) -> str:
@@ -229,7 +266,9 @@ def test_a_saved_reward_model_gives_transformers_our_scores(family: Family, tmp_
     assert theirs.config.pad_token_id not in ends.ids
     own = load_reward_model(saved)
     for record in records(family):
-        ((example,), _) = load_rankings(InMemory("<records>", [record]), tokenizer, ends=ends, **LENGTHS)
+        ((example,), _) = load_rankings(
+            InMemory("<records>", [record]), tokenizer, ends=ends, **LENGTHS
+        )
         texts = [example["prompt_ids"] + ids for ids in example["ranked_ids"]]
         batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt", padding_side="right")
         with torch.no_grad():
@@ -242,9 +281,16 @@ def test_a_saved_reward_model_gives_transformers_our_scores(family: Family, tmp_
 
 
 def scorer_of(tokenizer: Tokenizer, **settings: Any) -> LlamaForSequenceClassification:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     with torch.device("meta"):
-        return LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), **sizes, **settings))
+        return LlamaForSequenceClassification(
+            LlamaConfig(vocab_size=len(tokenizer), **sizes, **settings)
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,10 +304,14 @@ def scorer_of(tokenizer: Tokenizer, **settings: Any) -> LlamaForSequenceClassifi
         ("llama3_base", None, "<|end_header_id|>"),
     ],
 )
-def test_padding_is_the_tokenizers_own_or_a_token_that_no_text_has(name: str, pad: str | None, expected: str):
+def test_padding_is_the_tokenizers_own_or_a_token_that_no_text_has(
+    name: str, pad: str | None, expected: str
+):
     tokenizer = family_named(name).tokenizer()
     tokenizer.pad_token = pad
-    ends = response_ends(tokenizer, GenerationConfig(eos_token_id=family_named(name).end_ids(tokenizer)))
+    ends = response_ends(
+        tokenizer, GenerationConfig(eos_token_id=family_named(name).end_ids(tokenizer))
+    )
     model = scorer_of(tokenizer, pad_token_id=None)
     assert tokenizer.convert_ids_to_tokens(padding_token(model, tokenizer, ends)) == expected
 
@@ -319,7 +369,9 @@ def test_a_saved_policy_stops_where_the_run_stopped(family: Family, tmp_path: Pa
     asked = torch.tensor([tokenizer("Hi").input_ids])
     for end in sorted(ends):
         options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-        written = saved.generate(asked, logits_processor=LogitsProcessorList([Says(end)]), **options)
+        written = saved.generate(
+            asked, logits_processor=LogitsProcessorList([Says(end)]), **options
+        )
         assert written.shape[1] == asked.shape[1] + 1
 
 
@@ -327,7 +379,13 @@ def test_a_saved_policy_stops_where_the_run_stopped(family: Family, tmp_path: Pa
 def test_what_a_run_saves_stops_where_its_data_end(lora, tmp_path: Path):
     folder, tokenizer = save_family(family_named("qwen_base"), tmp_path / "base")
     config = SFTConfig(
-        model=folder, output_dir=str(tmp_path / "sft"), batch_size=1, epochs=1, report_to="none", **LIMITS, **lora
+        model=folder,
+        output_dir=str(tmp_path / "sft"),
+        batch_size=1,
+        epochs=1,
+        report_to="none",
+        **LIMITS,
+        **lora,
     )
     result = train(config, train_data=[{"messages": [*ASKED, *reply("Oak.")]}])
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
@@ -337,7 +395,12 @@ def test_what_a_run_saves_stops_where_its_data_end(lora, tmp_path: Path):
 def test_a_trained_reward_model_is_read_by_transformers_as_by_us(tmp_path: Path):
     folder, _ = save_family(family_named("llama3_1"), tmp_path / "base")
     config = RewardModelConfig(
-        model=folder, output_dir=str(tmp_path / "rm"), batch_size=1, epochs=5, learning_rate=0.1, **LIMITS
+        model=folder,
+        output_dir=str(tmp_path / "rm"),
+        batch_size=1,
+        epochs=5,
+        learning_rate=0.1,
+        **LIMITS,
     )
     data = [{"prompt": ASKED, "chosen": reply(TEXTS[0]), "rejected": reply(TEXTS[1])}]
     result = train(config, train_data=data)
@@ -364,14 +427,18 @@ def test_the_model_of_a_reward_adapter_alone_pads_as_its_tokenizer(tmp_path: Pat
     assert config.pad_token_id == result.tokenizer.pad_token_id
     assert config.pad_token_id not in config.eos_token_id
     # Its head is the trained one, whatever transformers makes of it.
-    head = load_file(tmp_path / "rm" / "adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    head = load_file(tmp_path / "rm" / "adapter" / "adapter_model.safetensors")[
+        "base_model.model.score.weight"
+    ]
     assert head.any()
     torch.testing.assert_close(result.model.score.modules_to_save.default.weight, head)
 
 
 def test_a_reward_model_that_pads_with_the_end_of_responses_is_named(tmp_path: Path, caplog):
     family = family_named("llama2")
-    folder, tokenizer = save_family(family, tmp_path, scores=True, pad_token_id=family.tokenizer().eos_token_id)
+    folder, tokenizer = save_family(
+        family, tmp_path, scores=True, pad_token_id=family.tokenizer().eos_token_id
+    )
     settings = {"device": torch.device("cpu"), "dtype": torch.float32, "packing": PACKING}
     with caplog.at_level("WARNING"):
         load_reward(folder, tokenizer, **settings)

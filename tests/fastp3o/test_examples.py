@@ -25,12 +25,17 @@ PRINTED_AND_LEFT = {
 
 
 def test_every_example_is_run_here_or_in_a_file_of_its_name():
-    elsewhere = {path.stem.removeprefix("test_") for path in (EXAMPLES.parents[1] / "tests").rglob("test_*.py")}
+    elsewhere = {
+        path.stem.removeprefix("test_")
+        for path in (EXAMPLES.parents[1] / "tests").rglob("test_*.py")
+    }
     for path in EXAMPLES.glob("*.py"):
         assert path.stem in PRINTED_AND_LEFT.keys() | elsewhere, path
 
 
-@pytest.mark.parametrize("path", [EXAMPLES / f"{name}.py" for name in PRINTED_AND_LEFT], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [EXAMPLES / f"{name}.py" for name in PRINTED_AND_LEFT], ids=lambda path: path.stem
+)
 def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "start")
@@ -47,7 +52,10 @@ def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
 def test_the_desk_pays_each_part_once_and_takes_its_files_with_it():
     desk = runpy.run_path(str(EXAMPLES / "files_environment.py"))["Desk"]
     environments = Environments("files_environment:Desk", desk)
-    assert (sum(environments.weights.values()), environments.columns) == (pytest.approx(1), ["answers"])
+    assert (sum(environments.weights.values()), environments.columns) == (
+        pytest.approx(1),
+        ["answers"],
+    )
     (one,), texts = environments.begin([{"answers": {"name": "Ada", "city": "New York"}}])
     assert texts == ["desk/\n"]
     turns = "open form, save, cd .., cd desk, cd desk, open form, set name Ada, set name Alan, set job ?, save, "
@@ -55,7 +63,23 @@ def test_the_desk_pays_each_part_once_and_takes_its_files_with_it():
     steps = [environments.step([one], [turn])[0] for turn in turns.split(", ")]
     paid = [{name: gain for name, gain in step.rewards.items() if gain} for step in steps]
     half = {"form": 0.5}
-    assert paid == [{}, {}, {}, {"nav": 1}, {}, {"ui": 1}, half, {}, {}, {"file": 1}, {}, half, {}, {}, {"goal": 1}]
+    assert paid == [
+        {},
+        {},
+        {},
+        {"nav": 1},
+        {},
+        {"ui": 1},
+        half,
+        {},
+        {},
+        {"file": 1},
+        {},
+        half,
+        {},
+        {},
+        {"goal": 1},
+    ]
     assert [step.done for step in steps] == [False] * 14 + [True]
     assert steps[-1].observation == "name: Ada\ncity: New York\n"
     assert sorted(path.name for path in one.folder.rglob("*")) == ["desk", "form", "saved"]

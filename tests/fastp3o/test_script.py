@@ -28,21 +28,31 @@ PEER = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9"
     ("error", "line"),
     [
         (UserError("--updates must be\n at least 1"), "error: --updates must be at least 1"),
-        (OSError(2, "No such file or directory", "a"), "error: [Errno 2] No such file or directory: 'a'"),
+        (
+            OSError(2, "No such file or directory", "a"),
+            "error: [Errno 2] No such file or directory: 'a'",
+        ),
         (MemoryError(), f"{MEMORY}MemoryError"),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{MEMORY}CUDA out of memory."),
-        (RuntimeError(PEER), f"error: another process of this run failed, and its message says why: {PEER}"),
+        (
+            RuntimeError(PEER),
+            f"error: another process of this run failed, and its message says why: {PEER}",
+        ),
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_a_message_is_one_line(error: BaseException, line: str | int, capsys: pytest.CaptureFixture[str]):
+def test_a_message_is_one_line(
+    error: BaseException, line: str | int, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as stopped:
         run_script(lambda: fail(error))
     assert stopped.value.code == line
     assert capsys.readouterr().err == ("interrupted\n" if line == 130 else "")
 
 
-@pytest.mark.parametrize("error", [ValueError("one"), KeyError("a"), AssertionError(), RuntimeError("a shape")])
+@pytest.mark.parametrize(
+    "error", [ValueError("one"), KeyError("a"), AssertionError(), RuntimeError("a shape")]
+)
 def test_a_bug_keeps_its_traceback(error: Exception):
     with pytest.raises(type(error)):
         run_script(lambda: fail(error))
@@ -73,7 +83,9 @@ run_script(main)
 def printed(shell: str, **settings: str) -> tuple[int, str]:
     """The exit status and the standard error of a script that prints 700 kB."""
     command = ["bash", "-c", f"set -o pipefail; {sys.executable} -c '{PRINTING}' {shell}"]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stderr
 
 

@@ -1,9 +1,9 @@
-"""Programs in several processes on the CPU, as torchrun starts them, but forked from a server that has imported what
-they need: imports are most of the time of a short run.
+"""Programs in several processes on the CPU, as torchrun starts them, but forked from a server that
+has imported what they need: imports are most of the time of a short run.
 
-Each test process has one server, itself a fork from before the first test. Every call has processes of its own: nothing
-is left over from the call before, and a call that fails or hangs fails alone. What torchrun itself does, restarts and
-signals, needs `torchrun`.
+Each test process has one server, itself a fork from before the first test. Every call has processes
+of its own: nothing is left over from the call before, and a call that fails or hangs fails alone.
+What torchrun itself does, restarts and signals, needs `torchrun`.
 """
 
 import gc
@@ -27,16 +27,24 @@ LONGEST = 300.0  # seconds
 COMMANDS = ("fastp3o.cli", "fastp3o.objectives.online")
 # Imported by these commands when they run.
 LATER = (
-    *("fastp3o.training.loop", "fastp3o.training.sft", "fastp3o.training.reward_model", "fastp3o.training.preferences"),
+    *(
+        "fastp3o.training.loop",
+        "fastp3o.training.sft",
+        "fastp3o.training.reward_model",
+        "fastp3o.training.preferences",
+    ),
     "fastp3o.generate.loop",
     *("torch._dynamo", "peft", "tests.fastp3o.models.model_families"),
     *("transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama"),
 )
 
 
-def together(program: Path, *arguments: str, processes=2, longest: float = LONGEST) -> subprocess.CompletedProcess:
-    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other. Raises
-    TimeoutError, after killing them, if they have not ended after `longest` seconds.
+def together(
+    program: Path, *arguments: str, processes=2, longest: float = LONGEST
+) -> subprocess.CompletedProcess:
+    """Runs a program in this many processes. `stdout` has all that each of them has said, one after
+    the other. Raises TimeoutError, after killing them, if they have not ended after `longest`
+    seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [f"{folder}/{number}" for number in range(processes)]
@@ -49,15 +57,21 @@ def together(program: Path, *arguments: str, processes=2, longest: float = LONGE
         said = "".join(Path(log).read_text() for log in logs)
     if not statuses:
         raise TimeoutError(f"{program} had not ended after {longest:.0f} s:\n{said}")
-    return subprocess.CompletedProcess([str(program), *arguments], next(filter(None, statuses), 0), said)
+    return subprocess.CompletedProcess(
+        [str(program), *arguments], next(filter(None, statuses), 0), said
+    )
 
 
 @cache
 def server() -> tuple[TextIO, TextIO]:
-    """Takes calls and gives exit statuses, each as a line. Ends with this process, as what it reads does."""
+    """Takes calls and gives exit statuses, each as a line. Ends with this process, as what it reads
+    does.
+    """
     if torch.cuda.is_available():  # which a fork would see as well, and cannot use
         command = [sys.executable, "-m", "tests.fastp3o.together"]
-        started = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started = subprocess.Popen(
+            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert started.stdin is not None
         assert started.stdout is not None
         return started.stdin, started.stdout

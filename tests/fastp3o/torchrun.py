@@ -11,12 +11,30 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(program: Path, *arguments: str, nodes: int) -> tuple[int, str]:
-    """Runs a program in two processes on one or two nodes, and returns an exit status and what was said."""
+    """Runs a program in two processes on one or two nodes, and returns an exit status and what was
+    said.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", place]
-    command += ["--max-restarts", "3", "--nnodes", str(nodes), "--nproc_per_node", str(2 // nodes), str(program)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        place,
+    ]
+    command += [
+        "--max-restarts",
+        "3",
+        "--nnodes",
+        str(nodes),
+        "--nproc_per_node",
+        str(2 // nodes),
+        str(program),
+    ]
     # gloo's connections of the processes before would be in the way of those after a restart.
     variables = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryFile("w+") as said:

@@ -14,7 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+)
 
 from fastp3o_kernels import expose_head, linear_logprobs, linear_p3o_loss, response_tokens
 
@@ -28,14 +35,24 @@ WRAPPERS = {
     "fsdp, tied": ("tied llama", 1e-5),
     "fsdp, bf16": ("llama", 0.05),
 }
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+    "pad_token_id": 0,
+}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES, intermediate_size=24),
     "tied llama": lambda: LlamaConfig(**SIZES, intermediate_size=24, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(**SIZES, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "gemma2": lambda: Gemma2Config(
-        **SIZES, intermediate_size=24, head_dim=8, num_key_value_heads=1, final_logit_softcapping=2.0
+        **SIZES,
+        intermediate_size=24,
+        head_dim=8,
+        num_key_value_heads=1,
+        final_logit_softcapping=2.0,
     ),
     "granite": lambda: GraniteConfig(**SIZES, intermediate_size=24, logits_scaling=3.0),
     "cohere": lambda: CohereConfig(**SIZES, intermediate_size=24, logit_scale=0.3),
@@ -66,7 +83,11 @@ def p3o_of(groups: slice):
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def wrapped(kind: str, model: nn.Module) -> nn.Module:
@@ -87,11 +108,14 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 
 def gradients_of_two(folder: Path) -> None:
-    """Each process takes two of the four prompts, one at a time. FOLDER gets a file of each wrapper's gradients."""
+    """Each process takes two of the four prompts, one at a time. FOLDER gets a file of each
+    wrapper's gradients.
+    """
     dist.init_process_group("gloo")
     for kind, (name, _) in WRAPPERS.items():
         gradients_of_one(kind, name, folder)
-    # Wrapped models hold the group, in circles: what is left of them ends it while threads of it still run.
+    # Wrapped models hold the group, in circles: what is left of them ends it while threads of it
+    # still run.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
@@ -103,7 +127,9 @@ def gradients_of_one(kind: str, name: str, folder: Path) -> None:
     for groups in (slice(2 * rank, 2 * rank + 1), slice(2 * rank + 1, 2 * rank + 2)):
         (model(**p3o_of(groups)) / 2).backward()
     whole = {
-        name.removeprefix("module."): getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)()
+        name.removeprefix("module."): getattr(
+            gradient, "full_tensor", lambda gradient=gradient: gradient
+        )()
         for name, gradient in gradients(model).items()
     }
     if rank == 0:
@@ -111,7 +137,9 @@ def gradients_of_one(kind: str, name: str, folder: Path) -> None:
     if kind == "fsdp":
         weight = model.lm_head.weight
         refused(weight, folder / f"a part refused by {rank}")
-        refused(weight.full_tensor().to(torch.bfloat16).float(), folder / f"gathered refused by {rank}")
+        refused(
+            weight.full_tensor().to(torch.bfloat16).float(), folder / f"gathered refused by {rank}"
+        )
         gathered = weight.full_tensor(grad_placements=[Partial("avg")])
         weight.grad = None
         # Each process has different tokens.

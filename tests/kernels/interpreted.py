@@ -10,7 +10,9 @@ from triton.runtime import interpreter
 
 
 class Traffic:
-    """loaded, stored: bytes by all accesses. memory: bytes at different addresses, each read or written once."""
+    """loaded, stored: bytes by all accesses. memory: bytes at different addresses, each read or
+    written once.
+    """
 
     def __init__(self):
         self.loaded = self.stored = 0
@@ -20,11 +22,17 @@ class Traffic:
         pointers, mask = np.broadcast_arrays(pointers, mask)
         touched = pointers[mask]
         setattr(self, kind, getattr(self, kind) + touched.size * element_bytes)
-        self.addresses[kind].append(np.stack([touched.ravel(), np.full(touched.size, element_bytes, np.uint64)]))
+        self.addresses[kind].append(
+            np.stack([touched.ravel(), np.full(touched.size, element_bytes, np.uint64)])
+        )
 
     @property
     def memory(self) -> int:
-        different = [np.unique(np.concatenate(parts, axis=1), axis=1) for parts in self.addresses.values() if parts]
+        different = [
+            np.unique(np.concatenate(parts, axis=1), axis=1)
+            for parts in self.addresses.values()
+            if parts
+        ]
         return sum(int(part[1].sum()) for part in different)
 
 

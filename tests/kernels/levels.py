@@ -11,7 +11,8 @@ import fastp3o_kernels as kernels
 from fastp3o_kernels.rows.logprobs import STATISTICS
 from tests.kernels.problems import DEVICE, random_hidden_states, random_pairs
 
-# P3O's losses by what they take of the policy. "its own": the old log-probs are the policy's, and not given.
+# P3O's losses by what they take of the policy. "its own": the old log-probs are the policy's, and
+# not given.
 P3O_LEVELS = ["responses", "tokens", "logits", "logits, its own", "hidden", "hidden, its own"]
 # Losses of hidden states and a head, which never have all logits at once.
 FUSED = ["hidden", "hidden, its own", "objective", "log-probs"]
@@ -20,14 +21,18 @@ LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
 
 def changes_and_entropies(groups: kernels.Groups):
-    """An objective of all that groups have: PPO's clipped ratios of tokens with an advantage of each response and a
-    weight of each group, and a bonus for entropy, of clipped tokens too.
+    """An objective of all that groups have: PPO's clipped ratios of tokens with an advantage of
+    each response and a weight of each group, and a bonus for entropy, of clipped tokens too.
     """
     ratios = (groups.token_logprobs - groups["old tokens"]).exp()
     advantages = groups.per_token(groups["rewards"] * groups["weights"][:, None])
     losses = torch.maximum(-advantages * ratios, -advantages * ratios.clamp(0.8, 1.2))
     changes, entropies = groups.logprobs - groups["old"], groups.means(groups.entropy)
-    metrics = {"change": changes.sum(), "entropy": entropies.sum(), "top": groups.is_top.float().sum()}
+    metrics = {
+        "change": changes.sum(),
+        "entropy": entropies.sum(),
+        "top": groups.is_top.float().sum(),
+    }
     metrics |= {"mean_logit": groups.sums(groups.mean_logit).sum()}
     return groups.means(losses).sum() - 0.1 * entropies.exp().sum(), metrics
 
@@ -35,21 +40,34 @@ def changes_and_entropies(groups: kernels.Groups):
 class Batch:
     """K responses to each prompt, what is known of them, and a policy."""
 
-    def __init__(self, level, lengths=LENGTHS, V=50, *, K=2, dtype=torch.float32, seed=0, **options):
+    def __init__(
+        self, level, lengths=LENGTHS, V=50, *, K=2, dtype=torch.float32, seed=0, **options
+    ):
         """options: P3O's settings, what `random_pairs` takes of what is known, and what a head has."""
 
         def chosen(*names):
             return {name: options.pop(name) for name in names if name in options}
 
         settings, known = chosen("clipping", "kl_reward", "kl_coef"), chosen("masked", "apart")
-        self.level, self.K, self.settings = level.removesuffix(", outputs"), K, kernels.P3OSettings(**settings)
-        self.own, self.outputs = level.endswith("its own"), STATISTICS if level.endswith(", outputs") else ()
+        self.level, self.K, self.settings = (
+            level.removesuffix(", outputs"),
+            K,
+            kernels.P3OSettings(**settings),
+        )
+        self.own, self.outputs = (
+            level.endswith("its own"),
+            STATISTICS if level.endswith(", outputs") else (),
+        )
         self.states = random_hidden_states(sum(lengths), V, 8, DEVICE, dtype, seed=seed, **options)
         logits = self.states.to(torch.float64).logits()
         self.pairs = random_pairs(lengths, V, DEVICE, logits=logits, K=K, seed=seed, **known)
         self.pairs.logits = self.pairs.logits.to(dtype)
         self.lengths = [1] * len(lengths) if level == "responses" else list(lengths)
-        self.logprobs = self.pairs.old_token_logprobs if level == "tokens" else self.pairs.ref_logprobs.flatten()
+        self.logprobs = (
+            self.pairs.old_token_logprobs
+            if level == "tokens"
+            else self.pairs.ref_logprobs.flatten()
+        )
         self.divisor = sum(lengths) if self.settings.clipping == "token" else len(lengths) // K
 
     def to(self, dtype: torch.dtype) -> "Batch":
@@ -61,7 +79,11 @@ class Batch:
         """The policy's inputs, those of tokens first."""
         if self.level in FUSED:
             states = self.states.leaves(hidden, weight)
-            return [tensor for tensor in (states.hidden, states.weight, states.bias) if tensor is not None]
+            return [
+                tensor
+                for tensor in (states.hidden, states.weight, states.bias)
+                if tensor is not None
+            ]
         if self.level.startswith("logits"):
             return [self.pairs.logits.clone().requires_grad_()]
         return [(self.logprobs.detach().nan_to_num() + 0.1).requires_grad_()]
@@ -77,7 +99,9 @@ class Batch:
         bounds = [0, *accumulate(self.lengths)][K * prompts.start : K * prompts.stop + 1]
         tokens = slice(bounds[0], bounds[-1])
         offsets = [bound - bounds[0] for bound in bounds] if offsets is None else offsets
-        known = [tensor[prompts] for tensor in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards)]
+        known = [
+            tensor[prompts] for tensor in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards)
+        ]
         own = leaves[0] if tokens == slice(0, len(leaves[0])) else leaves[0][tokens]
         labels, given = pairs.labels[tokens], given | {"impl": impl}
         if self.level in FUSED:
@@ -87,17 +111,28 @@ class Batch:
         if self.level == "log-probs":
             given |= {"cu_seqlens": offsets, "responses_per_prompt": K, "outputs": self.outputs}
             values = kernels.linear_logprobs(*policy, **given)
-            loss = values.logprobs.square().sum() + (0.0 if values.entropy is None else values.entropy.exp().sum())
-            known = {name: value.detach() for name, value in values._asdict().items() if value is not None}
+            loss = values.logprobs.square().sum() + (
+                0.0 if values.entropy is None else values.entropy.exp().sum()
+            )
+            known = {
+                name: value.detach()
+                for name, value in values._asdict().items()
+                if value is not None
+            }
             return kernels.P3OLossOutput(loss, known, {})
         if self.level == "objective":
             tensors = {
                 "token_tensors": {"old tokens": pairs.old_token_logprobs[tokens]},
-                "response_tensors": {"old": known[0].nan_to_num(), "rewards": known[2].nan_to_num()},
+                "response_tensors": {
+                    "old": known[0].nan_to_num(),
+                    "rewards": known[2].nan_to_num(),
+                },
                 "group_tensors": {"weights": known[1].nan_to_num()[:, 0]},
             }
             given |= {"responses_per_group": K, "outputs": STATISTICS, **tensors}
-            return kernels.P3OLossOutput(*kernels.linear_loss(*policy, offsets, changes_and_entropies, **given), {})
+            return kernels.P3OLossOutput(
+                *kernels.linear_loss(*policy, offsets, changes_and_entropies, **given), {}
+            )
         for name in ("valid_responses", "sampler_logprobs"):
             if getattr(pairs, name) is not None:
                 given.setdefault(name, getattr(pairs, name)[prompts])
@@ -125,11 +160,15 @@ class Batch:
         with torch.no_grad():
             if self.level in FUSED:
                 given |= {"cu_seqlens": pairs.cu_seqlens, "responses_per_prompt": self.K}
-                logprobs = kernels.linear_logprobs(own, self.states.head, pairs.labels, impl=impl, **given)
+                logprobs = kernels.linear_logprobs(
+                    own, self.states.head, pairs.labels, impl=impl, **given
+                )
             elif self.level.startswith("logits"):
                 logprobs = kernels.token_logprobs(own, pairs.labels, impl=impl)
             else:
                 logprobs = own.detach()
             sums = kernels.sequence_logprobs(logprobs, pairs.cu_seqlens, impl=impl)
-        other.pairs = replace(pairs, old_logprobs=sums.view(pairs.rewards.shape), old_token_logprobs=logprobs)
+        other.pairs = replace(
+            pairs, old_logprobs=sums.view(pairs.rewards.shape), old_token_logprobs=logprobs
+        )
         return other

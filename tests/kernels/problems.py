@@ -1,4 +1,6 @@
-"""Random responses and heads for the tests, and P3O written a second time from the paper, one pair at a time."""
+"""Random responses and heads for the tests, and P3O written a second time from the paper, one pair
+at a time.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ from fastp3o_kernels.head.head import HeadDtypes
 CLIPPINGS = ("joint", "separate", "none", "token")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-# Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with Triton.
+# Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with
+# Triton.
 CHUNKED = [None, "triton"]
 HALVES = (torch.float16, torch.bfloat16)
 # Half precision is multiplied as on a GPU; on a CPU also as with products of bf16 and without.
@@ -42,7 +45,9 @@ def ragged_groups() -> st.SearchStrategy[tuple[int, list[int]]]:
 
     def groups_per_prompt(K: int) -> st.SearchStrategy[tuple[int, list[int]]]:
         group = st.lists(st.integers(0, 12), min_size=K, max_size=K)
-        return st.tuples(st.just(K), st.lists(group, max_size=4).map(lambda groups: list(chain(*groups))))
+        return st.tuples(
+            st.just(K), st.lists(group, max_size=4).map(lambda groups: list(chain(*groups)))
+        )
 
     return st.sampled_from([2, 2, 3, 4]).flatmap(groups_per_prompt)
 
@@ -64,7 +69,9 @@ class Pairs:
     def to(self, dtype: torch.dtype) -> "Pairs":
         """The same values in another precision; offsets and labels stay."""
         tensors = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()})
+        return replace(
+            self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()}
+        )
 
 
 def random_pairs(
@@ -80,9 +87,10 @@ def random_pairs(
     masked=False,
     apart=None,
 ) -> Pairs:
-    """K responses to each prompt, of a policy with these logits or random ones that moved by about `moved` nats each
-    since the rollout. masked: a fourth of them is not valid, and nothing is known of these.
-    apart: log-probs of what sampled differ from the old ones by about this many nats; None: they are not known.
+    """K responses to each prompt, of a policy with these logits or random ones that moved by about
+    `moved` nats each since the rollout. masked: a fourth of them is not valid, and nothing is known
+    of these. apart: log-probs of what sampled differ from the old ones by about this many nats;
+    None: they are not known.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -93,7 +101,9 @@ def random_pairs(
     logits = scale * randn(N, vocabulary) if logits is None else logits.detach().float().cpu()
     labels = torch.randint(vocabulary, (N,), generator=generator)
     token_logprobs = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)] or [randn(0).sum()])[: P * K].view(P, K)
+    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)] or [randn(0).sum()])[
+        : P * K
+    ].view(P, K)
     pairs = Pairs(
         logits=logits,
         labels=labels,
@@ -107,7 +117,12 @@ def random_pairs(
         pairs.sampler_logprobs = pairs.old_logprobs + apart * randn(P, K)
     if masked:
         pairs.valid_responses = torch.rand(P, K, generator=generator) > 0.25
-        for known in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards, pairs.sampler_logprobs):
+        for known in (
+            pairs.old_logprobs,
+            pairs.ref_logprobs,
+            pairs.rewards,
+            pairs.sampler_logprobs,
+        ):
             if known is not None:
                 known[~pairs.valid_responses] = float("nan")
     return Pairs(**{name: None if t is None else t.to(device) for name, t in vars(pairs).items()})
@@ -139,7 +154,10 @@ class HiddenStates:
             return None if tensor is None else tensor.detach().clone().requires_grad_(needed)
 
         return replace(
-            self, hidden=leaf(self.hidden, hidden), weight=leaf(self.weight, weight), bias=leaf(self.bias, bias)
+            self,
+            hidden=leaf(self.hidden, hidden),
+            weight=leaf(self.weight, weight),
+            bias=leaf(self.bias, bias),
         )
 
     def logits(self) -> Tensor:
@@ -157,7 +175,16 @@ class HiddenStates:
 
 
 def random_hidden_states(
-    N: int, V: int, D: int, device: torch.device, dtype=torch.float32, *, scale=2.0, seed=0, bias=False, **settings
+    N: int,
+    V: int,
+    D: int,
+    device: torch.device,
+    dtype=torch.float32,
+    *,
+    scale=2.0,
+    seed=0,
+    bias=False,
+    **settings,
 ) -> HiddenStates:
     """Random states with a head whose logits are of size `scale`."""
     generator = torch.Generator().manual_seed(seed)
@@ -167,15 +194,18 @@ def random_hidden_states(
 
     weight = scale * randn(V, D) / D**0.5
     states = HiddenStates(randn(N, D), weight, randn(V) if bias else None, **settings)
-    on_device = {name: value.to(device) for name, value in vars(states).items() if isinstance(value, Tensor)}
+    on_device = {
+        name: value.to(device) for name, value in vars(states).items() if isinstance(value, Tensor)
+    }
     return replace(states, **on_device).to(dtype)
 
 
 @contextmanager
 def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
-    """The head works on this processor as on one with products of bf16, one without, or as on a GPU: products of a
-    half-precision dtype have fp32 sums. On a GPU there is nothing to do. The eager head rounds gradients of logits
-    where the chunked one must, whose products have them for operands; in fp16 the largest is about a thousand then.
+    """The head works on this processor as on one with products of bf16, one without, or as on a
+    GPU: products of a half-precision dtype have fp32 sums. On a GPU there is nothing to do. The
+    eager head rounds gradients of logits where the chunked one must, whose products have them for
+    operands; in fp16 the largest is about a thousand then.
     """
     halves = {"gpu": HALVES, "bf16": [torch.bfloat16], "widened": []}[arithmetic]
 
@@ -208,10 +238,18 @@ def multiplied_as(arithmetic: str, dtype: torch.dtype) -> Iterator[None]:
 
 
 def oracle(
-    pairs: Pairs, logits: Tensor, clipping: str, kl_reward="current", epsilon=0.2, cap=10.0, beta=0.05, sampler_cap=2.0
+    pairs: Pairs,
+    logits: Tensor,
+    clipping: str,
+    kl_reward="current",
+    epsilon=0.2,
+    cap=10.0,
+    beta=0.05,
+    sampler_cap=2.0,
 ) -> Tensor:
-    """The loss by the formulas of arXiv 2310.00212, one pair after the other; autograd gives its gradient. Pairs are
-    weighed by truncated ratios of the old policy to what sampled them, where that is known.
+    """The loss by the formulas of arXiv 2310.00212, one pair after the other; autograd gives its
+    gradient. Pairs are weighed by truncated ratios of the old policy to what sampled them, where
+    that is known.
     """
     bounds = pairs.cu_seqlens.tolist()
     logprobs = logits.log_softmax(-1)
@@ -224,7 +262,9 @@ def oracle(
             continue
         token_logprobs = [[logprobs[t, pairs.labels[t]] for t in part] for part in tokens]
         pi = [torch.stack(part).sum() for part in token_logprobs]
-        old, ref, reward = (x[p][responses] for x in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards))
+        old, ref, reward = (
+            x[p][responses] for x in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards)
+        )
         u = (pi[0] - ref[0]) - (pi[1] - ref[1])
         u_old = (old[0] - ref[0]) - (old[1] - ref[1])
         q = (reward[0] - reward[1] - beta * (u if kl_reward == "current" else u_old)).detach()
@@ -237,7 +277,9 @@ def oracle(
             for i, sign in ((0, -1), (1, 1)):
                 c = rho[1 - i].detach().clamp(1 / cap, cap)
                 clipped = rho[i].clamp(1 - epsilon, 1 + epsilon)
-                losses.append(weight * torch.maximum(sign * q * c * rho[i], sign * q * c * clipped) / 2)
+                losses.append(
+                    weight * torch.maximum(sign * q * c * rho[i], sign * q * c * clipped) / 2
+                )
             continue
         w = -q * (rho[0] * rho[1]).detach().clamp(1 / cap, cap)
         if clipping == "token":
@@ -247,7 +289,11 @@ def oracle(
                     clipped = torch.clamp(value, before - epsilon, before + epsilon)
                     losses.append(weight * torch.maximum(sign * w * value, sign * w * clipped))
         elif clipping == "joint":
-            losses.append(weight * torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon)) / 2)
+            losses.append(
+                weight
+                * torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon))
+                / 2
+            )
         else:
             losses.append(weight * w * u / 2)
     mean_over = len(logits) * (K - 1) if clipping == "token" else P * K * (K - 1) // 2

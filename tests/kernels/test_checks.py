@@ -43,26 +43,47 @@ def arguments(**changes):
     ("changes", "message"),
     [
         ({"labels": torch.tensor([0, 1, 9, 3, 4, 5])}, "labels[2] = 9 must be from 0 to 8"),
-        ({"labels": torch.tensor([0, -100, 2, 3, 4, 5])}, "drop these tokens first: `response_tokens` does"),
+        (
+            {"labels": torch.tensor([0, -100, 2, 3, 4, 5])},
+            "drop these tokens first: `response_tokens` does",
+        ),
         ({"labels": torch.arange(5)}, "labels must have shape [6]"),
         ({"labels": torch.arange(6.0)}, "labels must be int64 or int32"),
         ({"logits": torch.ones(6, 9, dtype=torch.long)}, "logits must be of a floating dtype"),
-        ({"logits": torch.zeros(6, 9).to(torch.float8_e4m3fn)}, "logits must be of a floating dtype of 16 bits"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2, 5, 6])}, "cu_seqlens[2] = 2 must not be below cu_seqlens[1] = 3"),
+        (
+            {"logits": torch.zeros(6, 9).to(torch.float8_e4m3fn)},
+            "logits must be of a floating dtype of 16 bits",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 3, 2, 5, 6])},
+            "cu_seqlens[2] = 2 must not be below cu_seqlens[1] = 3",
+        ),
         ({"rewards": torch.zeros(3, 2)}, "rewards must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
-        ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of prompt 1"),
+        (
+            {"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])},
+            "rewards[1, 1] is NaN: response 2 of prompt 1",
+        ),
         ({"old_logprobs": torch.tensor([[0.0, -INF], [0.0, 0.0]])}, "old_logprobs[0, 1] is -inf"),
-        ({"valid_responses": torch.ones(2, 2)}, "valid_responses must be bool, got torch.float32: call .bool()"),
+        (
+            {"valid_responses": torch.ones(2, 2)},
+            "valid_responses must be bool, got torch.float32: call .bool()",
+        ),
         ({"divisor": 0}, "divisor must be above 0, got 0"),
         ({"divisor": "2"}, "divisor must be a number, got '2'"),
         ({"divisor": torch.ones(2)}, "divisor must have shape [] (one number), got [2]"),
         ({"temperature": torch.tensor(2.0)}, "temperature must be a number, got tensor(2.)"),
         ({"settings": TOKEN}, "needs old_token_logprobs"),
-        ({"settings": TOKEN, "old_logprobs": None, "old_token_logprobs": torch.zeros(6)}, "both are None"),
+        (
+            {"settings": TOKEN, "old_logprobs": None, "old_token_logprobs": torch.zeros(6)},
+            "both are None",
+        ),
         ({"old_token_logprobs": torch.zeros(6)}, 'old_token_logprobs is for clipping="token" only'),
         ({"impl": "cuda"}, "impl must be"),
-        ({"logits": torch.zeros(6, 9).double(), "impl": "triton"}, "computes in fp32 and got an fp64 tensor"),
+        (
+            {"logits": torch.zeros(6, 9).double(), "impl": "triton"},
+            "computes in fp32 and got an fp64 tensor",
+        ),
     ],
 )
 def test_wrong_input_is_named(changes, message):
@@ -74,7 +95,10 @@ def test_wrong_input_is_named(changes, message):
     ("change", "message"),
     [
         ({"weight": torch.zeros(9, 5)}, "must share D, got [3, 4] and [9, 5]"),
-        ({"weight": torch.zeros(9, 4).bfloat16()}, "hidden is torch.float32 and weight torch.bfloat16"),
+        (
+            {"weight": torch.zeros(9, 4).bfloat16()},
+            "hidden is torch.float32 and weight torch.bfloat16",
+        ),
         ({"bias": torch.zeros(4)}, "bias must have shape [9]"),
         ({"softcap": INF}, "softcap must be above 0, or None for no cap, got inf"),
         ({"temperature": -1.0}, "temperature must be above 0"),
@@ -84,14 +108,20 @@ def test_wrong_input_is_named(changes, message):
 )
 def test_what_is_wrong_with_a_head_is_named(change, message):
     given = dict(zip(("hidden", "weight", "labels"), HEAD, strict=True)) | change
-    head = {name: given.pop(name) for name in ("weight", "bias", "softcap", "temperature") if name in given}
+    head = {
+        name: given.pop(name)
+        for name in ("weight", "bias", "softcap", "temperature")
+        if name in given
+    }
     with pytest.raises(ValueError, match=re.escape(message)):
         linear_logprobs(head=Head(**head), **given)
 
 
 def test_tokens_to_be_ignored_among_the_labels_of_a_loss_are_told_how_to_leave():
     hidden, weight, labels = HEAD[0], HEAD[1], torch.tensor([1, -100, 3])
-    remedy = r"labels\[1\] = -100 must be from 0 to 8.* drop these tokens first: `response_tokens` does"
+    remedy = (
+        r"labels\[1\] = -100 must be from 0 to 8.* drop these tokens first: `response_tokens` does"
+    )
     with pytest.raises(ValueError, match=remedy):
         linear_loss(hidden, weight, labels, [0, 3], lambda groups: groups.logprobs.sum())
     with pytest.raises(ValueError, match=remedy):
@@ -104,9 +134,15 @@ def test_tokens_to_be_ignored_among_the_labels_of_a_loss_are_told_how_to_leave()
 @pytest.mark.parametrize("number", [np.float32(2), np.int64(2), Fraction(2), 2])
 def test_numbers_of_any_type_are_floats_to_the_kernels(number):
     """Triton's launcher refuses numpy's, and compiles another variant for an int."""
-    head, settings = Head(HEAD[1], softcap=number, temperature=number), P3OSettings(ratio_cap=number, kl_coef=number)
+    head, settings = (
+        Head(HEAD[1], softcap=number, temperature=number),
+        P3OSettings(ratio_cap=number, kl_coef=number),
+    )
     transform = LogitsTransform(softcap=number, temperature=number)
-    stored = *(x for own in (head, transform) for x in (own.softcap, own.temperature)), settings.ratio_cap
+    stored = (
+        *(x for own in (head, transform) for x in (own.softcap, own.temperature)),
+        settings.ratio_cap,
+    )
     assert [(type(value), value) for value in (*stored, settings.kl_coef)] == [(float, 2.0)] * 6
 
 
@@ -117,26 +153,62 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
 @pytest.mark.parametrize(
     ("function", "given", "message"),
     [
-        (token_logprobs, (torch.randn(1, 5), torch.tensor([9])), "labels[0] = 9 must be from 0 to 4 or ignore_index"),
-        (partial(token_logprobs, inplace_backward=True), (torch.zeros(3, 5, requires_grad=True), HEAD[2]), "is a leaf"),
-        (sequence_logprobs, (torch.zeros(4), torch.tensor([0, 3])), "must be the number of tokens, 4"),
+        (
+            token_logprobs,
+            (torch.randn(1, 5), torch.tensor([9])),
+            "labels[0] = 9 must be from 0 to 4 or ignore_index",
+        ),
+        (
+            partial(token_logprobs, inplace_backward=True),
+            (torch.zeros(3, 5, requires_grad=True), HEAD[2]),
+            "is a leaf",
+        ),
+        (
+            sequence_logprobs,
+            (torch.zeros(4), torch.tensor([0, 3])),
+            "must be the number of tokens, 4",
+        ),
         (p3o_loss, (torch.zeros(4), *FOUR[:3]), "logprobs must have shape [P, K]"),
         (p3o_loss, [torch.zeros(3, 1)] * 4, "K of at least 2"),
         (p3o_loss, (*FOUR, TOKEN), "token_p3o_loss or logits_p3o_loss"),
         (token_p3o_loss, (FOUR[0], [0, 1, 2], *FOUR[:3]), "token_logprobs must have shape [N]"),
-        (partial(linear_logprobs, outputs="entropy"), HEAD, "outputs must be among entropy, mean_logit, is_top"),
+        (
+            partial(linear_logprobs, outputs="entropy"),
+            HEAD,
+            "outputs must be among entropy, mean_logit, is_top",
+        ),
         (partial(token_logprobs, outputs=["entropies"]), HEAD[::2], "got ['entropies']"),
-        (partial(P3OSettings, clipping="both"), (), "clipping must be one of joint, separate, none, token, got 'both'"),
+        (
+            partial(P3OSettings, clipping="both"),
+            (),
+            "clipping must be one of joint, separate, none, token, got 'both'",
+        ),
         (partial(P3OSettings, clip_range=0), (), "clip_range must be above 0, got 0"),
         (partial(P3OSettings, ratio_cap=0.5), (), "ratio_cap must be at least 1, got 0.5"),
-        (partial(P3OSettings, sampler_ratio_cap=0.9), (), "sampler_ratio_cap must be at least 1, got 0.9"),
+        (
+            partial(P3OSettings, sampler_ratio_cap=0.9),
+            (),
+            "sampler_ratio_cap must be at least 1, got 0.9",
+        ),
         (partial(P3OSettings, kl_coef=INF), (), "kl_coef must be 0 or more and finite, got inf"),
         (linear_loss, (*SUMS[:4], lambda groups: groups.logprobs), "0-d tensor, got shape [1, 1]"),
         (linear_loss, (*SUMS[:4], lambda groups: 1.0), "0-d tensor, got 1.0"),
-        (partial(linear_loss, token_tensors={"old": torch.zeros(5)}), SUMS, "old must begin with [3]"),
-        (partial(linear_loss, response_tensors={"r": torch.zeros(1)}), SUMS, "r must begin with [1, 1]"),
+        (
+            partial(linear_loss, token_tensors={"old": torch.zeros(5)}),
+            SUMS,
+            "old must begin with [3]",
+        ),
+        (
+            partial(linear_loss, response_tensors={"r": torch.zeros(1)}),
+            SUMS,
+            "r must begin with [1, 1]",
+        ),
         (partial(linear_loss, group_tensors={"r": torch.zeros(3)}), SUMS, "r must begin with [1]"),
-        (partial(linear_loss, response_tensors={"r": [[1.0]]}), SUMS, "r must be a tensor that begins with [1, 1]"),
+        (
+            partial(linear_loss, response_tensors={"r": [[1.0]]}),
+            SUMS,
+            "r must be a tensor that begins with [1, 1]",
+        ),
     ],
 )
 def test_every_operation_checks(function, given, message):
@@ -146,7 +218,10 @@ def test_every_operation_checks(function, given, message):
 
 @pytest.mark.gpu
 def test_values_on_a_gpu_are_looked_at_only_on_request(monkeypatch):
-    given = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in arguments().items()}
+    given = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments().items()
+    }
     given["labels"][2] = 9
     assert logits_p3o_loss(**given).loss.isnan()
     monkeypatch.setenv("FASTP3O_DEBUG", "1")

@@ -20,22 +20,31 @@ ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "k
 
 def python(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        command, env=ENVIRONMENT, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=500
+    )
 
 
 def check_instructions(table: list[dict]) -> None:
-    """16-byte loads wherever rows begin at such addresses and are streamed; tensor cores for keys of half precision."""
+    """16-byte loads wherever rows begin at such addresses and are streamed; tensor cores for keys
+    of half precision.
+    """
     for entry in table:
         half, odd = "fp32" not in entry["configuration"], entry["configuration"].endswith("V 50257")
         by_rows = ("logprobs_kernel", "dlogits_kernel", "statistics_kernel", "exponentials_kernel")
         streamed = entry["kernel"] in by_rows and not (half and odd)
         assert entry["wide_loads"] or not (streamed or entry["kernel"] == "race_kernel"), entry
-        assert entry["tensor_core"] or not (half and entry["kernel"] == "partial_attention_kernel"), entry
+        assert entry["tensor_core"] or not (
+            half and entry["kernel"] == "partial_attention_kernel"
+        ), entry
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(["--sample"], marks=pytest.mark.nightly), pytest.param([], marks=pytest.mark.compiled)],
+    [
+        pytest.param(["--sample"], marks=pytest.mark.nightly),
+        pytest.param([], marks=pytest.mark.compiled),
+    ],
     ids=["every branch of every kernel", "all configurations"],
 )
 def test_kernels_compile_for_hopper(tmp_path, options):
@@ -44,13 +53,25 @@ def test_kernels_compile_for_hopper(tmp_path, options):
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((tmp_path / "table.json").read_text())["kernels"]
     sources = [file.read_text() for file in FILES]
-    defined = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
+    defined = {
+        name
+        for source in sources
+        for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
+    }
     assert {entry["kernel"] for entry in table} == defined
     check_instructions(table)
 
 
 ENTRIES = [
-    {"kernel": "k", "configuration": "c", "architecture": "sm_80", "stack": 0, "spills": 0, "shared": 0} | fault
+    {
+        "kernel": "k",
+        "configuration": "c",
+        "architecture": "sm_80",
+        "stack": 0,
+        "spills": 0,
+        "shared": 0,
+    }
+    | fault
     for fault in ({}, {"stack": 16, "spills": 4}, {"shared": 200 * 1024})
 ]
 
@@ -71,19 +92,28 @@ def test_the_committed_table_is_of_these_kernels_and_complete_and_has_no_failure
     assert f"{200 * 1024} bytes of shared memory" in failures[2][0]
     hint = "run: python benchmarks/compile_kernels.py --output benchmarks/results/compiled_kernels.json"
     assert table["sources"] == sources, hint
-    assert [[e["kernel"], e["configuration"], e["architecture"]] for e in table["kernels"]] == configurations, hint
+    assert [
+        [e["kernel"], e["configuration"], e["architecture"]] for e in table["kernels"]
+    ] == configurations, hint
     check_instructions(table["kernels"])
 
 
 def test_products_say_their_precision_and_nothing_is_tuned():
-    """tl.dot rounds fp32 to tf32 unless it is told not to; tuning would compile and time dozens of kernels in a run."""
+    """tl.dot rounds fp32 to tf32 unless it is told not to; tuning would compile and time dozens of
+    kernels in a run.
+    """
     products = 0
     for file in FILES:
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        ]
         for call in calls:
             name = ast.unparse(call.func)
             assert "autotune" not in name, file
             if name == "tl.dot":
                 products += 1
-                assert "input_precision" in [keyword.arg for keyword in call.keywords], (file, call.lineno)
+                assert "input_precision" in [keyword.arg for keyword in call.keywords], (
+                    file,
+                    call.lineno,
+                )
     assert products

@@ -62,7 +62,9 @@ def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
         ids = torch.randint(3, SIZES["vocab_size"], (P, T))
 
         def head_loss(hidden, head, ids=ids):
-            return kernels.linear_logprobs(hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten()).sum()
+            return kernels.linear_logprobs(
+                hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten()
+            ).sum()
 
         with torch.compiler.set_stance("default" if P == 4 else "fail_on_recompile"):
             loss = compiled(ids, use_cache=False, head_loss=head_loss)
@@ -73,7 +75,10 @@ def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
 
 class Loss(nn.Module):
     def forward(self, *given):
-        return kernels.linear_logprobs(*given).sum() + kernels.linear_p3o_loss(*given, [0, 1, 2, 3, 11], *KNOWN).loss
+        return (
+            kernels.linear_logprobs(*given).sum()
+            + kernels.linear_p3o_loss(*given, [0, 1, 2, 3, 11], *KNOWN).loss
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,5 +90,8 @@ class Loss(nn.Module):
     ],
 )
 def test_what_cannot_be_traced_says_where_to_call_it(traced):
-    with pytest.raises((RuntimeError, Unsupported), match=r"outside of fullgraph=True, torch.export and fake tensors"):
+    with pytest.raises(
+        (RuntimeError, Unsupported),
+        match=r"outside of fullgraph=True, torch.export and fake tensors",
+    ):
         traced(torch.randn(11, 8), torch.randn(30, 8), torch.arange(11))

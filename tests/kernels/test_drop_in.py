@@ -72,7 +72,9 @@ def test_gradients_of_gradients_are_refused(level, impl):
     batch = Batch(level)
     hidden, weight = batch.leaves()
     with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(batch.output([hidden, weight], impl=impl).loss, hidden, create_graph=True)
+        torch.autograd.grad(
+            batch.output([hidden, weight], impl=impl).loss, hidden, create_graph=True
+        )
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
@@ -85,27 +87,39 @@ def test_a_second_backward_pass_gives_the_same_or_is_refused(level, impl):
     if level == "log-probs":
         assert all(map(torch.equal, torch.autograd.grad(loss, leaves), first))
     else:
-        with pytest.raises(RuntimeError, match=r"handed out by the first backward pass; call the loss again"):
+        with pytest.raises(
+            RuntimeError, match=r"handed out by the first backward pass; call the loss again"
+        ):
             loss.backward()
 
 
 @pytest.mark.parametrize(
     ("level", "impl", "needed", "held"),
-    pairwise(FUSED, CHUNKED, [(True, True, 6), (True, False, 4), (False, True, 4), (False, False, 2)], [1000, 32, 6]),
+    pairwise(
+        FUSED,
+        CHUNKED,
+        [(True, True, 6), (True, False, 4), (False, True, 4), (False, False, 2)],
+        [1000, 32, 6],
+    ),
 )
 def test_only_the_products_that_are_needed(level, impl, needed, held):
-    """F multiply-adds are 2 F operations. Losses compute gradients with the forward pass, chunk by chunk: logits are
-    computed again only of prompts that do not fit. Log-probs compute those of all but the last tokens again.
+    """F multiply-adds are 2 F operations. Losses compute gradients with the forward pass, chunk by
+    chunk: logits are computed again only of prompts that do not fit. Log-probs compute those of all
+    but the last tokens again.
     """
     hidden, weight, products = needed
     batch = Batch(level, clipping="none")
     with FlopCounterMode(display=False) as counter:
-        loss = batch.output(batch.leaves(hidden, weight), impl=impl, memory_budget=budget_for(held, V)).loss
+        loss = batch.output(
+            batch.leaves(hidden, weight), impl=impl, memory_budget=budget_for(held, V)
+        ).loss
         forward = counter.get_total_flops()
         if loss.requires_grad:
             loss.backward()
     assert loss.requires_grad == (hidden or weight)
-    if impl is None or level == "log-probs":  # which have no gradients of logits beside the logits in a budget
+    if (
+        impl is None or level == "log-probs"
+    ):  # which have no gradients of logits beside the logits in a budget
         held = 2 * held
     again = {1000: 0, 32: N - GROUPS[-1], 6: N - 6, 12: N - 12}.get(held, 0)
     if level != "log-probs":
@@ -118,7 +132,9 @@ def test_only_the_products_that_are_needed(level, impl, needed, held):
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize(("level", "grad"), [*((level, True) for level in FUSED), ("log-probs", False)])
+@pytest.mark.parametrize(
+    ("level", "grad"), [*((level, True) for level in FUSED), ("log-probs", False)]
+)
 def test_memory_stays_within_the_budget(level, impl, grad):
     lengths, vocabulary = [20, 30, 25, 25] * 4, 1000
     batch, budget = Batch(level, lengths, vocabulary), budget_for(64, vocabulary)
@@ -131,10 +147,16 @@ def test_memory_stays_within_the_budget(level, impl, grad):
     gradients = 4 * (2 * tokens * D + vocabulary * D)
     vectors_and_temporaries = 4 * 30 * tokens + statistics * 4 * ROWS_AT_ONCE * vocabulary
     assert memory.largest <= budget
-    assert memory.peak <= budget + grad * gradients + vectors_and_temporaries < 0.7 * 8 * tokens * vocabulary
+    assert (
+        memory.peak
+        <= budget + grad * gradients + vectors_and_temporaries
+        < 0.7 * 8 * tokens * vocabulary
+    )
 
 
-@pytest.mark.parametrize(("level", "impl"), pairwise(["hidden", "objective", "log-probs"], IMPLEMENTATIONS))
+@pytest.mark.parametrize(
+    ("level", "impl"), pairwise(["hidden", "objective", "log-probs"], IMPLEMENTATIONS)
+)
 def test_autocast_gives_fp32_weights_fp32_gradients_and_fp32_logits(level, impl):
     batch = Batch(level)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):

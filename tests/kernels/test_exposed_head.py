@@ -1,4 +1,6 @@
-"""The loss within a model's forward call: bare, with adapters, under DDP and FSDP2, and what is refused."""
+"""The loss within a model's forward call: bare, with adapters, under DDP and FSDP2, and what is
+refused.
+"""
 
 import warnings
 from copy import deepcopy
@@ -11,7 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, RobertaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    RobertaForCausalLM,
+)
 
 from fastp3o_kernels import expose_head, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
@@ -37,8 +44,14 @@ def test_it_is_the_models_own_head(name):
     ("settings", "temperature", "softcap"),
     [
         *(({name: 4.0}, 4.0, None) for name in ("logits_scaling", "logits_mup_width_multiplier")),
-        *(({name: 4.0}, 0.25, None) for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")),
-        *(({name: 2.0}, 1.0, 2.0) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")),
+        *(
+            ({name: 4.0}, 0.25, None)
+            for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")
+        ),
+        *(
+            ({name: 2.0}, 1.0, 2.0)
+            for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        ),
         ({"output_multiplier": 4.0, "final_logit_softcapping": 2.0}, 0.25, 0.5),
         ({"logits_scaling": 4.0, "logits_soft_cap": 2.0}, 4.0, 8.0),
         ({"logits_scaling": 4.0, "model_type": "hyperclovax"}, 0.25, None),
@@ -63,7 +76,9 @@ class Doubled(LlamaForCausalLM):
 class Capped(LlamaForCausalLM):
     def forward(self, *arguments, **options):
         output = super().forward(*arguments, **options)
-        output.logits = 30 * (output.logits / 30).tanh()  # which the logits of a new model do not reach
+        output.logits = (
+            30 * (output.logits / 30).tanh()
+        )  # which the logits of a new model do not reach
         return output
 
 
@@ -90,9 +105,15 @@ class Pictured(LlamaForCausalLM):
 )
 def test_logits_that_are_made_otherwise_are_refused(kind, reason):
     sizes = SIZES | {"intermediate_size": 24}
-    model = kind(kind.config_class(**sizes, **({} if issubclass(kind, LlamaForCausalLM) else {"is_decoder": True})))
+    model = kind(
+        kind.config_class(
+            **sizes, **({} if issubclass(kind, LlamaForCausalLM) else {"is_decoder": True})
+        )
+    )
     model = expose_head(model)
-    with pytest.raises(ValueError, match=rf"losses would be wrong with {kind.__name__}: .*{reason}"):
+    with pytest.raises(
+        ValueError, match=rf"losses would be wrong with {kind.__name__}: .*{reason}"
+    ):
         model(**p3o_of(slice(0, 1)))
     assert not any(module._forward_hooks for module in model.modules())
     assert model.training
@@ -141,7 +162,9 @@ def test_adapters_learn_and_nothing_else():
     config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     adapted = peft.get_peft_model(expose_head(tiny_causal_lm("llama")), config)
     adapted(**p3o_of(slice(0, 4))).backward()
-    assert gradients(adapted).keys() == {name for name, _ in adapted.named_parameters() if "lora" in name}
+    assert gradients(adapted).keys() == {
+        name for name, _ in adapted.named_parameters() if "lora" in name
+    }
 
 
 def test_a_copy_computes_with_its_own_weights():
@@ -192,7 +215,9 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     for rank in range(2):
         assert "expose_head" in (tmp_path / f"a part refused by {rank}").read_text()
         assert "without grad_placements" in (tmp_path / f"gathered refused by {rank}").read_text()
-        torch.testing.assert_close(load_file(tmp_path / f"gathered by {rank}.safetensors")["head"], expected)
+        torch.testing.assert_close(
+            load_file(tmp_path / f"gathered by {rank}.safetensors")["head"], expected
+        )
 
 
 def test_a_head_of_a_reward_model_is_its_score():

@@ -17,7 +17,9 @@ def sigmoid(x):
 
 
 def randn(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def odds(x):
@@ -27,12 +29,15 @@ def odds(x):
 def test_ratios_to_the_sampler_end_at_their_cap_and_are_constants():
     log_ratios = torch.tensor([-1e38, -100.0, -0.5, 0.0, 0.5, 2.0, 100.0, 1e38], requires_grad=True)
     ratios = losses.truncated_ratios(log_ratios, 2.0)
-    torch.testing.assert_close(ratios, torch.tensor([0.0, 0.0, math.exp(-0.5), 1, math.exp(0.5), 2, 2, 2]))
+    torch.testing.assert_close(
+        ratios, torch.tensor([0.0, 0.0, math.exp(-0.5), 1, math.exp(0.5), 2, 2, 2])
+    )
     assert not ratios.requires_grad
 
 
-# Losses of a pair. Each entry is our loss of log-probs x and what is known of them, [P, 2] each, and the formula of the
-# log-probs a, b of the chosen and the rejected response (or of responses 1 and 2), and their log-ratios s, t.
+# Losses of a pair. Each entry is our loss of log-probs x and what is known of them, [P, 2] each,
+# and the formula of the log-probs a, b of the chosen and the rejected response (or of responses 1
+# and 2), and their log-ratios s, t.
 PAIRS = {
     "rebel": (
         lambda x, known: losses.rebel(x, known, 2 * known, eta=0.7),
@@ -42,19 +47,28 @@ PAIRS = {
         lambda x, known: losses.copg(x, known, 2 * known, beta=0.3),
         lambda a, b, s, t: (0.3 / 2 * (s - t) - 2 * ((a - s) - (b - t)).detach()) * (s - t),
     ),
-    "dpo": (lambda x, known: losses.dpo(x, known, beta=0.3), lambda a, b, s, t: -log(sigmoid(0.3 * (s - t)))),
+    "dpo": (
+        lambda x, known: losses.dpo(x, known, beta=0.3),
+        lambda a, b, s, t: -log(sigmoid(0.3 * (s - t))),
+    ),
     "smoothed dpo": (
         lambda x, known: losses.dpo(x, known, beta=0.3, label_smoothing=0.2),
         lambda a, b, s, t: -0.8 * log(sigmoid(0.3 * (s - t))) - 0.2 * log(sigmoid(-0.3 * (s - t))),
     ),
-    "ipo": (lambda x, known: losses.ipo(x, known, tau=0.2), lambda a, b, s, t: (s - t - 1 / 0.4) ** 2),
+    "ipo": (
+        lambda x, known: losses.ipo(x, known, tau=0.2),
+        lambda a, b, s, t: (s - t - 1 / 0.4) ** 2,
+    ),
     "simpo": (
         lambda x, known: losses.simpo(x, beta=2.5, gamma=0.4),
         lambda a, b, s, t: -log(sigmoid(2.5 * a - 2.5 * b - 0.4)),
     ),
     "smoothed simpo": (
         lambda x, known: losses.simpo(x, beta=2.5, gamma=0.4, label_smoothing=0.2),
-        lambda a, b, s, t: -0.8 * log(sigmoid(2.5 * a - 2.5 * b - 0.4)) - 0.2 * log(sigmoid(2.5 * b - 2.5 * a + 0.4)),
+        lambda a, b, s, t: (
+            -0.8 * log(sigmoid(2.5 * a - 2.5 * b - 0.4))
+            - 0.2 * log(sigmoid(2.5 * b - 2.5 * a + 0.4))
+        ),
     ),
     "orpo": (
         lambda x, known: losses.orpo(x, weight=0.3),
@@ -66,7 +80,9 @@ PAIRS = {
     ),
     "smoothed cpo": (
         lambda x, known: losses.cpo(x, beta=0.3, weight=0.5, label_smoothing=0.2),
-        lambda a, b, s, t: -0.8 * log(sigmoid(0.3 * (a - b))) - 0.2 * log(sigmoid(0.3 * (b - a))) - 0.5 * a,
+        lambda a, b, s, t: (
+            -0.8 * log(sigmoid(0.3 * (a - b))) - 0.2 * log(sigmoid(0.3 * (b - a))) - 0.5 * a
+        ),
     ),
     "slic": (
         lambda x, known: losses.slic(x, delta=0.8, weight=0.1),
@@ -83,7 +99,8 @@ PAIRS = {
     "discopop": (
         lambda x, known: losses.discopop(x, known, beta=0.3, tau=0.4),
         lambda a, b, s, t: (
-            (1 - sigmoid(0.75 * (s - t))) * -log(sigmoid(0.3 * (s - t))) + sigmoid(0.75 * (s - t)) * exp(-0.3 * (s - t))
+            (1 - sigmoid(0.75 * (s - t))) * -log(sigmoid(0.3 * (s - t)))
+            + sigmoid(0.75 * (s - t)) * exp(-0.3 * (s - t))
         ),
     ),
 }
@@ -100,7 +117,11 @@ def vespo(x, o, A):
 
 
 def kto(x, o, A):
-    return 1.1 * (1 - sigmoid(0.3 * (x - o - 0.2))) if A > 0 else 0.9 * (1 - sigmoid(0.3 * (0.2 - (x - o))))
+    return (
+        1.1 * (1 - sigmoid(0.3 * (x - o - 0.2)))
+        if A > 0
+        else 0.9 * (1 - sigmoid(0.3 * (0.2 - (x - o))))
+    )
 
 
 # Losses of one response or token: x its log-prob, o and A what is known of it.
@@ -118,7 +139,12 @@ SINGLES = {
         lambda x, o, A: losses.ppo_penalty(x, o, A, coef=0.7),
         lambda x, o, A: -A * exp(x - o) + 0.7 * (exp(x - o) - 1 - (x - o)),
     ),
-    "kto": (lambda x, o, A: losses.kto(x, o, A > 0, 0.2, beta=0.3, desirable_weight=1.1, undesirable_weight=0.9), kto),
+    "kto": (
+        lambda x, o, A: losses.kto(
+            x, o, A > 0, 0.2, beta=0.3, desirable_weight=1.1, undesirable_weight=0.9
+        ),
+        kto,
+    ),
     "nash_md": (
         lambda x, o, A: losses.nash_md(x, o, A.sigmoid(), tau=0.2),
         lambda x, o, A: -(sigmoid(A) - 0.5 - 0.2 * (x.detach() - o)) * x,
@@ -127,7 +153,12 @@ SINGLES = {
         lambda x, o, A: losses.cispo(x, o, A, clip_low=0.1, clip_high=0.3),
         lambda x, o, A: -A * torch.clamp(exp(x - o).detach(), 0.9, 1.3) * x,
     ),
-    "vespo": (lambda x, o, A: losses.reinforce(x, A * losses.vespo_weights(x - o, A, (1.5, 2.5), (0.7, 1.2))), vespo),
+    "vespo": (
+        lambda x, o, A: losses.reinforce(
+            x, A * losses.vespo_weights(x - o, A, (1.5, 2.5), (0.7, 1.2))
+        ),
+        vespo,
+    ),
     "k1": (lambda x, o, A: losses.k1(x, o), lambda x, o, A: x - o),
     "k2": (lambda x, o, A: losses.k2(x, o), lambda x, o, A: (x - o) ** 2 / 2),
     "k3": (lambda x, o, A: losses.k3(x, o), lambda x, o, A: exp(o - x) - 1 - (o - x)),
@@ -165,7 +196,13 @@ def test_pairs(name, seed, P, scale):
 def test_responses_and_tokens(name, seed, n, scale):
     ours, formula = SINGLES[name]
     logprobs = -randn(n, seed=seed, scale=2.0).abs() - 0.01
-    compare(ours, formula, logprobs, logprobs + randn(n, seed=seed + 1, scale=scale), randn(n, seed=seed + 2))
+    compare(
+        ours,
+        formula,
+        logprobs,
+        logprobs + randn(n, seed=seed + 1, scale=scale),
+        randn(n, seed=seed + 2),
+    )
 
 
 @pytest.mark.parametrize("name", sorted(PAIRS))
@@ -210,7 +247,9 @@ def test_ktos_reference_point_is_a_constant_that_is_not_negative():
 
 def test_orpos_odds_keep_their_digits_and_gradients_at_both_ends():
     for dtype in (torch.float32, torch.float64):
-        mean_logprobs = torch.tensor([[0.0, -1e-9], [-1e-4, -80.0], [-500.0, -0.693]], dtype=dtype, requires_grad=True)
+        mean_logprobs = torch.tensor(
+            [[0.0, -1e-9], [-1e-4, -80.0], [-500.0, -0.693]], dtype=dtype, requires_grad=True
+        )
         loss = losses.orpo(mean_logprobs)
         loss.sum().backward()
         assert loss.isfinite().all()
@@ -220,10 +259,11 @@ def test_orpos_odds_keep_their_digits_and_gradients_at_both_ends():
     assert loss == pytest.approx(1e-4 + math.log1p(math.expm1(1e-4)), rel=1e-4)
 
 
-# Log-ratios and advantages beyond what fp32 exponentiates. Eighths, so that differences of log-probs are exact.
-EXTREME = st.sampled_from([-1e4, -745.0, -100.0, -50.0, -0.125, 0.0, 0.125, 50.0, 79.0, 88.0, 100.0, 1000.0, 1e4]) | (
-    st.integers(-80_000, 80_000).map(lambda eighths: eighths / 8)
-)
+# Log-ratios and advantages beyond what fp32 exponentiates. Eighths, so that differences of
+# log-probs are exact.
+EXTREME = st.sampled_from(
+    [-1e4, -745.0, -100.0, -50.0, -0.125, 0.0, 0.125, 50.0, 79.0, 88.0, 100.0, 1000.0, 1e4]
+) | (st.integers(-80_000, 80_000).map(lambda eighths: eighths / 8))
 ADVANTAGES = st.sampled_from([0.0, 1.0, -1.0, 3.5, -1e-3, 100.0])
 mp = mpmath.MPContext()
 mp.prec = 100
@@ -232,7 +272,9 @@ mp.prec = 100
 def clipped_exactly(log_ratio, A, low, high):
     ratio = mp.exp(log_ratio)
     bounded = min(max(ratio, 1 - mp.mpf(low)), 1 + mp.mpf(high))
-    return max(-A * ratio, -A * bounded), -A * ratio if -A * ratio > -A * bounded or ratio == bounded else 0
+    return max(
+        -A * ratio, -A * bounded
+    ), -A * ratio if -A * ratio > -A * bounded or ratio == bounded else 0
 
 
 def vespos_weight(log_ratio, A):
@@ -265,7 +307,9 @@ LARGEST = mp.exp(0.9 * math.log(torch.finfo(torch.float32).max))
 @settings(max_examples=40, deadline=None)
 @given(x=EXTREME, log_ratio=EXTREME, A=ADVANTAGES)
 def test_no_log_ratio_gives_nan(name, x, log_ratio, A):
-    """Also not where it overflows: there a loss is large, and its gradient has the sign of the true one."""
+    """Also not where it overflows: there a loss is large, and its gradient has the sign of the true
+    one.
+    """
     ours, x = EXTREMES[name][0], -abs(x)
     logprob = torch.tensor([x], requires_grad=True)
     value = ours(logprob, torch.tensor([x - log_ratio]), torch.tensor([A]))
@@ -274,9 +318,16 @@ def test_no_log_ratio_gives_nan(name, x, log_ratio, A):
     assert gradient.isfinite().all()
     if name in EXACT:
         scale = 1 if name in WITHOUT_ADVANTAGE else abs(A) or 1
-        for got, expected in zip((value.item(), gradient.item()), EXACT[name](x, log_ratio, A), strict=True):
+        for got, expected in zip(
+            (value.item(), gradient.item()), EXACT[name](x, log_ratio, A), strict=True
+        ):
             if abs(expected) < LARGEST * scale:
-                assert got == pytest.approx(float(expected), rel=1e-4, abs=1e-6), (name, x, log_ratio, A)
+                assert got == pytest.approx(float(expected), rel=1e-4, abs=1e-6), (
+                    name,
+                    x,
+                    log_ratio,
+                    A,
+                )
             else:
                 assert abs(got) > 1e30, (name, x, log_ratio, A)
                 assert (got > 0) == (expected > 0)
@@ -284,19 +335,29 @@ def test_no_log_ratio_gives_nan(name, x, log_ratio, A):
 
 @pytest.mark.parametrize("name", EXTREMES)
 @settings(max_examples=20, deadline=None)
-@given(log_ratios=st.lists(EXTREME, min_size=2, max_size=4), A=ADVANTAGES, infinite=st.sampled_from([-1, 0, 1]))
+@given(
+    log_ratios=st.lists(EXTREME, min_size=2, max_size=4),
+    A=ADVANTAGES,
+    infinite=st.sampled_from([-1, 0, 1]),
+)
 def test_what_is_masked_has_no_gradient_whatever_its_ratio(name, log_ratios, A, infinite):
-    """An old probability of 0, or one of the policy's, is no matter either to what exponentiates its ratio."""
+    """An old probability of 0, or one of the policy's, is no matter either to what exponentiates
+    its ratio.
+    """
     ours = EXTREMES[name][0]
     if name in EXACT and infinite:
         log_ratios[0] = infinite * math.inf
     x = torch.full((len(log_ratios),), -2.0, requires_grad=True)
     old = x.detach() - torch.tensor(log_ratios)
-    ours(x, old, torch.full_like(old, A)).where(torch.zeros_like(old, dtype=torch.bool), 0.0).sum().backward()
+    ours(x, old, torch.full_like(old, A)).where(
+        torch.zeros_like(old, dtype=torch.bool), 0.0
+    ).sum().backward()
     assert torch.equal(x.grad, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("name", sorted({*PAIRS} - {"orpo", "simpo", "smoothed simpo", "cpo", "smoothed cpo", "slic"}))
+@pytest.mark.parametrize(
+    "name", sorted({*PAIRS} - {"orpo", "simpo", "smoothed simpo", "cpo", "smoothed cpo", "slic"})
+)
 @settings(max_examples=20, deadline=None)
 @given(log_ratios=st.tuples(EXTREME, EXTREME))
 def test_no_log_ratios_of_a_pair_give_nan(name, log_ratios):
@@ -320,8 +381,12 @@ def test_ordinary_ratios_keep_every_bit(dtype):
     x = torch.linspace(-30, 9, 400, dtype=dtype).requires_grad_()
     ratios, expected = losses.bounded_exp(x), x.exp()
     assert torch.equal(ratios, expected)
-    assert torch.equal(torch.autograd.grad(ratios.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+    assert torch.equal(
+        torch.autograd.grad(ratios.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0]
+    )
     far = torch.tensor([math.inf, 3e4, -math.inf], dtype=dtype).requires_grad_()
     assert losses.bounded_exp(far).isfinite().all()
-    slopes = torch.func.vmap(torch.func.grad(lambda one: losses.step_kl(one, one.detach() * 0)))(x.detach())
+    slopes = torch.func.vmap(torch.func.grad(lambda one: losses.step_kl(one, one.detach() * 0)))(
+        x.detach()
+    )
     torch.testing.assert_close(slopes, torch.expm1(x.detach()), rtol=1e-2, atol=1e-2)

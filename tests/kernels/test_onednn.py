@@ -1,4 +1,6 @@
-"""oneDNN's products against fp64 arithmetic, on any processor that has it, and the choice between them and torch's."""
+"""oneDNN's products against fp64 arithmetic, on any processor that has it, and the choice between
+them and torch's.
+"""
 
 import os
 import stat
@@ -22,7 +24,14 @@ ALL = Faster(True, True, True)
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, value in {"chosen": ALL, "LEAST": 0, "FEWEST": 0, "PART": 30, "MOST_ROWS": 5, "LEAST_TURNED": 2}.items():
+    for name, value in {
+        "chosen": ALL,
+        "LEAST": 0,
+        "FEWEST": 0,
+        "PART": 30,
+        "MOST_ROWS": 5,
+        "LEAST_TURNED": 2,
+    }.items():
         monkeypatch.setattr(onednn, name, value)
 
 
@@ -40,10 +49,15 @@ def cache(monkeypatch, tmp_path):
 def test_a_linear_layer_and_its_gradients(bias, compiles, shape, quick):
     layer = nn.Linear(19, 45, bias=bias)
     onednn.use_onednn(nn.ModuleList([layer]))
-    given, incoming = torch.randn(19, *shape).movedim(0, -1).requires_grad_(), torch.randn(*shape, 45)
+    given, incoming = (
+        torch.randn(19, *shape).movedim(0, -1).requires_grad_(),
+        torch.randn(*shape, 45),
+    )
     inputs = [given, *layer.parameters()]
     output = (torch.compile(layer, dynamic=True) if compiles else layer)(given)
-    assert output.grad_fn.name() == ("CompiledFunctionBackward" if compiles else "LinearProductBackward")
+    assert output.grad_fn.name() == (
+        "CompiledFunctionBackward" if compiles else "LinearProductBackward"
+    )
     exact = F.linear(*(tensor.double() for tensor in inputs))
     for got, expected in zip(
         (output, *torch.autograd.grad(output, inputs, incoming)),
@@ -68,7 +82,9 @@ def test_a_product_is_added_in_parts(accumulate, shape, quick):
 
 @pytest.mark.parametrize("slow", [None, "logits", "dhidden", "dweight"])
 def test_what_is_slow_when_it_is_timed_is_left_to_torch(slow, cache, monkeypatch):
-    """Each of the three products by itself, whatever the processor's name. torch's are made slow for the others."""
+    """Each of the three products by itself, whatever the processor's name. torch's are made slow
+    for the others.
+    """
 
     def slower(multiply, are):
         def multiplied(a, b, out, **options):
@@ -95,7 +111,11 @@ def test_parts_of_many_tokens_are_neither_narrow_nor_large(form, monkeypatch):
 
     monkeypatch.setattr(onednn, "product", noted)
     hidden, weight, dlogits = torch.ones(N, D), torch.ones(V, D), torch.ones(N, V)
-    a, b = {"logits": (hidden, weight.T), "dhidden": (dlogits, weight), "dweight": (dlogits.T, hidden)}[form]
+    a, b = {
+        "logits": (hidden, weight.T),
+        "dhidden": (dlogits, weight),
+        "dweight": (dlogits.T, hidden),
+    }[form]
     onednn.multiply(a, b, torch.empty(len(a), b.shape[1]), accumulate=False)
     assert sum(n * k * m for n, k, m in shapes) == N * D * V
     for n, k, m in shapes:
@@ -110,8 +130,15 @@ def linear_and_head(rows, layer, weight):
     layer(rows).sum().backward()
     with torch.no_grad():
         layer(rows)
-    dlogits, (out, dhidden) = torch.ones(len(rows), len(weight)), (torch.empty(len(rows), n) for n in weight.shape)
-    for a, b, result in (rows, weight.T, out), (dlogits, weight, dhidden), (dlogits.T, rows, torch.empty_like(weight)):
+    dlogits, (out, dhidden) = (
+        torch.ones(len(rows), len(weight)),
+        (torch.empty(len(rows), n) for n in weight.shape),
+    )
+    for a, b, result in (
+        (rows, weight.T, out),
+        (dlogits, weight, dhidden),
+        (dlogits.T, rows, torch.empty_like(weight)),
+    ):
         multiply(a.detach(), b.detach(), result)
 
 
@@ -119,11 +146,17 @@ def linear_and_head(rows, layer, weight):
 def test_each_product_of_a_head_and_of_a_layer_follows_its_choice(form, quick, monkeypatch):
     calls = []
     product = onednn.product
-    monkeypatch.setattr(onednn, "product", lambda *operands: calls.append(operands) or product(*operands))
+    monkeypatch.setattr(
+        onednn, "product", lambda *operands: calls.append(operands) or product(*operands)
+    )
     monkeypatch.setattr(onednn, "PART", 10**6)
     monkeypatch.setattr(onednn, "LEAST_TURNED", 100)
     layer, rows, weight = nn.Linear(8, 12), torch.randn(5, 8), torch.randn(12, 8)
-    for choice, expected in (Faster(), 0), (Faster(**{form: True}), 2 + (form == "logits")), (ALL, 7):
+    for choice, expected in (
+        (Faster(), 0),
+        (Faster(**{form: True}), 2 + (form == "logits")),
+        (ALL, 7),
+    ):
         monkeypatch.setattr(onednn, "chosen", choice)
         onednn.use_onednn(nn.ModuleList([layer]))
         calls.clear()
@@ -144,7 +177,14 @@ def test_timing_meets_no_mode_of_its_caller_and_draws_no_random_numbers(cache, m
     multiply = onednn.multiply
 
     def noted(a, b, out, **options):
-        seen.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), out.device.type, out.dtype))
+        seen.append(
+            (
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                out.device.type,
+                out.dtype,
+            )
+        )
         return multiply(a, b, out, **options)
 
     monkeypatch.setattr(onednn, "multiply", noted)
@@ -172,14 +212,18 @@ def test_a_later_start_takes_the_choice_of_the_first_one(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["torch", "threads", "processor"])
-def test_another_processor_torch_or_number_of_threads_chooses_for_itself(changed, cache, monkeypatch):
+def test_another_processor_torch_or_number_of_threads_chooses_for_itself(
+    changed, cache, monkeypatch
+):
     before = onednn.kept_at()
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "0")
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     else:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "another"}, raising=False)
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda: {"cpu_name": "another"}, raising=False
+        )
     assert onednn.kept_at() != before
     assert onednn.kept_at().parent == before.parent == cache / "fastp3o"
 
@@ -206,7 +250,10 @@ print(onednn.choice())
 def test_processes_that_start_together_agree(cache):
     """Those of one run share what they compute, even where each of them measures something else."""
     command = [sys.executable, "-c", START]
-    begun = [subprocess.Popen([*command, str(n % 2)], stdout=subprocess.PIPE, text=True) for n in range(4)]
+    begun = [
+        subprocess.Popen([*command, str(n % 2)], stdout=subprocess.PIPE, text=True)
+        for n in range(4)
+    ]
     assert len({process.communicate()[0] for process in begun}) == 1
     assert all(process.returncode == 0 for process in begun)
     (kept,) = cache.rglob("*.json")

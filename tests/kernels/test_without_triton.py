@@ -61,6 +61,8 @@ assert "triton" not in sys.modules
 
 def test_every_operation_runs_forward_and_backward():
     command = [sys.executable, "-c", EVERY_OPERATION]
-    done = subprocess.run(command, cwd=Path(fastp3o_kernels.__file__).parents[1], capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=Path(fastp3o_kernels.__file__).parents[1], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('impl="triton" needs the package triton, which is not installed')

@@ -33,7 +33,9 @@ def write_run(folder: Path, seed: int, per_nat: float = 1.0) -> Path:
         for step, kl in enumerate([0.0, 0.5, 1.5, 3.0])
     ]
     (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"eval_prompts": "prompts.jsonl", "seed": seed}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"eval_prompts": "prompts.jsonl", "seed": seed})
+    )
     return folder
 
 
@@ -60,7 +62,9 @@ def test_a_second_run_of_a_seed_is_refused_by_name(compare, tmp_path):
         compare("--first", run, again, "--second", run)
 
 
-def test_runs_of_the_same_name_are_all_shown_with_the_line_that_fits_them(monkeypatch, tmp_path, capsys):
+def test_runs_of_the_same_name_are_all_shown_with_the_line_that_fits_them(
+    monkeypatch, tmp_path, capsys
+):
     for name, per_nat in (("a/p3o", 2.0), ("b/p3o", 2.0), ("b/ppo", 1.0)):
         write_run(tmp_path / name, 0, per_nat)
     monkeypatch.chdir(tmp_path)

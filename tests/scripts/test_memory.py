@@ -38,8 +38,9 @@ from fastp3o_kernels.head import scratch
 from fastp3o_kernels.head.chunks import budget_of
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
-# hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision the CPU widens the
-# head's operands, which no GPU does, so only small vocabularies are tried there; and CPUs take seconds for few tokens.
+# hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision
+# the CPU widens the head's operands, which no GPU does, so only small vocabularies are tried there;
+# and CPUs take seconds for few tokens.
 H100 = 85_000_000_000  # bytes
 DEEP = (128, 384, 2, 4, 512), (8, 60, 20)
 WIDE = (256, 1024, 2, 2, 1024), (4, 128, 32)
@@ -49,12 +50,18 @@ LARGE_HEAD = (128, 344, 4, 4, 4096), (8, 40, 40)
 
 def llama(hidden, intermediate, layers, heads, key_heads, vocabulary, tied) -> LlamaConfig:
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocabulary}
+    sizes |= {
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": vocabulary,
+    }
     return LlamaConfig(**sizes, tie_word_embeddings=tied)
 
 
 def random_model(hidden, intermediate, key_heads, layers, vocabulary, precision):
-    config = llama(hidden, intermediate, layers, 4 if hidden == 128 else 8, key_heads, vocabulary, True)
+    config = llama(
+        hidden, intermediate, layers, 4 if hidden == 128 else 8, key_heads, vocabulary, True
+    )
     model = PackedModel(LlamaForCausalLM(config)).train()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.weights)
@@ -69,7 +76,9 @@ def random_row(pairs, prompt, response, share_prompts):
 
 @pytest.fixture
 def fresh_memory(monkeypatch):
-    """Nothing that is kept between calls, of which a second one takes no more, and no scratch of oneDNN's products."""
+    """Nothing that is kept between calls, of which a second one takes no more, and no scratch of
+    oneDNN's products.
+    """
     monkeypatch.setattr(scratch, "MOST_BYTES", 0)
     monkeypatch.setattr(scratch, "SPARE", {})
     monkeypatch.setattr(onednn, "chosen", onednn.Faster())
@@ -91,7 +100,10 @@ def test_a_peak_is_predicted_within_a_tenth(
 ):
     model_sizes, (P, prompt, response) = sizes
     precision = choose_precision(precision, "fp32")
-    model, row = random_model(*model_sizes, precision), random_row(P, prompt, response, share_prompts)
+    model, row = (
+        random_model(*model_sizes, precision),
+        random_row(P, prompt, response, share_prompts),
+    )
     choose_trainable(model, TrainableConfig(trainable_layers=trained_layers))
     if checkpointing:
         model.recompute_activations()
@@ -109,7 +121,12 @@ def test_a_peak_is_predicted_within_a_tenth(
     sizes = Model(model, trained_layers)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing, kernels=False)
-    kept = sizes.parameters * precision.weights.itemsize + predicted.masters + predicted.gradients + predicted.optimizer
+    kept = (
+        sizes.parameters * precision.weights.itemsize
+        + predicted.masters
+        + predicted.gradients
+        + predicted.optimizer
+    )
     assert predicted.peak - kept == pytest.approx(measured.peak, rel=0.1)
 
 
@@ -120,7 +137,10 @@ def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth
     with torch.no_grad(), PeakMemory() as measured:
         labeled_logprobs(model, row)
     predicted = frozen_memory(
-        sizes, Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)), precision, kernels=False
+        sizes,
+        Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels)),
+        precision,
+        kernels=False,
     )
     assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
     room, cached = Room(8 * P, prompt - 1, 2, 16 * P, response), layer_shapes(model.eval(), 3)
@@ -140,7 +160,8 @@ def sizes_of_1_b() -> Model:
         return Model(PackedModel(LlamaForCausalLM(deepcopy(ONE_B))))
 
 
-# Of the commit of the record: each layer's small operations were PyTorch's, and keys were repeated for groups of heads.
+# Of the commit of the record: each layer's small operations were PyTorch's, and keys were repeated
+# for groups of heads.
 UNFUSED = {"finer": False, "fused_norms": False, "fused_gate": False}
 
 
@@ -151,11 +172,18 @@ def test_the_peaks_of_a_gpu_are_what_the_formula_says(level, within, sizes_of_1_
     repeats = before and recorded["packages"]["torch"] < "2.13"
     vars(sizes_of_1_b).update(UNFUSED if before else {})
     precision = choose_precision("bf16", "bf16")
-    passes = [one for one in select(results(records(), GPU), level="model") if one["passes"].startswith(level)]
+    passes = [
+        one
+        for one in select(results(records(), GPU), level="model")
+        if one["passes"].startswith(level)
+    ]
     assert passes
     for measured in passes:
         prompt, K, response = map(int, re.findall(r"\d+", measured["passes"]))
-        rows = pack(*random_groups(MeanLengths(prompt, response), K, LARGE_TOKENS), Packing(LARGE_TOKENS // 2))
+        rows = pack(
+            *random_groups(MeanLengths(prompt, response), K, LARGE_TOKENS),
+            Packing(LARGE_TOKENS // 2),
+        )
         assert sum(len(row.labels) for row in rows) == measured["N"]
         peaks = []
         for row in rows:
@@ -166,12 +194,19 @@ def test_the_peaks_of_a_gpu_are_what_the_formula_says(level, within, sizes_of_1_
                 repeated = 2 * 2 * lengths.keys * (sizes_of_1_b.queries - sizes_of_1_b.keys)
                 predicted.activations += sizes_of_1_b.layers * repeated
             peaks.append(predicted.activations + max(predicted.head, predicted.layer))
-        assert max(peaks) / 1e9 == pytest.approx(measured["extra_gb"], rel=within), measured["passes"]
+        assert max(peaks) / 1e9 == pytest.approx(measured["extra_gb"], rel=within), measured[
+            "passes"
+        ]
 
 
 def test_1_b_trains_in_full_on_24_gb(sizes_of_1_b):
-    """With all that the page names, in every phase; and not without the 8 bits or without checkpointing."""
-    precision, lengths = choose_precision("fp16", "fp16"), Lengths.full_row(Packing(8192), prompt=350, response=40)
+    """With all that the page names, in every phase; and not without the 8 bits or without
+    checkpointing.
+    """
+    precision, lengths = (
+        choose_precision("fp16", "fp16"),
+        Lengths.full_row(Packing(8192), prompt=350, response=40),
+    )
     room = fitting_room(511, 128, 2, prompts=64, bytes_per_token=1, memory=sys.maxsize)
     budget = budget_of(24_000_000_000)
 
@@ -194,7 +229,9 @@ def test_moments_in_8_bits_are_those_of_large_tensors_but_not_of_embeddings():
     model = random_model(*WIDE[0], choose_precision("fp32", "fp32"))
     sizes, lengths = Model(model), Lengths(8, 8, 4)
     eight = sum(
-        2 * parameter.numel() + 2 * 4 * parameter.numel() // 256 if parameter.numel() >= 4096 else 8 * parameter.numel()
+        2 * parameter.numel() + 2 * 4 * parameter.numel() // 256
+        if parameter.numel() >= 4096
+        else 8 * parameter.numel()
         for name, parameter in model.named_parameters()
         if "embed" not in name
     )
@@ -214,17 +251,25 @@ def test_of_a_group_that_no_row_holds_the_largest_part_counts(share_prompts):
 
 def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
     page = Path(__file__).parents[2] / "fastp3o" / "training" / "several_gpus.md"
-    precision, lengths = choose_precision("fp16", "fp16"), Lengths.full_row(Packing(8192), prompt=350, response=40)
+    precision, lengths = (
+        choose_precision("fp16", "fp16"),
+        Lengths.full_row(Packing(8192), prompt=350, response=40),
+    )
     for size, shape in (("8 B", (4096, 14336, 32, 32)), ("70 B", (8192, 28672, 80, 64))):
         config = llama(*shape, 8, 128256, False)
         with torch.device("meta"):
             sizes = Model(PackedModel(LlamaForCausalLM(config)))
         part = sizes.cut(8)
-        alone, of_part = (update_memory(one, lengths, precision, checkpointing=True) for one in (sizes, part))
+        alone, of_part = (
+            update_memory(one, lengths, precision, checkpointing=True) for one in (sizes, part)
+        )
         for gpus in (8, 64):
             update, frozen = sharded(alone, sizes, precision, gpus), 2 * sizes.parameters // gpus
             cut = sharded(of_part, part, precision, gpus // 8)
             assert cut.masters == pytest.approx(update.masters)
             whole = 2 * sizes.parameters + update.masters + update.optimizer
-            cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, cut.peak + frozen, whole + frozen)]
+            cells = [
+                f"{bytes / 1e9:.0f}"
+                for bytes in (update.peak + frozen, cut.peak + frozen, whole + frozen)
+            ]
             assert f"| {size} | {gpus} | {' | '.join(cells)} |" in page.read_text()

@@ -1,4 +1,6 @@
-"""Our upper bounds are the newest releases that were tried, and the script that tries newer ones leaves them out."""
+"""Our upper bounds are the newest releases that were tried, and the script that tries newer ones
+leaves them out.
+"""
 
 import runpy
 from collections.abc import Callable
@@ -12,15 +14,22 @@ ROOT = Path(__file__).parents[2]
 NEWEST = runpy.run_path(str(ROOT / "scripts" / "newest.py"))
 requirements: Callable[..., list[Requirement]] = NEWEST["requirements"]
 TRIED = dict(
-    line.lower().split("==") for line in (ROOT / "scripts" / "constraints.txt").read_text().split() if "==" in line
+    line.lower().split("==")
+    for line in (ROOT / "scripts" / "constraints.txt").read_text().split()
+    if "==" in line
 )
 
 
-@pytest.mark.parametrize("needed", requirements(("trainer", "lora", "math", "integrations")), ids=str)
+@pytest.mark.parametrize(
+    "needed", requirements(("trainer", "lora", "math", "integrations")), ids=str
+)
 def test_what_users_install_is_bounded_at_the_newest_release_that_was_tried(needed: Requirement):
     """But for torch beneath the losses alone, whose users have chosen one."""
     assert needed.specifier.contains(TRIED[needed.name])
-    if needed.name in ("torch", "triton"):  # newer ones than the CPU build of constraints.txt were tried by hand
+    if needed.name in (
+        "torch",
+        "triton",
+    ):  # newer ones than the CPU build of constraints.txt were tried by hand
         return
     major, minor, *_ = Version(TRIED[needed.name]).release
     (bound,) = (Version(one.version) for one in needed.specifier if one.operator == "<")

@@ -24,13 +24,17 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         rollouts.main()
         printed = capsys.readouterr().out
         lines = [line for line in printed.splitlines() if line.startswith("│")]
-        return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] or [[printed]]
+        return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] or [
+            [printed]
+        ]
 
     return main
 
 
 def group(step: int, prompt: str, *rewards: float, text: str = "says") -> LoggedGroup:
-    responses = [LoggedResponse(f"{text} {r:g}", [1, 2, 3], r, {}, 0.125, finished=r > 0) for r in rewards]
+    responses = [
+        LoggedResponse(f"{text} {r:g}", [1, 2, 3], r, {}, 0.125, finished=r > 0) for r in rewards
+    ]
     return LoggedGroup(step, prompt, 0.125, responses)
 
 

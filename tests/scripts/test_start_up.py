@@ -1,4 +1,6 @@
-"""What a package and `--help` import: a set of modules rather than seconds, which depend on the machine."""
+"""What a package and `--help` import: a set of modules rather than seconds, which depend on the
+machine.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,17 @@ from fastp3o.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 # Packages that take a tenth of a second or more.
-HEAVY = {"accelerate", "datasets", "httpx", "matplotlib", "pandas", "peft", "pyarrow", "torch", "transformers"}
+HEAVY = {
+    "accelerate",
+    "datasets",
+    "httpx",
+    "matplotlib",
+    "pandas",
+    "peft",
+    "pyarrow",
+    "torch",
+    "transformers",
+}
 PROGRAM = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -27,8 +39,13 @@ print(*sorted(sys.modules), file=sys.stderr)
 """
 
 
-STARTS = {"import fastp3o": ["fastp3o"]} | {f"fastp3o {name}": ["fastp3o", name, "--help"] for name in COMMANDS}
-STARTS |= {path.name: [f"scripts/{path.name}", "--help"] for path in sorted((ROOT / "scripts").glob("*.py"))}
+STARTS = {"import fastp3o": ["fastp3o"]} | {
+    f"fastp3o {name}": ["fastp3o", name, "--help"] for name in COMMANDS
+}
+STARTS |= {
+    path.name: [f"scripts/{path.name}", "--help"]
+    for path in sorted((ROOT / "scripts").glob("*.py"))
+}
 
 
 @pytest.mark.parametrize("start", STARTS)

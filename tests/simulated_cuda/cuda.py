@@ -17,7 +17,11 @@ from torch import Tensor
 from tests.interpreter import mask_by_truths, quicken, round_to_nearest
 from tests.simulated_cuda import graphs, triton_launches
 from tests.simulated_cuda.host import finish_copies, host, wait_for_device
-from tests.simulated_cuda.operations import SimulatedDevice, cuda_device, scaled_dot_product_attention
+from tests.simulated_cuda.operations import (
+    SimulatedDevice,
+    cuda_device,
+    scaled_dot_product_attention,
+)
 from tests.simulated_cuda.tensors import is_simulated
 
 TOTAL_MEMORY = 80 * 2**30
@@ -126,7 +130,9 @@ FUNCTIONS: dict[str, Any] = {
     "max_memory_allocated": max_memory_allocated,
     "mem_get_info": lambda device=None: (TOTAL_MEMORY - memory_allocated(device), TOTAL_MEMORY),
     "memory_allocated": memory_allocated,
-    "reset_peak_memory_stats": lambda device=None: native.library().reset_peak(device_with_number(device).index),
+    "reset_peak_memory_stats": lambda device=None: native.library().reset_peak(
+        device_with_number(device).index
+    ),
     "set_device": lambda device: exchange_device(device_with_number(device).index) and None,
     "set_rng_state": lambda state, device=None: None,
     "set_stream": lambda stream: current_streams.update({stream.device.index: stream}),
@@ -136,10 +142,13 @@ FUNCTIONS: dict[str, Any] = {
 
 
 def install() -> None:
-    """From now on torch has CUDA devices. It must come before transformers, accelerate or Triton's kernels look."""
+    """From now on torch has CUDA devices. It must come before transformers, accelerate or Triton's
+    kernels look.
+    """
     native.library().install()
     torch._C._set_only_lift_cpu_tensors(True)
-    # oneDNN's products, on processors that have them for bf16, take scratch memory that would count as the device's.
+    # oneDNN's products, on processors that have them for bf16, take scratch memory that would count
+    # as the device's.
     torch._C._set_mkldnn_enabled(False)
     for name, value in FUNCTIONS.items():
         setattr(torch.cuda, name, value)
@@ -167,8 +176,12 @@ def restart() -> None:
 
 
 def move_modules_by_swapping() -> None:
-    """A parameter that moves stays the object it was: it takes the place of one on the other device, with its hooks."""
-    torch._has_compatible_shallow_copy_type = lambda input, from_: True  # a module that moves assigns `parameter.data`
+    """A parameter that moves stays the object it was: it takes the place of one on the other
+    device, with its hooks.
+    """
+    torch._has_compatible_shallow_copy_type = lambda input, from_: (
+        True
+    )  # a module that moves assigns `parameter.data`
     swap = torch.utils.swap_tensors
 
     def swap_with_hooks(first: Tensor, second: Tensor) -> None:

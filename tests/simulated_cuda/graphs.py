@@ -1,7 +1,8 @@
-"""CUDA graphs: a capture notes operations in place of running them, and a replay runs them on the same memory.
+"""CUDA graphs: a capture notes operations in place of running them, and a replay runs them on the
+same memory.
 
-Memory that a capture allocates is the graph's own. All other memory it knows by its address: a replay after that was
-freed or has moved would read garbage on a GPU, and raises here.
+Memory that a capture allocates is the graph's own. All other memory it knows by its address: a
+replay after that was freed or has moved would read garbage on a GPU, and raises here.
 """
 
 from collections.abc import Callable
@@ -21,8 +22,15 @@ class Address:
 
     def __init__(self, values: Tensor):
         storage = values.untyped_storage()
-        self.storage, self.first, self.bytes = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
-        self.dtype, self.view = values.dtype, (values.storage_offset(), values.size(), values.stride())
+        self.storage, self.first, self.bytes = (
+            StorageWeakRef(storage),
+            storage.data_ptr(),
+            storage.nbytes(),
+        )
+        self.dtype, self.view = (
+            values.dtype,
+            (values.storage_offset(), values.size(), values.stride()),
+        )
 
     def values(self) -> Tensor:
         if self.storage.expired():
@@ -34,8 +42,8 @@ class Address:
 
 
 class Capture:
-    """Operations in the order of their launches, on one device: functions on values in CPU memory, their arguments, and
-    where their results go, tensors of the graph's own memory.
+    """Operations in the order of their launches, on one device: functions on values in CPU memory,
+    their arguments, and where their results go, tensors of the graph's own memory.
     """
 
     def __init__(self, device: int) -> None:
@@ -56,17 +64,31 @@ class Capture:
             storage.copy_(contents)
         self.before.clear()
 
-    def add(self, function: Callable, args: tuple, kwargs: dict, result: Any, *, launched: bool) -> None:
-        """args, kwargs, result: of an operation on values in CPU memory. launched: whether a kernel ran."""
-        given = {identity(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+    def add(
+        self, function: Callable, args: tuple, kwargs: dict, result: Any, *, launched: bool
+    ) -> None:
+        """args, kwargs, result: of an operation on values in CPU memory. launched: whether a kernel
+        ran.
+        """
+        given = {
+            identity(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)
+        }
         held = tree_map(self.held, (args, kwargs))
         results = tensors_in(result)
-        self.own |= {identity(value): value.untyped_storage() for value in results if identity(value) not in given}
+        self.own |= {
+            identity(value): value.untyped_storage()
+            for value in results
+            if identity(value) not in given
+        }
         if launched:
             self.operations.append((function, *held, results))
 
     def held(self, value: Any) -> Any:
-        return Address(value) if isinstance(value, Tensor) and identity(value) not in self.own else value
+        return (
+            Address(value)
+            if isinstance(value, Tensor) and identity(value) not in self.own
+            else value
+        )
 
 
 def identity(values: Tensor) -> int:
@@ -95,7 +117,9 @@ class CUDAGraph:
         note_launch("graph")
         assert self.captured is not None
         for function, args, kwargs, results in self.captured.operations:
-            args, kwargs = tree_map(lambda held: held.values() if isinstance(held, Address) else held, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda held: held.values() if isinstance(held, Address) else held, (args, kwargs)
+            )
             for target, value in zip(results, tensors_in(function(*args, **kwargs)), strict=True):
                 if identity(target) != identity(value):
                     target.copy_(value)

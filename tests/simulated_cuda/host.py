@@ -1,7 +1,8 @@
-"""The host beside a device that is late: what it launches and waits for, with the places in our code.
+"""The host beside a device that is late: what it launches and waits for, with the places in our
+code.
 
-A copy to the host that nobody has waited for is poison: NaN, or random numbers. A copy from pinned memory is read when
-the host next waits: memory that has changed until then was changed too early.
+A copy to the host that nobody has waited for is poison: NaN, or random numbers. A copy from pinned
+memory is read when the host next waits: memory that has changed until then was changed too early.
 """
 
 import json
@@ -20,7 +21,9 @@ from torch import Tensor
 
 SELF = Path(__file__).parent
 ROOT = SELF.parents[1]
-OURS = tuple(f"{ROOT}/{folder}/" for folder in ("fastp3o", "kernels", "scripts", "benchmarks", "tests"))
+OURS = tuple(
+    f"{ROOT}/{folder}/" for folder in ("fastp3o", "kernels", "scripts", "benchmarks", "tests")
+)
 
 
 class Place(NamedTuple):
@@ -47,7 +50,9 @@ def place() -> Place:
 @dataclass(eq=False)  # a record is found among others by what it is, not by what it holds
 class Record:
     waits: list[tuple[str, Place]] = field(default_factory=list)
-    launches: Counter[str] = field(default_factory=Counter)  # operations of torch, copies, `triton NAME`, graphs
+    launches: Counter[str] = field(
+        default_factory=Counter
+    )  # operations of torch, copies, `triton NAME`, graphs
     devices: Counter[str] = field(default_factory=Counter)  # launches by device
 
     def places(self) -> Counter[tuple[str, str]]:
@@ -56,7 +61,10 @@ class Record:
 
     def table(self) -> str:
         lines = [f"{self.launches.total()} launches, {len(self.waits)} waits of the host"]
-        lines += [f"{count:6d} x {kind} at {place}" for (kind, place), count in Counter(self.waits).most_common()]
+        lines += [
+            f"{count:6d} x {kind} at {place}"
+            for (kind, place), count in Counter(self.waits).most_common()
+        ]
         lines += [f"{count:6d} x {name}" for name, count in self.launches.most_common(20)]
         return "\n".join(lines)
 
@@ -91,8 +99,8 @@ def write_counts(name: str, counts: dict) -> None:
 
 @dataclass
 class Host:
-    """time: grows with every copy. under_way: times of copies, and what ends them. may_wait: False where torch was told
-    to raise. capture: the graph under way.
+    """time: grows with every copy. under_way: times of copies, and what ends them. may_wait: False
+    where torch was told to raise. capture: the graph under way.
     """
 
     time: int = 0
@@ -105,9 +113,13 @@ host = Host()
 
 
 def wait_for_device(kind: str, until: int | None = None) -> None:
-    """The host waits for all copies so far, or those until a time. Raises RuntimeError where CUDA forbids it."""
+    """The host waits for all copies so far, or those until a time. Raises RuntimeError where CUDA
+    forbids it.
+    """
     if host.capture is not None:
-        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({kind} at {place()})")
+        raise RuntimeError(
+            f"CUDA error: operation not permitted when stream is capturing ({kind} at {place()})"
+        )
     if not host.may_wait:
         raise RuntimeError(f"called a synchronizing CUDA operation ({kind} at {place()})")
     for record in records:
@@ -142,7 +154,9 @@ def copy_to_device_later(source: Tensor) -> None:
 
     def check() -> None:
         if not torch.equal(source.view(torch.uint8), values.view(torch.uint8)):
-            raise RuntimeError(f"pinned memory has changed before its copy to the device was over (copied at {where})")
+            raise RuntimeError(
+                f"pinned memory has changed before its copy to the device was over (copied at {where})"
+            )
 
     if source.is_contiguous() and source.dim():
         copy_later(check)

@@ -30,8 +30,8 @@ def can_compile() -> bool:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled file, loaded: torch's C++ code then finds devices. Raises RuntimeError if torch has been imported,
-    and subprocess.CalledProcessError if the file does not compile.
+    """The compiled file, loaded: torch's C++ code then finds devices. Raises RuntimeError if torch
+    has been imported, and subprocess.CalledProcessError if the file does not compile.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch has been imported already, and has found no CUDA device")
@@ -56,7 +56,16 @@ def compile_to(built: Path) -> None:
     folder = torch_folder()
     with tempfile.TemporaryDirectory(dir=BUILT) as work:
         output = Path(work) / "library.so"
-        command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(output)]
+        command = [
+            COMPILER,
+            "-O1",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            str(SOURCE),
+            "-o",
+            str(output),
+        ]
         command += [f"-I{folder}/include", f"-I{folder}/include/torch/csrc/api/include"]
         command += [f"-L{folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{folder}/lib"]
         subprocess.run(command, check=True, capture_output=True, text=True)

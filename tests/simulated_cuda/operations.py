@@ -1,8 +1,8 @@
 """Every operation of torch on the pretended device, by CUDA's rules.
 
-An operation runs on the values in CPU memory. Before that it is checked (a CPU tensor of one dimension or more beside
-one on the device raises; so do two devices), and noted as a launch, or as a wait where torch's CUDA code reads a result
-on the host.
+An operation runs on the values in CPU memory. Before that it is checked (a CPU tensor of one
+dimension or more beside one on the device raises; so do two devices), and noted as a launch, or as
+a wait where torch's CUDA code reads a result on the host.
 """
 
 import os
@@ -23,13 +23,37 @@ from tests.simulated_cuda.tensors import is_simulated, on_device, values_in
 aten = torch.ops.aten
 
 # torch's CUDA code reads the size or the validity of their results on the host.
-WAITS = ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "multinomial")
+WAITS = (
+    "_local_scalar_dense",
+    "_unique2",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "multinomial",
+)
 WAITS += ("nonzero", "unique_consecutive", "unique_dim")
 # They neither launch nor are views by their schemas.
-NO_LAUNCH = ("_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_pinned")
+NO_LAUNCH = (
+    "_reshape_alias",
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "is_pinned",
+)
 NO_LAUNCH += ("new_empty", "new_empty_strided", "resize_", "set_")
 # They raise under `torch.use_deterministic_algorithms`, products without cuBLAS's setting.
-NOT_DETERMINISTIC = ("cumprod", "cumsum", "histc", "kthvalue", "median", "nll_loss2d_forward", "put_")
+NOT_DETERMINISTIC = (
+    "cumprod",
+    "cumsum",
+    "histc",
+    "kthvalue",
+    "median",
+    "nll_loss2d_forward",
+    "put_",
+)
 PRODUCTS = ("addmm", "baddbmm", "bmm", "mm")
 INDEXES = ("_index_put_impl_", "index", "index_put", "index_put_")
 # They take a number in a CPU tensor although they are not elementwise by their tags.
@@ -37,9 +61,13 @@ TAKE_NUMBERS = ("fill", "fill_", "masked_fill", "masked_fill_")
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """While it is active, operations on SimulatedTensors, and those that ask for a CUDA device, are the device's."""
+    """While it is active, operations on SimulatedTensors, and those that ask for a CUDA device, are
+    the device's.
+    """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return run_operation(function, args, kwargs or {})
 
 
@@ -76,17 +104,26 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     if launched:
         note_launch(str(function))
     changed = {"device": torch.device("cpu"), "pin_memory": False}
-    kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
+    kwargs = {
+        key: changed.get(key, value) if value is not None else value
+        for key, value in kwargs.items()
+    }
     written = written_by(function, args, kwargs)
     function = STAND_INS.get(str(function), function)
     return execute(function, args, kwargs, device, launched=launched, written=written)
 
 
 def execute(
-    function: Callable, args: tuple, kwargs: dict, device: torch.device, *, launched: bool, written: list[Tensor]
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    device: torch.device,
+    *,
+    launched: bool,
+    written: list[Tensor],
 ) -> Any:
-    """Runs a function on the values of its arguments. What it returns is on the device; a tensor that it changed in
-    place is the one that was given. written: the tensors it writes to.
+    """Runs a function on the values of its arguments. What it returns is on the device; a tensor
+    that it changed in place is the one that was given. written: the tensors it writes to.
     """
     given: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -109,9 +146,16 @@ def execute(
     low_args, low_kwargs = tree_map(lower, (args, kwargs))
     if host.capture is not None:
         if launched and device.index != host.capture.device:
-            raise RuntimeError(f"a launch on {device} in a capture on cuda:{host.capture.device} (at {place()})")
+            raise RuntimeError(
+                f"a launch on {device} in a capture on cuda:{host.capture.device} (at {place()})"
+            )
         host.capture.keep_contents([values_in(tensor) for tensor in written])
-    with memory_of(device), torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+    with (
+        memory_of(device),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C._DisableTorchDispatch(),
+    ):
         result = function(*low_args, **low_kwargs)
     if host.capture is not None:
         host.capture.add(function, low_args, low_kwargs, result, launched=launched)
@@ -122,7 +166,9 @@ def of_same_shape(tensor: Tensor, values: Tensor) -> Tensor:
     """An operation in place may have resized."""
     if tensor.size() != values.size() or tensor.stride() != values.stride():
         with torch._C._DisableTorchDispatch():
-            tensor.set_(values.untyped_storage(), values.storage_offset(), values.size(), values.stride())
+            tensor.set_(
+                values.untyped_storage(), values.storage_offset(), values.size(), values.stride()
+            )
     return tensor
 
 
@@ -138,7 +184,9 @@ def cuda_device(device: Any) -> torch.device | None:
     """The CUDA device, with its number, that an operation asks for; None for others."""
     if device is None or (device := torch.device(device)).type != "cuda":
         return None
-    return torch.device("cuda", library().current_device() if device.index is None else device.index)
+    return torch.device(
+        "cuda", library().current_device() if device.index is None else device.index
+    )
 
 
 def check_devices(name: str, function: Any, tensors: list[Tensor], device: torch.device) -> None:
@@ -180,11 +228,15 @@ def written_by(function: Any, args: tuple, kwargs: dict) -> list[Tensor]:
         return []
     arguments = function._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    given = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = [
+        named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
     return [tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
 
 
-def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+def to_copy(
+    source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any
+) -> Tensor:
     """`Tensor.to`. A copy to the host that nobody waits for goes to pinned memory, as torch's does."""
     options.pop("pin_memory", None)
     target = cuda_device(device)
@@ -233,7 +285,9 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     elif not is_simulated(target):
         if non_blocking and target.is_pinned() and host.capture is None:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
-                on_host.copy_to_host_later(target, values_in(source).to(target.dtype).expand(target.shape).clone())
+                on_host.copy_to_host_later(
+                    target, values_in(source).to(target.dtype).expand(target.shape).clone()
+                )
             return target
         wait_for_device("copy to the host")
     device = target.simulated_device if is_simulated(target) else source.simulated_device
@@ -243,10 +297,19 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
-        # Kernels that keep no products of queries and keys take groups only in half precision and without a mask.
-        fused_kernel = query.shape[1] == key.shape[1] or (query.dtype.itemsize == 2 and mask is None)
-        kept = None if fused_kernel else query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict
+    ) -> Tensor:
+        # Kernels that keep no products of queries and keys take groups only in half precision and
+        # without a mask.
+        fused_kernel = query.shape[1] == key.shape[1] or (
+            query.dtype.itemsize == 2 and mask is None
+        )
+        kept = (
+            None
+            if fused_kernel
+            else query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.float32)
+        )
         ctx.save_for_backward(query, key, value, mask, kept)
         ctx.options = options
         return launched_attention(attention, query.device, query, key, value, mask, options)
@@ -262,7 +325,9 @@ def launched_attention(function: Callable, device: torch.device, *args: Any) -> 
     return execute(function, args, {}, device, launched=True, written=[])
 
 
-def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+):
     options["is_causal"] = is_causal
     if not is_simulated(query):
         return fused(query, key, value, attn_mask, dropout_p, **options)

@@ -1,4 +1,6 @@
-"""pytest -p tests.simulated_cuda.plugin: tests run on the pretended device, those marked `gpu` among them."""
+"""pytest -p tests.simulated_cuda.plugin: tests run on the pretended device, those marked `gpu`
+among them.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""Tensors on a pretended device: their values lie in CPU memory, and every operation on them is the device's."""
+"""Tensors on a pretended device: their values lie in CPU memory, and every operation on them is the
+device's.
+"""
 
 from typing import Any
 
@@ -12,7 +14,9 @@ class SimulatedTensor(Tensor):
     simulated_device: torch.device
 
     @staticmethod
-    def __new__(cls, values: Tensor, device: torch.device, requires_grad: bool = False) -> "SimulatedTensor":
+    def __new__(
+        cls, values: Tensor, device: torch.device, requires_grad: bool = False
+    ) -> "SimulatedTensor":
         tensor = torch.Tensor._make_subclass(
             cls, values, requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
@@ -23,7 +27,9 @@ class SimulatedTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         from tests.simulated_cuda.operations import run_operation
 
         return run_operation(function, args, kwargs or {})
@@ -34,7 +40,9 @@ class SimulatedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "SimulatedTensor":
         if id(self) not in memo:
             with torch.no_grad():
-                copy = on_device(values_in(self).clone(), self.simulated_device).requires_grad_(self.requires_grad)
+                copy = on_device(values_in(self).clone(), self.simulated_device).requires_grad_(
+                    self.requires_grad
+                )
             if getattr(self, "_is_param", False):
                 copy._is_param = True
             memo[id(self)] = copy
@@ -57,7 +65,9 @@ def values_in(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False), torch._C._DisableTorchDispatch():
         values = torch.empty(0, dtype=tensor.dtype)
-        values.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        values.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
         return values.conj() if tensor.is_conj() else values
 
 

@@ -1,4 +1,6 @@
-"""Each part of benchmarks/run_gpu.sh at tiny sizes on the pretended device: it ends and leaves a record."""
+"""Each part of benchmarks/run_gpu.sh at tiny sizes on the pretended device: it ends and leaves a
+record.
+"""
 
 import json
 import os
@@ -37,9 +39,15 @@ TIMEOUT = 3600  # seconds, of a part and of any test in it
 
 
 def run(part: str, folder: Path) -> dict:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     environment |= {"FASTP3O_DEVICE": "gpu", "FASTP3O_TRIAL": "1", "FASTP3O_PATIENCE": PATIENCE}
-    environment |= {"FASTP3O_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": str(folder / "out")}
+    environment |= {
+        "FASTP3O_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "OUT": str(folder / "out"),
+    }
     environment["PYTEST_ADDOPTS"] = f"-p tests.simulated_cuda.plugin -n 0 --timeout {TIMEOUT}"
     (folder / "out").mkdir()
     command = ["bash", "benchmarks/run_gpu.sh", str(folder / "results"), "--only", part]
@@ -57,9 +65,13 @@ def check(part: str, folder: Path) -> None:
     assert {result["level"] for result in record["benchmarks"]} == LEVELS[part]
     assert not record["tests"]["failed"]
     reasons = {one["reason"] for one in record["not_measured"]}
-    assert not any(reason.startswith(("failed: no result", "out of time")) for reason in reasons), reasons
+    assert not any(reason.startswith(("failed: no result", "out of time")) for reason in reasons), (
+        reasons
+    )
     if not LEVELS[part]:
-        assert record["tests"]["passed"] or (reasons and all(reason.startswith("absent") for reason in reasons))
+        assert record["tests"]["passed"] or (
+            reasons and all(reason.startswith("absent") for reason in reasons)
+        )
 
 
 def test_every_part_is_tried():

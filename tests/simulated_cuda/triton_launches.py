@@ -21,7 +21,9 @@ def install() -> None:
         if not any(map(is_simulated, tensors)):
             return launch(executor, *args, **kwargs)
         device = torch.device("cuda", library().current_device())
-        for found in {tensor.simulated_device if is_simulated(tensor) else "cpu" for tensor in tensors} - {device}:
+        for found in {
+            tensor.simulated_device if is_simulated(tensor) else "cpu" for tensor in tensors
+        } - {device}:
             raise RuntimeError(
                 f"an illegal memory access was encountered: {name} at {place()} was launched on {device} and got a "
                 f"tensor on {found}"

@@ -1,4 +1,5 @@
-"""The committed records -> the verdicts of README.md, the figures, and the plot of the repository's README.
+"""The committed records -> the verdicts of README.md, the figures, and the plot of the repository's
+README.
 
 python -m benchmarks.frontier.report            writes them
 python -m benchmarks.frontier.report --table    prints every arm and every paired difference
@@ -8,7 +9,15 @@ import argparse
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.frontier.report import kl_coefs, measures, readme_plot, rewards, settings, stale, verdicts
+from benchmarks.frontier.report import (
+    kl_coefs,
+    measures,
+    readme_plot,
+    rewards,
+    settings,
+    stale,
+    verdicts,
+)
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.execute import ARMS
@@ -38,7 +47,9 @@ def tables(study: Study) -> list[list[list[str]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="Print tables, and write nothing.")
     study = Study(load(RESULTS / "runs.jsonl"), tuned_arms.chosen())
     if parser.parse_args().table:
@@ -46,7 +57,9 @@ def main() -> None:
         return
     verdicts.write(study)
     for path, draw in FIGURES.items():
-        print(f"{path.name}: {'written' if draw(study, path) else 'skipped, its runs have not been made'}")
+        print(
+            f"{path.name}: {'written' if draw(study, path) else 'skipped, its runs have not been made'}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from benchmarks.frontier.report.measures import estimate, name_of, rate
-from benchmarks.frontier.runs.arithmetic import FOUND_ON, RECORD, STARTS, accuracies, arms, chosen_rate, found_from
+from benchmarks.frontier.runs.arithmetic import (
+    FOUND_ON,
+    RECORD,
+    STARTS,
+    accuracies,
+    arms,
+    chosen_rate,
+    found_from,
+)
 from benchmarks.frontier.runs.records import load
 from benchmarks.frontier.runs.settings import FIRST_RATES
 from fastp3o.evaluation.matched_kl import interval, paired_difference
@@ -20,7 +28,15 @@ def table() -> list[list[str]]:
         own, of_joint = (accuracies(records, run, seeds) for run in (one, joint[responses]))
         if own:
             name = name_of(one).removesuffix(", k1")  # here without a KL
-            lead = "" if one is joint[responses] else estimate(paired_difference(of_joint, own), signed=True)
-            how = f"found from {rate(one.learning_rate)}" if one.kl_per_update else rate(one.learning_rate)
+            lead = (
+                ""
+                if one is joint[responses]
+                else estimate(paired_difference(of_joint, own), signed=True)
+            )
+            how = (
+                f"found from {rate(one.learning_rate)}"
+                if one.kl_per_update
+                else rate(one.learning_rate)
+            )
             lines.append([name, str(responses), how, estimate(interval(own)), lead])
     return lines

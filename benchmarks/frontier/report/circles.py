@@ -12,19 +12,40 @@ ON_SCORES = next(iter(ARMS))
 
 def table() -> list[list[str]]:
     """A line a policy and degree that has run, means over languages. Header first."""
-    rows = [["circles", "policy", "KL", "against the start", f"against {ON_SCORES}", "worst case", "largest style"]]
+    rows = [
+        [
+            "circles",
+            "policy",
+            "KL",
+            "against the start",
+            f"against {ON_SCORES}",
+            "worst case",
+            "largest style",
+        ]
+    ]
     for degree in sorted(DEGREES):
         lines = [line for line in recorded() if line["degree"] == degree]
         for name in (START, *ARMS, *map(averaged_name, AVERAGED)) if lines else ():
             trained = name in ARMS
-            moved = f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}" if trained else NOT_MEASURED
+            moved = (
+                f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}"
+                if trained
+                else NOT_MEASURED
+            )
             measured: list[Callable[[Line], float]] = [
                 lambda line, of=name: line["win_rates"][of][START],
                 lambda line, of=name: line["win_rates"][of][ON_SCORES],
                 lambda line, of=name: line["worst_case"][of],
                 lambda line, of=name: line["largest_style"][of],
             ]
-            rows.append([f"{degree:g}", name, moved, *(f"{mean(lines, measure):.2f}" for measure in measured)])
+            rows.append(
+                [
+                    f"{degree:g}",
+                    name,
+                    moved,
+                    *(f"{mean(lines, measure):.2f}" for measure in measured),
+                ]
+            )
     return rows
 
 
@@ -39,7 +60,9 @@ def reward_models() -> list[list[str]]:
                 for kind in ("scores", "comparisons")
             ]
             agreed = mean(lines, lambda line: line["raters_agree"])
-            rows.append([f"{degree:g}", str(len(lines)), *(f"{value:.2f}" for value in (*of_kind, agreed))])
+            rows.append(
+                [f"{degree:g}", str(len(lines)), *(f"{value:.2f}" for value in (*of_kind, agreed))]
+            )
     return rows
 
 

@@ -1,4 +1,6 @@
-"""Figures of paired differences: a panel a case, a row an algorithm, and a mark for each way of training or judging."""
+"""Figures of paired differences: a panel a case, a row an algorithm, and a mark for each way of
+training or judging.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +15,26 @@ from benchmarks.frontier.report.measures import name_of
 from benchmarks.frontier.runs.plan import Run
 from fastp3o.evaluation.matched_kl import Estimate
 
-COLORS = {"joint": "#0072B2", "separate": "#56B4E9", "none": "#8C8C8C", "ppo": "#D55E00", "dpo": "#009E73"}
-COLORS |= {"rloo": "#CC79A7", "grpo": "#E69F00", "dr_grpo": "#A6761D", "dapo": "#7B3294", "gspo": "#B2182B"}
-COLORS |= {"rloo-response": "#CC79A7", "rloo-token": "#CC79A7", "grpo-k1": "#E69F00", "dr_grpo-k1": "#A6761D"}
+COLORS = {
+    "joint": "#0072B2",
+    "separate": "#56B4E9",
+    "none": "#8C8C8C",
+    "ppo": "#D55E00",
+    "dpo": "#009E73",
+}
+COLORS |= {
+    "rloo": "#CC79A7",
+    "grpo": "#E69F00",
+    "dr_grpo": "#A6761D",
+    "dapo": "#7B3294",
+    "gspo": "#B2182B",
+}
+COLORS |= {
+    "rloo-response": "#CC79A7",
+    "rloo-token": "#CC79A7",
+    "grpo-k1": "#E69F00",
+    "dr_grpo-k1": "#A6761D",
+}
 COLORS |= {"dapo-k1": "#7B3294", "oapl": "#66A61E", "vespo": "#E7298A", "copg": "#1B9E77"}
 COLORS |= {"rebel": "#1B7837", "ppo_centred": "#F4A582"}
 
@@ -33,14 +52,24 @@ class Row(NamedTuple):
     differences: Mapping[str, Estimate | None]
 
 
-def draw(panels: Mapping[str, list[Row]], marks: Mapping[str, Mark], *, minus: str, title: str, path: Path) -> bool:
+def draw(
+    panels: Mapping[str, list[Row]],
+    marks: Mapping[str, Mark],
+    *,
+    minus: str,
+    title: str,
+    path: Path,
+) -> bool:
     """Writes an SVG. Returns False, and writes none, if a panel has nothing to show.
 
-    panels: title -> rows, which may differ between panels. minus: what the differences are taken to.
+    panels: title -> rows, which may differ between panels. minus: what the differences are taken
+    to.
     """
     if not panels or not all(any(measured(row) for row in rows) for rows in panels.values()):
         return False
-    names = list(dict.fromkeys(name_of(row.arm) for rows in panels.values() for row in rows if measured(row)))
+    names = list(
+        dict.fromkeys(name_of(row.arm) for rows in panels.values() for row in rows if measured(row))
+    )
     page = Figure(figsize=(10, 1.4 + 0.34 * len(names)), layout="constrained")
     every = page.subplots(1, len(panels), sharey=True, sharex=True)
     for axes, (name, rows) in zip(every, panels.items(), strict=True):
@@ -67,13 +96,20 @@ def draw_row(axes: Axes, row: Row, place: int, marks: Mapping[str, Mark]) -> Non
         estimate = row.differences.get(name)
         if estimate is not None:
             height = place + 0.16 * (number - (len(marks) - 1) / 2)
-            look: dict[str, Any] = {"color": color, "markersize": 6, "linestyle": "", "elinewidth": 1.2}
+            look: dict[str, Any] = {
+                "color": color,
+                "markersize": 6,
+                "linestyle": "",
+                "elinewidth": 1.2,
+            }
             look |= {"marker": mark.marker, "markerfacecolor": color if mark.filled else "white"}
             axes.errorbar([estimate.mean], [height], xerr=bars([estimate[:3]]), **look)
 
 
 def bars(estimates: Sequence[tuple[float, float, float]]) -> np.ndarray:
-    """How far intervals (mean, low, high) reach below and above, [2, estimates]; infinite ones are not drawn."""
+    """How far intervals (mean, low, high) reach below and above, [2, estimates]; infinite ones are
+    not drawn.
+    """
     means, lows, highs = np.array(estimates).T
     return np.where(np.isfinite(lows), [means - lows, highs - means], np.nan)
 
@@ -81,7 +117,9 @@ def bars(estimates: Sequence[tuple[float, float, float]]) -> np.ndarray:
 def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> None:
     """Adds one legend for all panels below them, and saves the SVG."""
     handles = {
-        label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     for axes in panels:
         axes.set_axisbelow(True)

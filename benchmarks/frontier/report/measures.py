@@ -1,4 +1,5 @@
-"""The ten languages: arms by their measures, paired differences between them, and how both are written.
+"""The ten languages: arms by their measures, paired differences between them, and how both are
+written.
 
 Measures of a run, rewards in standard deviations:
 
@@ -65,7 +66,11 @@ class Study:
 def measured(study: Study, arm: Run) -> DataFrame:
     """MEASURES of an arm's runs on the languages of the results, by seed."""
     rate = rate_of(study, arm)
-    planned = [] if rate is None else [replace(arm, task=name, seed=seed, learning_rate=rate) for seed, name in RESULTS]
+    planned = (
+        []
+        if rate is None
+        else [replace(arm, task=name, seed=seed, learning_rate=rate) for seed, name in RESULTS]
+    )
     return measures(study.records, planned)
 
 
@@ -100,7 +105,9 @@ def difference(study: Study, pair: tuple[Run, Run], measure: str) -> Estimate | 
 
 
 def by_seed(found: DataFrame, measure: str) -> dict[Seed, float]:
-    """Languages are not strata: one more would be another of their kind, so intervals are over languages."""
+    """Languages are not strata: one more would be another of their kind, so intervals are over
+    languages.
+    """
     return {("", seed): float(value) for seed, value in found[measure].dropna().items()}
 
 
@@ -117,13 +124,21 @@ def levels(study: Study, arms: Iterable[Run]) -> list[list[str]]:
 
 
 def differences(study: Study, pairs: Iterable[tuple[Run, Run]]) -> list[list[str]]:
-    """One line a pair that has run, the second one's measures subtracted from the first one's. Header first."""
+    """One line a pair that has run, the second one's measures subtracted from the first one's.
+    Header first.
+    """
     judged = ("end", "gain")
     lines = [["first", "minus", *(MEASURES[name] for name in judged)]]
     for first, second in dict.fromkeys(pairs):
         found = [difference(study, (first, second), name) for name in judged]
         if found[0] is not None:
-            lines.append([described(first), described(second), *(estimate(one, signed=True) for one in found)])
+            lines.append(
+                [
+                    described(first),
+                    described(second),
+                    *(estimate(one, signed=True) for one in found),
+                ]
+            )
     return lines
 
 

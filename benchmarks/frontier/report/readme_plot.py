@@ -37,12 +37,19 @@ def draw(study: Study, path: Path) -> bool:
         figure = Figure(figsize=(6, 4.2), layout="constrained")
         axes = figure.subplots()
         draw_levels(axes, found)
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Description": summary(found)})
+        figure.savefig(
+            path,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Description": summary(found)},
+        )
     return True
 
 
 def ends(study: Study) -> dict[str, Estimate | None]:
-    """Mean reward − BETA KL of P3O, of PPO less the prompt's mean, and of PPO at its best rate under each offset."""
+    """Mean reward − BETA KL of P3O, of PPO less the prompt's mean, and of PPO at its best rate
+    under each offset.
+    """
     found = {name: end(study, arm(name)) for name in ("joint", "ppo_centred")}
     for deviation in DEVIATIONS:
         known = [one for rate in PPO_RATES if (one := end(study, ppo(deviation, rate)))]
@@ -60,8 +67,12 @@ def draw_levels(axes: Axes, found: dict[str, Estimate | None]) -> None:
     joint, centred = found["joint"].mean, found["ppo_centred"].mean
     axes.plot(places, [joint] * len(places), color=COLORS["joint"], linewidth=2.2)
     axes.plot(places, [centred] * len(places), color=GREY, linestyle="--", linewidth=1.4)
-    axes.errorbar(places, means, yerr=errors, color=COLORS["ppo"], marker="o", markersize=5, linewidth=2.2)
-    axes.text(1.2, joint + 0.03, "P3O: the same weights under all", color=COLORS["joint"], fontsize=13)
+    axes.errorbar(
+        places, means, yerr=errors, color=COLORS["ppo"], marker="o", markersize=5, linewidth=2.2
+    )
+    axes.text(
+        1.2, joint + 0.03, "P3O: the same weights under all", color=COLORS["joint"], fontsize=13
+    )
     axes.text(3.1, centred - 0.08, "PPO less the", color=GREY, fontsize=12)
     axes.text(3.1, centred - 0.15, "prompt's mean reward", color=GREY, fontsize=12)
     axes.text(0.1, 0.6, "PPO at the best of", color=COLORS["ppo"], fontsize=13)

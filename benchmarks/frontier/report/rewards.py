@@ -11,9 +11,13 @@ from benchmarks.frontier.runs.tuned_arms import arm
 
 
 def pairs() -> Iterator[tuple[Run, Run]]:
-    """Joint P3O against PPO under offsets; with factors joint P3O against all, and all against themselves without."""
+    """Joint P3O against PPO under offsets; with factors joint P3O against all, and all against
+    themselves without.
+    """
     joint = arm("joint")
-    yield from ((joint, rewards.ppo(sd, rate)) for sd in rewards.DEVIATIONS for rate in rewards.PPO_RATES)
+    yield from (
+        (joint, rewards.ppo(sd, rate)) for sd in rewards.DEVIATIONS for rate in rewards.PPO_RATES
+    )
     yield joint, arm("ppo_centred")
     for one in rewards.scales():
         first = arm("joint", one.responses_per_prompt, reward_spread=one.reward_spread)
@@ -24,7 +28,8 @@ def pairs() -> Iterator[tuple[Run, Run]]:
 
 
 def different_weights(study: Study) -> list[list[str]]:
-    """How many different weights an algorithm ends with under its offsets, also none; 1 is bit for bit. Header first.
+    """How many different weights an algorithm ends with under its offsets, also none; 1 is bit for
+    bit. Header first.
 
     One machine made these runs: another one rounds otherwise.
     """

@@ -16,7 +16,9 @@ def arms(study: Study) -> list[Run]:
     """Everything that was compared."""
     if "corrections" not in study.chosen:
         return []
-    return [one for lag in sorted(stale.LAGS) for one in stale.at_lag(lag, study.chosen["corrections"])]
+    return [
+        one for lag in sorted(stale.LAGS) for one in stale.at_lag(lag, study.chosen["corrections"])
+    ]
 
 
 def tuned(study: Study, algorithm: str, own: float, lag: int, responses: int) -> Run:
@@ -27,20 +29,31 @@ def tuned(study: Study, algorithm: str, own: float, lag: int, responses: int) ->
 
 
 def best_p3o(study: Study, lag: int, responses: int) -> Run | None:
-    """The P3O with the highest reward − BETA KL on the languages of the selection; None if none has run there."""
+    """The P3O with the highest reward − BETA KL on the languages of the selection; None if none has
+    run there.
+    """
     ends = {}
     for one in arms(study):
-        if one.algorithm in CLIPPINGS and (one.rounds_ahead, one.responses_per_prompt) == (lag, responses):
+        if one.algorithm in CLIPPINGS and (one.rounds_ahead, one.responses_per_prompt) == (
+            lag,
+            responses,
+        ):
             rate = study.chosen.get("rates", {}).get(one.name)
             if rate is not None:
-                ends[one] = measures.measures(study.records, selection_runs(one, rate))["end"].mean()
+                ends[one] = measures.measures(study.records, selection_runs(one, rate))[
+                    "end"
+                ].mean()
     return max(ends, key=ends.__getitem__, default=None)
 
 
 def rivals(study: Study, lag: int, responses: int) -> list[tuple[Run, Run]]:
     """The best P3O against every algorithm that is not P3O."""
     first = best_p3o(study, lag, responses)
-    others = [tuned(study, *pair, lag, responses) for pair in stale.compared(lag) if pair[0] not in CLIPPINGS]
+    others = [
+        tuned(study, *pair, lag, responses)
+        for pair in stale.compared(lag)
+        if pair[0] not in CLIPPINGS
+    ]
     return [(first, other) for other in others] if first else []
 
 
@@ -59,7 +72,9 @@ def rows_of(study: Study, responses: int) -> list[Row]:
             "stale": tuned(study, algorithm, own, OLDEST, responses),
             "ratios": ratios(algorithm, own, responses),
         }
-        found = {name: measures.difference(study, (one, start), "end") for name, one in asked.items()}
+        found = {
+            name: measures.difference(study, (one, start), "end") for name, one in asked.items()
+        }
         rows.append(Row(asked["fresh"], found))
     return rows
 
@@ -73,6 +88,8 @@ MARKS = {
 
 def figure(study: Study, path: Path) -> bool:
     """What every algorithm reaches with fresh and stale rollouts."""
-    panels = {f"{responses} responses to a prompt": rows_of(study, responses) for responses in (4, 16)}
+    panels = {
+        f"{responses} responses to a prompt": rows_of(study, responses) for responses in (4, 16)
+    }
     title = f"Reward − {BETA:g} KL after training, every algorithm tuned: paired differences on eight languages"
     return draw(panels, MARKS, minus="joint P3O with fresh rollouts", title=title, path=path)

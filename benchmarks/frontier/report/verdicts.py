@@ -1,4 +1,6 @@
-"""The table at the top of README.md: a question, its answer in words, the number, and where it was measured."""
+"""The table at the top of README.md: a question, its answer in words, the number, and where it was
+measured.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -39,16 +41,24 @@ def verdicts(study: Study) -> list[Verdict]:
     # Joint P3O, which no offset moves, against PPO at the rate that is best for it there.
     offset = against_highest(study, [(arm("joint"), ppo(1.0, rate)) for rate in PPO_RATES])
     pairs = against_highest(study, [tuple(two_responses())])
-    # The best P3O of the selection languages against the rival with the highest mean on those of the results, which is
-    # a choice in the rival's favor.
+    # The best P3O of the selection languages against the rival with the highest mean on those of
+    # the results, which is a choice in the rival's favor.
     by_lag = [
-        Verdict(f"{name}, {K} responses{more}", *against_highest(study, stale.rivals(study, lag, K)))
-        for lag, name, more in ((0, "fresh rollouts", " per prompt"), (OLDEST, f"rollouts {OLDEST} updates old", ""))
+        Verdict(
+            f"{name}, {K} responses{more}", *against_highest(study, stale.rivals(study, lag, K))
+        )
+        for lag, name, more in (
+            (0, "fresh rollouts", " per prompt"),
+            (OLDEST, f"rollouts {OLDEST} updates old", ""),
+        )
         for K in (4, 16)
     ]
     return [
         Verdict("an offset of one deviation per prompt, PPO alone", *offset),
-        *(Verdict(f"a factor per prompt (σ 1), {K} responses", *under_scales(study, K)) for K in (4, 16)),
+        *(
+            Verdict(f"a factor per prompt (σ 1), {K} responses", *under_scales(study, K))
+            for K in (4, 16)
+        ),
         Verdict("fresh rollouts, 2 responses per prompt", *pairs),
         *by_lag,
     ]
@@ -59,7 +69,11 @@ def table(study: Study) -> list[list[str]]:
     lines = [["where P3O differs", "answer", f"{END}: P3O minus the best other"]]
     for verdict in verdicts(study):
         found = verdict.estimate
-        number = NOT_MEASURED if found is None else f"{measures.estimate(found, signed=True)}, {verdict.rival}"
+        number = (
+            NOT_MEASURED
+            if found is None
+            else f"{measures.estimate(found, signed=True)}, {verdict.rival}"
+        )
         lines.append([verdict.question, reading(found), number])
     return lines
 
@@ -87,4 +101,6 @@ def under_scales(study: Study, responses: int) -> tuple[str, Estimate | None]:
     """Joint P3O as it is against the best other algorithm, all under the same factors."""
     arms = [one for one in scales() if one.reward_spread and one.responses_per_prompt == responses]
     first = next(one for one in arms if one.algorithm == "joint")
-    return against_highest(study, [(first, one) for one in arms if not one.algorithm.startswith("joint")])
+    return against_highest(
+        study, [(first, one) for one in arms if not one.algorithm.startswith("joint")]
+    )

@@ -28,24 +28,50 @@ from fastp3o.sources import InMemory
 from fastp3o.training.loop import train
 
 RECORD = RESULTS / "arithmetic.jsonl"
-# Seeds whose starts solve a tenth of the sums: two choose rates, eight give the results, and on five rates are found. A
-# machine that rounds differently makes other starts of them: those from 17 on are of a second one.
+# Seeds whose starts solve a tenth of the sums: two choose rates, eight give the results, and on
+# five rates are found. A machine that rounds differently makes other starts of them: those from 17
+# on are of a second one.
 SELECTION, STARTS, FOUND_ON = (0, 1), (4, 5, 7, 10, 11, 13, 15, 17), (17, 20, 22, 24, 25)
 RATES = (3e-5, 1e-4)
 RESPONSES, UPDATES, PASSES, EVALUATED_AT = 32, 100, 2, "50"
 # Algorithm -> its own parameter.
-COMPARED = dict.fromkeys(("joint", "separate", "none", "token", "ppo-lambda-1", "grpo-k1", "dapo-k1"), 0.0)
+COMPARED = dict.fromkeys(
+    ("joint", "separate", "none", "token", "ppo-lambda-1", "grpo-k1", "dapo-k1"), 0.0
+)
 COMPARED |= {"rloo": 0.0, "rloo-response": 0.0, "rloo-token": 0.0, "rebel": 3.0, "gspo": 0.003}
 WITH_16 = ("joint", "grpo-k1", "rloo", "ppo-lambda-1")  # at the rates of 4 responses
 # The record has means of these over each AVERAGED updates.
-LOGGED = ("reward", "tied_prompts", "sampled_again", "clip_fraction", "ratio_max", "kl", "response_length", "seconds")
+LOGGED = (
+    "reward",
+    "tied_prompts",
+    "sampled_again",
+    "clip_fraction",
+    "ratio_max",
+    "kl",
+    "response_length",
+    "seconds",
+)
 AVERAGED = 10
 
 
 def arm(name: str, responses: int = 4, **fields: float) -> Run:
-    sizes = {"responses_per_prompt": responses, "prompts_per_update": RESPONSES // responses, "updates": UPDATES}
+    sizes = {
+        "responses_per_prompt": responses,
+        "prompts_per_update": RESPONSES // responses,
+        "updates": UPDATES,
+    }
     passes = 0 if name == "rloo" else PASSES
-    return Run("arithmetic", name, 0.0, 0.0, 0, own_parameter=COMPARED[name], inner_epochs=passes, **sizes, **fields)
+    return Run(
+        "arithmetic",
+        name,
+        0.0,
+        0.0,
+        0,
+        own_parameter=COMPARED[name],
+        inner_epochs=passes,
+        **sizes,
+        **fields,
+    )
 
 
 def arms() -> list[Run]:
@@ -59,9 +85,13 @@ def found_from(rate: float) -> Run:
 
 
 def chosen_rate(records: Records, one: Run) -> float | None:
-    """The rate with the highest mean accuracy on the starts that choose, with 4 responses; None before all have run."""
+    """The rate with the highest mean accuracy on the starts that choose, with 4 responses; None
+    before all have run.
+    """
     four = arm(one.algorithm)
-    tried = {rate: accuracies(records, replace(four, learning_rate=rate), SELECTION) for rate in RATES}
+    tried = {
+        rate: accuracies(records, replace(four, learning_rate=rate), SELECTION) for rate in RATES
+    }
     ran = [rate for rate, found in tried.items() if len(found) == len(SELECTION)]
     return max(ran, key=lambda rate: sum(tried[rate].values())) if len(ran) == len(RATES) else None
 
@@ -70,7 +100,9 @@ def accuracies(records: Records, one: Run, seeds: tuple[int, ...] = STARTS) -> d
     """Held-out accuracy after the last update, of the seeds that have run."""
     names = {seed: replace(one, seed=seed).name for seed in seeds}
     done = records.histories
-    return {("", seed): float(done[name][-1]["reward"]) for seed, name in names.items() if name in done}
+    return {
+        ("", seed): float(done[name][-1]["reward"]) for seed, name in names.items() if name in done
+    }
 
 
 def planned() -> Iterator[Run]:
@@ -91,19 +123,40 @@ def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
     if not (start / "policy").exists():
         arithmetic.make(start, run.seed)
     data = {part: str(start / f"prompts.{part}.jsonl") for part in ("train", "eval")}
-    task = Task(run.task, str(start / "policy"), "sums:reward", data["train"], data["eval"], 0, 1, arithmetic.is_right)
+    task = Task(
+        run.task,
+        str(start / "policy"),
+        "sums:reward",
+        data["train"],
+        data["eval"],
+        0,
+        1,
+        arithmetic.is_right,
+    )
     config = replace(
         configuration(replace(run, updates=0), task, output),
-        **{"reward": InMemory("sums:reward", arithmetic.reward), "gold_reward": None, "overwrite": True},
+        **{
+            "reward": InMemory("sums:reward", arithmetic.reward),
+            "gold_reward": None,
+            "overwrite": True,
+        },
         **{"updates": run.updates, "eval_at": EVALUATED_AT, "eval_responses_per_prompt": 2},
         **arithmetic.LENGTHS,
     )
     AcceleratorState._reset_state(reset_partial_state=True)
     output.mkdir(parents=True, exist_ok=True)
-    with (output.parent / f"{run.name}.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        (output.parent / f"{run.name}.txt").open("w") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         train(config)
     digest = hashlib.sha256((start / "policy" / "model.safetensors").read_bytes()).hexdigest()
-    return asdict(run) | {"start": digest, "evaluations": rounded_evaluations(output), "course": course(output)}
+    return asdict(run) | {
+        "start": digest,
+        "evaluations": rounded_evaluations(output),
+        "course": course(output),
+    }
 
 
 def course(folder: Path) -> dict[str, list[float]]:
@@ -111,14 +164,20 @@ def course(folder: Path) -> dict[str, list[float]]:
     updates = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     parts = [updates[first : first + AVERAGED] for first in range(0, len(updates), AVERAGED)]
     means = {
-        name: [sum(one[name] for one in part) / len(part) for part in parts] for name in LOGGED if name in updates[0]
+        name: [sum(one[name] for one in part) / len(part) for part in parts]
+        for name in LOGGED
+        if name in updates[0]
     }
     return {name: [float(f"{value:.4g}") for value in values] for name, values in means.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/arithmetic"), help="Folder of starts and logs.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/arithmetic"), help="Folder of starts and logs."
+    )
     folder = parser.parse_args().runs
     torch.set_num_threads(1)
     for run in planned():

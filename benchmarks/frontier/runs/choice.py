@@ -26,7 +26,9 @@ def choose_rates_of(arms: Callable[[], Iterable[Run]], records: Records) -> None
     for arm in arms():
         tried = {rate: tuned_arms.selection_runs(arm, rate) for rate in tuned_arms.rates_of(arm)}
         ends = {
-            rate: at_the_end(records, runs) for rate, runs in tried.items() if recorded >= {run.name for run in runs}
+            rate: at_the_end(records, runs)
+            for rate, runs in tried.items()
+            if recorded >= {run.name for run in runs}
         }
         if ends:
             found[arm.name] = max(ends, key=ends.__getitem__)

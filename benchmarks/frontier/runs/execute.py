@@ -1,4 +1,6 @@
-"""Executes the runs of the plan that are not recorded yet, and makes the choices that follow from finished ones."""
+"""Executes the runs of the plan that are not recorded yet, and makes the choices that follow from
+finished ones.
+"""
 
 import json
 import multiprocessing
@@ -18,7 +20,8 @@ from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.tuned_arms import results, trials
 from benchmarks.frontier.tasks.task import Task, make
 
-# Question -> its arms. The part QUESTION_rates tries their learning rates, the part QUESTION runs them.
+# Question -> its arms. The part QUESTION_rates tries their learning rates, the part QUESTION runs
+# them.
 ARMS: dict[str, Callable[[], Iterator[Run]]] = {
     **{f"lag_{lag}": partial(stale.at_lag, lag) for lag in stale.LAGS},
     "offset_doses": rewards.without_offset,
@@ -27,23 +30,34 @@ ARMS: dict[str, Callable[[], Iterator[Run]]] = {
 }
 
 
-def parts() -> dict[str, tuple[Callable[[], Iterable[Run]], Callable[[records.Records], None] | None]]:
+def parts() -> dict[
+    str, tuple[Callable[[], Iterable[Run]], Callable[[records.Records], None] | None]
+]:
     """The parts of the study in their order: what each runs, and the choice that its runs decide."""
     found: dict = {"corrections": (stale.corrections, choice.choose_corrections)}
     for question, arms in ARMS.items():
-        found[f"{question}_rates"] = lambda arms=arms: trials(arms()), partial(choice.choose_rates_of, arms)
+        found[f"{question}_rates"] = (
+            lambda arms=arms: trials(arms()),
+            partial(choice.choose_rates_of, arms),
+        )
         found[question] = lambda arms=arms: results(arms()), None
-    found |= {"offset_doses": (rewards.offset_doses, None), "offset_bits": (rewards.offset_bits, None)}
+    found |= {
+        "offset_doses": (rewards.offset_doses, None),
+        "offset_bits": (rewards.offset_bits, None),
+    }
     return found | {"found_rates": (settings.found_rates_results, None)}
 
 
 PARTS = parts()
 
 
-def execute(names: Iterable[str], path: Path, folder: Path, *, only: str = "", workers: int | None) -> None:
+def execute(
+    names: Iterable[str], path: Path, folder: Path, *, only: str = "", workers: int | None
+) -> None:
     """Executes the runs of some parts that the record lacks and whose names begin with `only`.
 
-    path: of runs.jsonl. folder: holds the tasks, trained models and logs. workers: runs at a time, one thread each.
+    path: of runs.jsonl. folder: holds the tasks, trained models and logs. workers: runs at a time,
+    one thread each.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -64,7 +78,9 @@ def waiting(runs: list[Run], path: Path) -> list[Run]:
     return [run for run in dict.fromkeys(runs) if run.name not in done]
 
 
-def record_all(pool: Executor, title: str, runs: list[Run], tasks: dict[str, Task], trained: Path, path: Path) -> None:
+def record_all(
+    pool: Executor, title: str, runs: list[Run], tasks: dict[str, Task], trained: Path, path: Path
+) -> None:
     """Adds a line to the record for each run as it ends."""
     futures = [pool.submit(train_and_record, run, tasks[run.task], trained) for run in runs]
     for future in tqdm(as_completed(futures), title, total=len(runs), unit="run"):
@@ -73,10 +89,11 @@ def record_all(pool: Executor, title: str, runs: list[Run], tasks: dict[str, Tas
 
 
 def begin_worker() -> None:
-    """Gives torch one thread, and ends the worker with the command that started it, however that ends.
+    """Gives torch one thread, and ends the worker with the command that started it, however that
+    ends.
 
-    A worker that outlived its command would go on with its run next to those of the next command, and a trainer takes
-    a signal as a request to save.
+    A worker that outlived its command would go on with its run next to those of the next command,
+    and a trainer takes a signal as a request to save.
     """
     torch.set_num_threads(1)
     command = multiprocessing.parent_process()

@@ -30,9 +30,12 @@ GOLD = "benchmarks.frontier.tasks.task:Task.gold"
 
 
 def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
-    """Trains in `folder`/run.name, where the finished model stays, and returns the run with its results."""
+    """Trains in `folder`/run.name, where the finished model stays, and returns the run with its
+    results.
+    """
     # A killed command leaves the files of its runs, which runs of the next one must not meet.
-    output, log_file = folder / f"{run.name}.{os.getpid()}", folder / f"{run.name}.{os.getpid()}.log.txt"
+    output = folder / f"{run.name}.{os.getpid()}"
+    log_file = folder / f"{run.name}.{os.getpid()}.log.txt"
     folder.mkdir(parents=True, exist_ok=True)
     # Runs of one process must not share what accelerate keeps.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -49,7 +52,9 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     return asdict(run) | {
         "seconds": round(time.perf_counter() - started, 1),
         "threads": torch.get_num_threads(),
-        "sha256": hashlib.sha256((finished / "model" / "model.safetensors").read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256(
+            (finished / "model" / "model.safetensors").read_bytes()
+        ).hexdigest(),
         "evaluations": rounded_evaluations(finished),
     }
 
@@ -72,28 +77,31 @@ def offset_reward(run: Run, task: Task) -> OffsetReward:
 
 
 def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
-    settings = SETTINGS | {
-        "model": task.policy,
-        "reference": task.policy,  # which evaluations measure the KL to, whether the loss has one or not
-        "reward": task.reward_model,
-        "gold_reward": GOLD,
-        "prompts": task.prompts,
-        "eval_prompts": task.eval_prompts,
-        "output_dir": str(output),
-        "learning_rate": run.learning_rate,
-        "kl_per_update": run.kl_per_update or None,
-        "kl_coef": run.kl_coef,
-        "seed": run.seed,
-        "responses_per_prompt": run.responses_per_prompt,
-        "prompts_per_update": run.prompts_per_update,
-        # The number of optimizer steps does not depend on that of prompts.
-        "prompts_per_minibatch": max(1, run.prompts_per_update // MINIBATCHES),
-        "rounds_ahead": run.rounds_ahead,
-        "precision": "fp32",
-        "report_to": "none",
-        "samples_every": 0,
-        "log_rollouts": 0,
-    }
+    settings = (
+        SETTINGS
+        | {
+            "model": task.policy,
+            "reference": task.policy,  # which evaluations measure the KL to, whether the loss has one or not
+            "reward": task.reward_model,
+            "gold_reward": GOLD,
+            "prompts": task.prompts,
+            "eval_prompts": task.eval_prompts,
+            "output_dir": str(output),
+            "learning_rate": run.learning_rate,
+            "kl_per_update": run.kl_per_update or None,
+            "kl_coef": run.kl_coef,
+            "seed": run.seed,
+            "responses_per_prompt": run.responses_per_prompt,
+            "prompts_per_update": run.prompts_per_update,
+            # The number of optimizer steps does not depend on that of prompts.
+            "prompts_per_minibatch": max(1, run.prompts_per_update // MINIBATCHES),
+            "rounds_ahead": run.rounds_ahead,
+            "precision": "fp32",
+            "report_to": "none",
+            "samples_every": 0,
+            "log_rollouts": 0,
+        }
+    )
     if run.updates:
         settings |= {"updates": run.updates, "eval_at": ""}
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
@@ -111,16 +119,24 @@ def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
     return OBJECTIVES[objective](**(settings | own_settings))
 
 
-# Rewards already have unit deviation; a running deviation would divide PPO's by that of the offset. Values must be free
-# to reach an offset of tens.
-PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
+# Rewards already have unit deviation; a running deviation would divide PPO's by that of the offset.
+# Values must be free to reach an offset of tens.
+PPO_SETTINGS = {
+    "reward_scaling": "none",
+    "reward_clip": 0.0,
+    "value_clip_range": 10.0,
+    "critic_learning_rate": 2e-3,
+}
 
 CENTRED = "ppo_centred"  # PPO with rewards less the mean of their prompt's
 
-# Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
-# steps, so RLOO makes one pass, as by default.
+# Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy
+# only in the first steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in (*CLIPPINGS, "token")},
+    **{
+        name: ("p3o", {"clipping": name, "reward_scaling": "none"})
+        for name in (*CLIPPINGS, "token")
+    },
     "ppo": ("ppo", PPO_SETTINGS),
     CENTRED: ("ppo", PPO_SETTINGS),
     "ppo-lambda-1": ("ppo", PPO_SETTINGS | {"gae_lambda": 1.0}),
@@ -142,25 +158,31 @@ OWN_PARAMETERS = {
 }
 
 
-# Losses of tokens are weighed by the ratios of tokens, whose usual cap is 2 (Yao et al. 2025); others by those of
-# whole responses or pairs, whose cap is that of P3O's ratios.
+# Losses of tokens are weighed by the ratios of tokens, whose usual cap is 2 (Yao et al. 2025);
+# others by those of whole responses or pairs, whose cap is that of P3O's ratios.
 WEIGHTS_OF_TOKENS = ("ppo", "grpo", "grpo-k1", "dr_grpo", "dapo", "rloo-token")
 TOKEN_CAP, RESPONSE_CAP = 2.0, 10.0
 
 
 def correction(name: str, algorithm: str) -> dict[str, Any]:
-    """Settings that correct for rollouts of an older policy. none: ratios compare with the policy before the update, as
-    if it had sampled. ratios: they compare with the policy that sampled. weights: as none, and losses are weighed by
-    the ratio of the two, capped.
+    """Settings that correct for rollouts of an older policy. none: ratios compare with the policy
+    before the update, as if it had sampled. ratios: they compare with the policy that sampled.
+    weights: as none, and losses are weighed by the ratio of the two, capped.
     """
     return {
         "none": {},
         "ratios": {"old_logprobs": "sampler"},
-        "weights": {"sampler_ratio_cap": TOKEN_CAP if algorithm in WEIGHTS_OF_TOKENS else RESPONSE_CAP},
+        "weights": {
+            "sampler_ratio_cap": TOKEN_CAP if algorithm in WEIGHTS_OF_TOKENS else RESPONSE_CAP
+        },
     }[name]
 
 
 def rounded_evaluations(folder: Path) -> list[dict[str, float]]:
-    """The run's evaluations, rounded to six significant digits, which is finer than their standard errors."""
+    """The run's evaluations, rounded to six significant digits, which is finer than their standard
+    errors.
+    """
     lines = (folder / EVALUATIONS).read_text().splitlines()
-    return [{name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines]
+    return [
+        {name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines
+    ]

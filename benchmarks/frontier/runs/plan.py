@@ -1,4 +1,6 @@
-"""The fields of a run. Runs of a comparison share task and seed: prompts, order and sampling noise are the same."""
+"""The fields of a run. Runs of a comparison share task and seed: prompts, order and sampling noise
+are the same.
+"""
 
 from dataclasses import asdict, dataclass
 
@@ -6,7 +8,15 @@ CLIPPINGS = ("joint", "separate", "none")
 BETA = 0.1  # the KL coefficient of most comparisons, in standard deviations of the reward per nat
 
 # Fields that the first recorded runs lack.
-LATER = ("own_parameter", "reward_factor", "rounds_ahead", "correction", "inner_epochs", "reward_spread", "updates")
+LATER = (
+    "own_parameter",
+    "reward_factor",
+    "rounds_ahead",
+    "correction",
+    "inner_epochs",
+    "reward_spread",
+    "updates",
+)
 LATER += ("critic_learning_rate", "value_clip_range", "kl_per_update")
 
 
@@ -29,7 +39,9 @@ class Run:
     correction: str = "none"  # of stale rollouts, one of stale.CORRECTIONS
     inner_epochs: int = 0  # passes over a round; 0: the algorithm's default
     updates: int = 0  # 0: those of the task
-    reward_spread: float = 0.0  # standard deviation of the log of a factor that each prompt's rewards have
+    reward_spread: float = (
+        0.0  # standard deviation of the log of a factor that each prompt's rewards have
+    )
 
     critic_learning_rate: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
     value_clip_range: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
@@ -42,7 +54,12 @@ class Run:
         later = {field: values.pop(field) for field in LATER}
         named = [written(value) for value in values.values()]
         return "-".join(
-            named + [f"{field}={written(value)}" for field, value in later.items() if value != getattr(Run, field)]
+            named
+            + [
+                f"{field}={written(value)}"
+                for field, value in later.items()
+                if value != getattr(Run, field)
+            ]
         )
 
 

@@ -18,11 +18,13 @@ EVALUATION_FIELDS = ("run", "step", "kl", "reward", "gold")
 
 @dataclass(frozen=True)
 class Records:
-    """One row per run and one per evaluation, in recorded order; rewards are divided by their factor.
+    """One row per run and one per evaluation, in recorded order; rewards are divided by their
+    factor.
 
     runs: name, the fields of plan.Run, sha256 (of the final weights), and of the last evaluation
         final_kl and final_objective, which runs with this KL coefficient maximize
-    evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), and
+    evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means
+    over prompts), and
         objective: the reward's gain over the run's start − BETA KL
     """
 
@@ -50,7 +52,9 @@ def load(path: Path) -> Records:
 def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     """Records from lines of runs.jsonl: the fields of plan.Run with sha256 and evaluations."""
     lines = [{field: getattr(Run, field) for field in LATER} | line for line in lines]
-    names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
+    names = [
+        Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines
+    ]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
     runs.insert(0, "name", Series(names, dtype=object))
     evaluations = DataFrame(
@@ -64,4 +68,6 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     start = evaluations.groupby("run", sort=False)["reward"].transform("first")
     evaluations["objective"] = evaluations["reward"] - start - BETA * evaluations["kl"]
     last = evaluations.groupby("run", sort=False).nth(-1).set_index("run")
-    return Records(runs.join(last[["kl", "objective"]].add_prefix("final_"), on="name"), evaluations)
+    return Records(
+        runs.join(last[["kl", "objective"]].add_prefix("final_"), on="name"), evaluations
+    )

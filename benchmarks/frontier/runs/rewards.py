@@ -34,9 +34,15 @@ def offset_doses() -> Iterator[Run]:
 
 
 def offset_bits() -> Iterator[Run]:
-    """Algorithms that see only differences within a prompt, on one language: one machine makes all of them."""
-    for run in (replace(one, updates=BITS_UPDATES) for one in results(without_offset()) if one.seed == 0):
-        yield from (replace(run, offset="unlearnable", offset_sd=sd) if sd else run for sd in DEVIATIONS)
+    """Algorithms that see only differences within a prompt, on one language: one machine makes all
+    of them.
+    """
+    for run in (
+        replace(one, updates=BITS_UPDATES) for one in results(without_offset()) if one.seed == 0
+    ):
+        yield from (
+            replace(run, offset="unlearnable", offset_sd=sd) if sd else run for sd in DEVIATIONS
+        )
 
 
 def scales() -> Iterator[Run]:

@@ -14,10 +14,17 @@ COMPARED = (
 )
 # OAPL's β2 is the better of 0.3 and the paper's 1e-3.
 STALE = (("vespo", 0.0), ("oapl", 0.3), ("copg", 0.0), ("grpo-k1", 0.0), ("rloo-token", 0.0))
-FRESH = tuple((name, 0.0) for name in ("grpo-k1", "rloo-token", "rloo-response", "dr_grpo-k1", "dr_grpo", "dapo-k1"))
+FRESH = tuple(
+    (name, 0.0)
+    for name in ("grpo-k1", "rloo-token", "rloo-response", "dr_grpo-k1", "dr_grpo", "dapo-k1")
+)
 CORRECTIONS = ("none", "ratios", "weights")
 # Ratios to the policy that sampled run whether chosen or not.
-RATIOS = [(name, own) for name, own in COMPARED if name in (*CLIPPINGS, "ppo", "grpo", "rebel") or own == 0.03]
+RATIOS = [
+    (name, own)
+    for name, own in COMPARED
+    if name in (*CLIPPINGS, "ppo", "grpo", "rebel") or own == 0.03
+]
 
 
 def compared(lag: int) -> tuple[tuple[str, float], ...]:
@@ -26,7 +33,9 @@ def compared(lag: int) -> tuple[tuple[str, float], ...]:
 
 
 def corrected(algorithm: str, own: float) -> list[Run]:
-    """The arms from which an algorithm's correction is chosen, at half of the rates. Two have no ratios."""
+    """The arms from which an algorithm's correction is chosen, at half of the rates. Two have no
+    ratios.
+    """
     return [
         arm(algorithm, own=own, rounds_ahead=max(LAGS), correction=correction)
         for correction in CORRECTIONS

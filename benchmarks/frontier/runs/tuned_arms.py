@@ -1,8 +1,8 @@
 """Arms on the ten languages: every arm of a question runs at the rate that is best for it.
 
-An arm is a run without task, seed and learning rate. Its rate is the one with the highest reward − BETA KL at the end,
-which is what all train for, on two languages and seeds that no result uses. The results have one seed on each of the
-other eight, so they are independent.
+An arm is a run without task, seed and learning rate. Its rate is the one with the highest reward −
+BETA KL at the end, which is what all train for, on two languages and seeds that no result uses. The
+results have one seed on each of the other eight, so they are independent.
 """
 
 import json
@@ -13,13 +13,18 @@ from pathlib import Path
 from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.tasks.task import TASKS
 
-PROMPTS = {2: 64, 4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
+PROMPTS = {
+    2: 64,
+    4: 32,
+    16: 8,
+}  # responses per prompt -> prompts of an update: equally many responses
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
 
 RESULTS = tuple(enumerate(TASKS[:8]))  # seed, task
 SELECTION = tuple(zip((100, 101), TASKS[8:], strict=True))
 
-# Choices of the selection runs: "rates" -> the name of an arm -> its rate; "corrections", see stale.py.
+# Choices of the selection runs: "rates" -> the name of an arm -> its rate; "corrections", see
+# stale.py.
 CHOSEN = Path(__file__).parent / "tuned_arms.json"
 
 
@@ -29,7 +34,9 @@ def arm(algorithm: str, responses: int = 4, own: float = 0.0, **fields: float | 
 
 
 def rates_of(arm: Run) -> tuple[float, ...]:
-    """The rates that an arm tries: four, twice as high for plain RLOO, which makes one pass over a round."""
+    """The rates that an arm tries: four, twice as high for plain RLOO, which makes one pass over a
+    round.
+    """
     return tuple(2.0 * rate for rate in RATES) if arm.algorithm == "rloo" else RATES
 
 
@@ -46,7 +53,9 @@ def trials(arms: Iterable[Run]) -> Iterator[Run]:
 
 
 def results(arms: Iterable[Run]) -> Iterator[Run]:
-    """Every arm at its rate, all of one language before the next. ValueError if an arm's rate was not chosen."""
+    """Every arm at its rate, all of one language before the next. ValueError if an arm's rate was
+    not chosen.
+    """
     arms = list(arms)
     for seed, task in RESULTS:
         for one in arms:

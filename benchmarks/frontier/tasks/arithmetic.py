@@ -1,12 +1,14 @@
 """Sums that are added up step by step: a verifiable task of long responses with a reward of 0 or 1.
 
-The prompt has four to six numbers of two digits, each digit under a letter of its own: "a 3 A 7 b 4 B 5 c 1 C 9 ... =".
-The response adds one number after the other to the sum so far, units and then tens, each result with its carry:
+The prompt has four to six numbers of two digits, each digit under a letter of its own: "a 3 A 7 b 4
+B 5 c 1 C 9 ... =". The response adds one number after the other to the sum so far, units and then
+tens, each result with its carry:
 
-    then B 5 + 7 = 1 2 , b 4 + 3 + 1 = 0 8 , 0 8 2 ; now C 9 + 2 = 1 1 , c 1 + 8 + 1 = 1 0 , 1 0 1 ; ...
+    then B 5 + 7 = 1 2 , b 4 + 3 + 1 = 0 8 , 0 8 2 ; now C 9 + 2 = 1 1 , c 1 + 8 + 1 = 1 0 , 1 0 1 ;
+    ...
 
-These are 23 tokens a number, so responses have 70, 93 or 116 with their end. The first word says nothing, and is one of
-four by chance: a response has several ways of being right, as a text has.
+These are 23 tokens a number, so responses have 70, 93 or 116 with their end. The first word says
+nothing, and is one of four by chance: a response has several ways of being right, as a text has.
 """
 
 from itertools import islice
@@ -33,7 +35,10 @@ SFT: dict[str, Any] = synthetic.SFT | LENGTHS | {"epochs": 1, "batch_size": 16}
 
 
 def make_prompt(numbers: list[int]) -> str:
-    digits = [f"{a} {number // 10} {a.upper()} {number % 10}" for a, number in zip(LETTERS, numbers, strict=False)]
+    digits = [
+        f"{a} {number // 10} {a.upper()} {number % 10}"
+        for a, number in zip(LETTERS, numbers, strict=False)
+    ]
     return f"{' '.join(digits)} ="
 
 
@@ -58,7 +63,9 @@ def steps(prompt: str, rng: np.random.Generator) -> str:
     for letter, number in zip(LETTERS[1:], others, strict=False):
         more_tens, more_units = divmod(number, 10)
         units = slip(total % 10 + more_units, rng)
-        written += [f"{rng.choice(FILLERS)} {letter.upper()} {more_units} + {total % 10} = {spaced(units, 2)} ,"]
+        written += [
+            f"{rng.choice(FILLERS)} {letter.upper()} {more_units} + {total % 10} = {spaced(units, 2)} ,"
+        ]
         tens = slip(total // 10 % 10 + more_tens + units // 10, rng)
         sums = f"{letter} {more_tens} + {total // 10 % 10} + {units // 10} = {spaced(tens, 2)}"
         total = slip(total // 100 * 100 + 10 * tens + units % 10, rng)
@@ -74,16 +81,22 @@ def is_right(prompt: str, response: str) -> bool:
 def reward(groups: list[Group]) -> Tensor:
     """1 for a right response, else 0, [P, K]."""
     prompts, responses = texts(groups)
-    right = [is_right(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    right = [
+        is_right(prompt, response) for prompt, response in zip(prompts, responses, strict=True)
+    ]
     return torch.tensor(right, dtype=torch.float32).view(len(groups), -1)
 
 
 def make(folder: Path, seed: int) -> None:
-    """Writes prompts and, in policy/, a model that imitates the teacher, slips included; no prompt occurs twice."""
+    """Writes prompts and, in policy/, a model that imitates the teacher, slips included; no prompt
+    occurs twice.
+    """
     rng = np.random.default_rng([seed, 2])
     prompts: dict[str, None] = {}
     while len(prompts) < sum(SIZES.values()):
-        prompts[make_prompt(rng.integers(10, 100, rng.integers(COUNTS[0], COUNTS[1] + 1)).tolist())] = None
+        prompts[
+            make_prompt(rng.integers(10, 100, rng.integers(COUNTS[0], COUNTS[1] + 1)).tolist())
+        ] = None
     left, files = iter(prompts), {part: str(folder / f"{part}.jsonl") for part in SIZES}
     folder.mkdir(parents=True, exist_ok=True)
     for part, size in SIZES.items():
@@ -91,7 +104,9 @@ def make(folder: Path, seed: int) -> None:
         if part == "sft":
             records = [record | {"label": steps(record["prompt"], rng)} for record in records]
         synthetic.write_jsonl(Path(files[part]), records)
-    tokenizer, init, output = synthetic.make_tokenizer(VOCABULARY), str(folder / "init"), str(folder / "sft")
+    tokenizer = synthetic.make_tokenizer(VOCABULARY)
+    init = str(folder / "init")
+    output = str(folder / "sft")
     tokenizer.save_pretrained(init)
     synthetic.make_model(tokenizer, seed, inner=160).save_pretrained(init)
     sft.train(SFTConfig(model=init, output_dir=output, train_data=files["sft"], seed=seed, **SFT))

@@ -1,13 +1,15 @@
-"""Raters whose preferences go in circles by a degree that is set, over short responses of the artificial language.
+"""Raters whose preferences go in circles by a degree that is set, over short responses of the
+artificial language.
 
-A response names one of three styles, and goes on with words in that style. It has a utility u, by the classes of its
-words, and a place c on a circle, by its style; u, c₀ and c₁ have unit deviation over the language's responses to a
-prompt. Raters prefer y to y′ with log-odds SCALE · (√(1 − degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)): both parts
-have about the same variance, so the degree is the share of circles. At 0 raters are Bradley and Terry's; at 1 no score
-helps: each style beats one of the others and loses to the third.
+A response names one of three styles, and goes on with words in that style. It has a utility u, by
+the classes of its words, and a place c on a circle, by its style; u, c₀ and c₁ have unit deviation
+over the language's responses to a prompt. Raters prefer y to y′ with log-odds SCALE · (√(1 −
+degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)): both parts have about the same variance, so the
+degree is the share of circles. At 0 raters are Bradley and Terry's; at 1 no score helps: each style
+beats one of the others and loses to the third.
 
-Styles carry the circle because a small model's state at the end of a response must say the place: the words' own
-classes, which it says little of, were not found (`benchmarks/NOTES.md`).
+Styles carry the circle because a small model's state at the end of a response must say the place:
+the words' own classes, which it says little of, were not found (`benchmarks/NOTES.md`).
 """
 
 import re
@@ -26,15 +28,21 @@ SCALE = 1.5
 PLACES = 3
 WORDS_OF_RESPONSE = 6  # after its style
 LENGTHS = {"max_prompt_tokens": 16, "max_response_tokens": 10}
-SIZES = {"sft": 8_000, "pairs.train": 12_000, "pairs.eval": 1_000, "prompts.train": 2_000, "prompts.eval": 64}
+SIZES = {
+    "sft": 8_000,
+    "pairs.train": 12_000,
+    "pairs.eval": 1_000,
+    "prompts.train": 2_000,
+    "prompts.eval": 64,
+}
 SFT = synthetic.SFT | LENGTHS | {"epochs": 2}
 REWARD_MODEL = synthetic.REWARD_MODEL | LENGTHS
 NAMED = re.compile(r"style(\d)")
 
 
 class Raters:
-    """The preferences of a language's raters. seed: of the language and of what its raters value. degree: of circles,
-    within 0 and 1.
+    """The preferences of a language's raters. seed: of the language and of what its raters value.
+    degree: of circles, within 0 and 1.
     """
 
     def __init__(self, seed: int, degree: float):
@@ -46,22 +54,33 @@ class Raters:
         self.mean, self.deviation = first.mean(), (first - second).std() / np.sqrt(2)
 
     def responses(self, prompts: list[str], rng: np.random.Generator) -> list[str]:
-        """The language's own response to each prompt: one of the styles, whatever the prompt's, and words in it."""
+        """The language's own response to each prompt: one of the styles, whatever the prompt's, and
+        words in it.
+        """
         styles = rng.integers(PLACES, size=len(prompts))
-        styled = [NAMED.sub(f"style{style}", prompt) for prompt, style in zip(prompts, styles, strict=True)]
+        styled = [
+            NAMED.sub(f"style{style}", prompt)
+            for prompt, style in zip(prompts, styles, strict=True)
+        ]
         words = self.language.continued(styled, WORDS_OF_RESPONSE, rng)
         return [f"style{style} {text_of(said)}" for style, said in zip(styles, words, strict=True)]
 
     def utility(self, prompts: list[str], responses: list[str]) -> np.ndarray:
         """Σ_classes weight(topic, class) √count(class), [n]."""
-        counts = np.array([np.bincount(classes_in(response), minlength=CLASSES) for response in responses])
+        counts = np.array(
+            [np.bincount(classes_in(response), minlength=CLASSES) for response in responses]
+        )
         weights = self.language.class_weights[[parsed(prompt)[0] for prompt in prompts]]
         return (weights * np.sqrt(counts)).sum(axis=1)
 
     def features(self, prompts: list[str], responses: list[str]) -> np.ndarray:
-        """u, c₀ and c₁ of each response, [n, 3]. One that names no style first is in the middle of the circle."""
+        """u, c₀ and c₁ of each response, [n, 3]. One that names no style first is in the middle of
+        the circle.
+        """
         angles = 2 * np.pi * np.arange(PLACES) / PLACES
-        on_circle = np.sqrt(2) * np.column_stack([np.cos(angles), np.sin(angles)])[self.place_of_style]
+        on_circle = (
+            np.sqrt(2) * np.column_stack([np.cos(angles), np.sin(angles)])[self.place_of_style]
+        )
         places = np.zeros((len(responses), 2))
         for number, response in enumerate(responses):
             named = NAMED.match(response)
@@ -74,7 +93,9 @@ class Raters:
         """P(the first is preferred) by the features of both, [..., 3], [..., 3] -> [...]."""
         lead = firsts[..., 0] - seconds[..., 0]
         circle = firsts[..., 1] * seconds[..., 2] - firsts[..., 2] * seconds[..., 1]
-        return 1 / (1 + np.exp(-SCALE * (np.sqrt(1 - self.degree) * lead + np.sqrt(self.degree) * circle)))
+        return 1 / (
+            1 + np.exp(-SCALE * (np.sqrt(1 - self.degree) * lead + np.sqrt(self.degree) * circle))
+        )
 
 
 def classes_in(response: str) -> np.ndarray:
@@ -84,7 +105,9 @@ def classes_in(response: str) -> np.ndarray:
 
 
 def make_policy(folder: Path, seed: int) -> None:
-    """Writes demonstrations and prompts and, in policy/, a model that imitates the language; no prompt comes twice."""
+    """Writes demonstrations and prompts and, in policy/, a model that imitates the language; no
+    prompt comes twice.
+    """
     raters, rng = Raters(seed, 0.0), np.random.default_rng([seed, 4])
     prompts = iter(raters.language.prompts(sum(SIZES.values()), rng))
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,21 +116,30 @@ def make_policy(folder: Path, seed: int) -> None:
         records = [{"prompt": prompt} for prompt in chosen]
         if part == "sft":
             labels = raters.responses(chosen, rng)
-            records = [record | {"label": label} for record, label in zip(records, labels, strict=True)]
+            records = [
+                record | {"label": label} for record, label in zip(records, labels, strict=True)
+            ]
         synthetic.write_jsonl(folder / f"{part}.jsonl", records)
     init, output = folder / "init", folder / "sft"
     tokenizer = synthetic.make_tokenizer()
     tokenizer.save_pretrained(init)
     synthetic.make_model(tokenizer, seed).save_pretrained(init)
     sft.train(
-        SFTConfig(model=str(init), output_dir=str(output), train_data=str(folder / "sft.jsonl"), seed=seed, **SFT)
+        SFTConfig(
+            model=str(init),
+            output_dir=str(output),
+            train_data=str(folder / "sft.jsonl"),
+            seed=seed,
+            **SFT,
+        )
     )
     (output / "model").rename(folder / "policy")
 
 
 def make_pairs(folder: Path, start: Path, seed: int, degree: float) -> float:
-    """Writes pairs.train.jsonl and pairs.eval.jsonl, two of the language's responses to each prompt of the start with a
-    rater's verdict; returns the share of held-out verdicts that agree with the truer one.
+    """Writes pairs.train.jsonl and pairs.eval.jsonl, two of the language's responses to each prompt
+    of the start with a rater's verdict; returns the share of held-out verdicts that agree with the
+    truer one.
     """
     raters, rng = Raters(seed, degree), np.random.default_rng([seed, 5])
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,23 +158,31 @@ def make_pairs(folder: Path, start: Path, seed: int, degree: float) -> float:
 
 
 def win_rate(raters: Raters, ours: np.ndarray, theirs: np.ndarray) -> float:
-    """How often a response of ours is preferred to one of theirs, by features [P, n, 3] and [P, m, 3]."""
+    """How often a response of ours is preferred to one of theirs, by features [P, n, 3] and [P, m,
+    3].
+    """
     return float(raters.preferred(ours[:, :, None], theirs[:, None]).mean())
 
 
 def worst_case(raters: Raters, ours: np.ndarray, replies: np.ndarray) -> float:
-    """How often our responses are preferred to the best of all replies to a prompt: the one that beats most of a first
-    half of ours, measured on the second half. A policy that nothing beats has ½. Features [P, n, 3] and [P, m, 3].
+    """How often our responses are preferred to the best of all replies to a prompt: the one that
+    beats most of a first half of ours, measured on the second half. A policy that nothing beats has
+    ½. Features [P, n, 3] and [P, m, 3].
     """
     first, second = np.split(ours, 2, axis=1)
     beaten = raters.preferred(replies[:, :, None], first[:, None]).mean(axis=2)
-    best = np.take_along_axis(replies, torch.from_numpy(beaten).argmax(1).numpy()[:, None, None], axis=1)
+    best = np.take_along_axis(
+        replies, torch.from_numpy(beaten).argmax(1).numpy()[:, None, None], axis=1
+    )
     return win_rate(raters, second, best)
 
 
 def largest_style(features: np.ndarray) -> float:
-    """The share of the style that a policy names most, a mean over prompts: 1 if it always names the same to a prompt.
-    Features [P, n, 3].
+    """The share of the style that a policy names most, a mean over prompts: 1 if it always names
+    the same to a prompt. Features [P, n, 3].
     """
-    counted = [np.unique(of_prompt[:, 1:].round(6), axis=0, return_counts=True)[1].max() for of_prompt in features]
+    counted = [
+        np.unique(of_prompt[:, 1:].round(6), axis=0, return_counts=True)[1].max()
+        for of_prompt in features
+    ]
     return float(np.mean(counted)) / features.shape[1]

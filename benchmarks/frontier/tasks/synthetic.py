@@ -17,21 +17,33 @@ DEMONSTRATIONS = 16_000
 TRAIN_PAIRS, EVAL_PAIRS = 22_000, 1_000
 TRAIN_PROMPTS, EVAL_PROMPTS = 4096, 128
 
-# Labels follow P(a over b) = σ(PREFERENCE_SCALE (u(a) − u(b))), then a twentieth is flipped. The true utility agrees
-# with 77% of them.
+# Labels follow P(a over b) = σ(PREFERENCE_SCALE (u(a) − u(b))), then a twentieth is flipped. The
+# true utility agrees with 77% of them.
 PREFERENCE_SCALE, FLIPPED = 1.7, 0.05
 
 END, PAD = "<end>", "<pad>"
 
 # Fields of SFTConfig and RewardModelConfig with which one thread learns both in four minutes.
-COMMON: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_row": 2048}
-COMMON |= {"batch_size": 64, "lr_schedule": "cosine", "warmup_steps": 20, "report_to": "none", "precision": "fp32"}
+COMMON: dict[str, Any] = {
+    "max_prompt_tokens": 16,
+    "max_response_tokens": MAX_TOKENS,
+    "tokens_per_row": 2048,
+}
+COMMON |= {
+    "batch_size": 64,
+    "lr_schedule": "cosine",
+    "warmup_steps": 20,
+    "report_to": "none",
+    "precision": "fp32",
+}
 SFT = COMMON | {"epochs": 3, "learning_rate": 6e-3}
 REWARD_MODEL = COMMON | {"epochs": 2, "learning_rate": 2e-3}
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """Writes the data of the language and, in init/, tokenizer and model; no prompt occurs twice in all files."""
+    """Writes the data of the language and, in init/, tokenizer and model; no prompt occurs twice in
+    all files.
+    """
     language, rng = Language(seed), np.random.default_rng([seed, 1])
     total = DEMONSTRATIONS + TRAIN_PAIRS + EVAL_PAIRS + TRAIN_PROMPTS + EVAL_PROMPTS
     prompts = iter(language.prompts(total, rng))
@@ -49,14 +61,22 @@ def make_data(folder: Path, seed: int) -> None:
     make_model(tokenizer, seed).save_pretrained(folder / "init")
 
 
-def demonstrations(language: Language, prompts: list[str], rng: np.random.Generator) -> list[dict[str, str]]:
+def demonstrations(
+    language: Language, prompts: list[str], rng: np.random.Generator
+) -> list[dict[str, str]]:
     """The language's own response to each prompt."""
     responses = language.responses(prompts, rng)
-    return [{"prompt": prompt, "label": label} for prompt, label in zip(prompts, responses, strict=True)]
+    return [
+        {"prompt": prompt, "label": label} for prompt, label in zip(prompts, responses, strict=True)
+    ]
 
 
-def preferences(language: Language, prompts: list[str], rng: np.random.Generator) -> list[dict[str, str]]:
-    """Two of the language's responses to each prompt; utilities, Bradley-Terry and flips say which is chosen."""
+def preferences(
+    language: Language, prompts: list[str], rng: np.random.Generator
+) -> list[dict[str, str]]:
+    """Two of the language's responses to each prompt; utilities, Bradley-Terry and flips say which
+    is chosen.
+    """
     first, second = language.responses(prompts, rng), language.responses(prompts, rng)
     difference = np.subtract(language.utility(prompts, first), language.utility(prompts, second))
     first_wins = rng.random(len(prompts)) < 1 / (1 + np.exp(-PREFERENCE_SCALE * difference))
@@ -76,7 +96,9 @@ def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> None:
 
 
 def make_tokenizer(words: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word. Unknown words read as padding, since loaders try it with one."""
+    """A tokenizer with one token per word. Unknown words read as padding, since loaders try it with
+    one.
+    """
     vocabulary = {word: index for index, word in enumerate([END, PAD, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

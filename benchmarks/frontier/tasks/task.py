@@ -1,4 +1,5 @@
-"""The start of all runs of a task: a fine-tuned policy, a reward model and the prompts of a language, made once.
+"""The start of all runs of a task: a fine-tuned policy, a reward model and the prompts of a
+language, made once.
 
 python -m benchmarks.frontier.tasks.task      makes the ten starts, in about two minutes each
 """
@@ -29,7 +30,8 @@ from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 
 RESULTS = Path(__file__).parents[2] / "results" / "frontier"
-# Ten languages of one kind. Eight have one seed each and give the results; on the other two settings are chosen.
+# Ten languages of one kind. Eight have one seed each and give the results; on the other two
+# settings are chosen.
 TASKS = tuple(f"many_languages-{number}" for number in range(10))
 
 # Of every run, whatever its algorithm.
@@ -42,7 +44,9 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Task:
-    """Folders of models and data, and the reward's mean and standard deviation over the fine-tuned policy's samples."""
+    """Folders of models and data, and the reward's mean and standard deviation over the fine-tuned
+    policy's samples.
+    """
 
     name: str
     policy: str
@@ -77,22 +81,31 @@ def make(name: str, folder: Path) -> Task:
 
 
 def make_start(number: int, data: Path, start: Path) -> None:
-    """Trains the policy and the reward model of a language in `data`, and keeps both in bf16 in `start`."""
+    """Trains the policy and the reward model of a language in `data`, and keeps both in bf16 in
+    `start`.
+    """
     policy = fine_tune(data, number)
     rewards = learn_preferences(data, policy, number)
     keep(AutoModelForCausalLM.from_pretrained(policy), policy, start / "policy")
-    keep(AutoModelForSequenceClassification.from_pretrained(rewards), policy, start / "reward_model")
-    statistics = reward_statistics(str(start / "policy"), str(start / "reward_model"), data / "prompts.train.jsonl")
+    keep(
+        AutoModelForSequenceClassification.from_pretrained(rewards), policy, start / "reward_model"
+    )
+    statistics = reward_statistics(
+        str(start / "policy"), str(start / "reward_model"), data / "prompts.train.jsonl"
+    )
     (start / "rewards.json").write_text(json.dumps(statistics, indent=2) + "\n")
     if not as_recorded(number, start):
-        print(f"start {number} differs from the recorded one: its runs cannot be paired with those of runs.jsonl")
+        print(
+            f"start {number} differs from the recorded one: its runs cannot be paired with those of runs.jsonl"
+        )
 
 
 def as_recorded(number: int, start: Path) -> bool:
     """Whether a start has the bits of the one that the recorded runs began with."""
     recorded = json.loads((RESULTS / "starts.json").read_text())[str(number)]
     return all(
-        hashlib.sha256((start / part / "model.safetensors").read_bytes()).hexdigest() == recorded[part]
+        hashlib.sha256((start / part / "model.safetensors").read_bytes()).hexdigest()
+        == recorded[part]
         for part in ("policy", "reward_model")
     )
 
@@ -135,10 +148,14 @@ def learn_preferences(folder: Path, policy: str, seed: int) -> str:
 
 
 def reward_statistics(policy: str, rewards: str, prompts: Path) -> dict[str, float]:
-    """Mean and deviation of the rewards of two responses to each of 256 training prompts, with seed 0."""
+    """Mean and deviation of the rewards of two responses to each of 256 training prompts, with seed
+    0.
+    """
     tokenizer = load_tokenizer(policy)
     examples, _ = load_prompts(str(prompts), tokenizer, limit=256, max_prompt_tokens=192)
-    sampler = TransformersSampler(load_policy(policy), tokenizer, max_response_tokens=32, batch_size=64)
+    sampler = TransformersSampler(
+        load_policy(policy), tokenizer, max_response_tokens=32, batch_size=64
+    )
     groups = sampler(make_prompts(examples[:]), 2, 0)
     deviation, mean = torch.std_mean(load_scores(rewards, policy)(groups))
     return {"reward_mean": mean.item(), "reward_std": deviation.item()}
@@ -161,7 +178,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="Folder of data, models and logs.")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/frontier"), help="Folder of data, models and logs."
+    )
     folder = parser.parse_args().runs
     torch.set_num_threads(1)
     for name in TASKS:

@@ -1,4 +1,5 @@
-"""`linear_logprobs` in place of the function that all of TRL's trainers compute log-probabilities with.
+"""`linear_logprobs` in place of the function that all of TRL's trainers compute log-probabilities
+with.
 
 TRL 1.15 and 1.16. That function returns log-prob, entropy, mean logit and top-1 of each token.
 """
@@ -36,9 +37,10 @@ class LinearLogprobsOfTRL:
     ) -> tuple[Tensor | None, ...]:
         """OUTPUTS of each token, [N]; None for those that are not in `outputs`, except log_probs.
 
-        All come from one pass of `linear_logprobs` and are differentiable as TRL's are. The exception is
-        log_sum_sq_probs, which only DPO with use_weighting asks for: it is TRL's own, from a second pass. If several
-        tokens are equally likely, is_top1 is true for each of them; TRL's is true only for the first.
+        All come from one pass of `linear_logprobs` and are differentiable as TRL's are. The
+        exception is log_sum_sq_probs, which only DPO with use_weighting asks for: it is TRL's own,
+        from a second pass. If several tokens are equally likely, is_top1 is true for each of them;
+        TRL's is true only for the first.
         """
         # TRL scales before it caps: c tanh(s z / c) = s (c/s) tanh(z / (c/s)).
         head = Head(
@@ -58,8 +60,8 @@ class LinearLogprobsOfTRL:
 
 @contextmanager
 def linear_logprobs_in_trl() -> Iterator[None]:
-    """A context in which TRL's DPO, GRPO, KTO and RLOO trainers take log-probs, entropy, mean logit and top-1 from
-    `linear_logprobs`.
+    """A context in which TRL's DPO, GRPO, KTO and RLOO trainers take log-probs, entropy, mean logit
+    and top-1 from `linear_logprobs`.
 
     with linear_logprobs_in_trl():
         trainer.train()

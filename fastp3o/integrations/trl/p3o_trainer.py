@@ -42,39 +42,60 @@ PAPER = {
 
 @dataclass
 class TRLP3OConfig(GRPOConfig):
-    """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K. Raises ValueError
-    for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
+    """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K.
+    Raises ValueError for options of GRPO's losses, which would be ignored, and for batches that
+    would part siblings.
     """
 
-    num_generations: int = field(default=2, metadata={"help": "K, responses to each prompt; 2 in the paper."})
-    beta: float = field(default=0.05, metadata={"help": "Weight of the KL to the reference; 0 for no reference."})
+    num_generations: int = field(
+        default=2, metadata={"help": "K, responses to each prompt; 2 in the paper."}
+    )
+    beta: float = field(
+        default=0.05, metadata={"help": "Weight of the KL to the reference; 0 for no reference."}
+    )
     scale_rewards: str = field(
-        default="none", metadata={"help": 'P3O compares rewards of one prompt: "none", or "batch" for one scale.'}
+        default="none",
+        metadata={"help": 'P3O compares rewards of one prompt: "none", or "batch" for one scale.'},
     )
     vllm_importance_sampling_correction: bool = field(
-        default=False, metadata={"help": "Must stay False: old log-probs are the training model's own."}
+        default=False,
+        metadata={"help": "Must stay False: old log-probs are the training model's own."},
     )
-    clipping: str = field(default="joint", metadata={"help": "joint (P3O-V2), separate (P3O-V1) or none."})
-    ratio_cap: float = field(default=10.0, metadata={"help": "Importance weights are kept within 1/C and C."})
-    kl_reward: str = field(default="current", metadata={"help": "Policy in the KL part of the reward: or rollout."})
+    clipping: str = field(
+        default="joint", metadata={"help": "joint (P3O-V2), separate (P3O-V1) or none."}
+    )
+    ratio_cap: float = field(
+        default=10.0, metadata={"help": "Importance weights are kept within 1/C and C."}
+    )
+    kl_reward: str = field(
+        default="current", metadata={"help": "Policy in the KL part of the reward: or rollout."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in fields(GRPOConfig):
             if option.name in GRPO_ONLY and getattr(self, option.name) != option.default:
-                raise ValueError(f"{option.name} belongs to GRPO's losses, and P3O's would ignore it: leave it out")
+                raise ValueError(
+                    f"{option.name} belongs to GRPO's losses, and P3O's would ignore it: leave it out"
+                )
         if self.scale_rewards not in ("none", "batch"):
             raise ValueError(
                 f'scale_rewards="{self.scale_rewards}" gives every pair the same difference of rewards, which P3O '
                 'learns from: set it to "none" or "batch"'
             )
         if self.vllm_importance_sampling_correction:
-            raise ValueError("vllm_importance_sampling_correction is GRPO's, and P3O would ignore it: set it to False")
+            raise ValueError(
+                "vllm_importance_sampling_correction is GRPO's, and P3O would ignore it: set it to False"
+            )
         if self.clipping == "token":
-            raise ValueError('clipping="token" averages over tokens, not pairs; choose joint, separate or none')
+            raise ValueError(
+                'clipping="token" averages over tokens, not pairs; choose joint, separate or none'
+            )
         group_sizes = {"per_device_train_batch_size": self.num_generations}
         if self.eval_strategy != "no":
-            group_sizes["per_device_eval_batch_size"] = self.num_generations_eval or self.num_generations
+            group_sizes["per_device_eval_batch_size"] = (
+                self.num_generations_eval or self.num_generations
+            )
         for name, K in group_sizes.items():
             if K < 2 or getattr(self, name) % K:
                 raise ValueError(
@@ -92,9 +113,10 @@ class TRLP3OConfig(GRPOConfig):
 class P3OTrainer(GRPOTrainer):
     """GRPOTrainer with P3O's loss, whose microbatches have all responses to each of their prompts.
 
-    Everything else is GRPOTrainer's: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
-    Pairs with a completion that mask_truncated_completions empties have no gradient. Raises ValueError for args that
-    are not a TRLP3OConfig, and for models that take images or have a routing loss (mixtures of experts).
+    Everything else is GRPOTrainer's: generation, rewards, the reference, accumulation,
+    num_iterations, checkpoints. Pairs with a completion that mask_truncated_completions empties
+    have no gradient. Raises ValueError for args that are not a TRLP3OConfig, and for models that
+    take images or have a routing loss (mixtures of experts).
     """
 
     _tag_names = ["trl", "p3o"]  # noqa: RUF012
@@ -105,9 +127,13 @@ class P3OTrainer(GRPOTrainer):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         if not isinstance(self.args, TRLP3OConfig):
-            raise ValueError(f"P3OTrainer takes a TRLP3OConfig as args, and got a {type(self.args).__name__}")
+            raise ValueError(
+                f"P3OTrainer takes a TRLP3OConfig as args, and got a {type(self.args).__name__}"
+            )
         if self._is_vlm or self.aux_loss_enabled:
-            raise ValueError("P3OTrainer takes only text, and no auxiliary loss: set router_aux_loss_coef to 0")
+            raise ValueError(
+                "P3OTrainer takes only text, and no auxiliary loss: set router_aux_loss_coef to 0"
+            )
         self.settings = self.args.settings()
         expose_head(self.model)
 
@@ -116,7 +142,9 @@ class P3OTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         period = self.args.steps_per_generation * self.num_iterations
         if self._step % period == 0 or self._buffered_inputs is None:
-            rollouts = shuffled_groups(self._generate_and_score_completions(generation_batch), self.num_generations)
+            rollouts = shuffled_groups(
+                self._generate_and_score_completions(generation_batch), self.num_generations
+            )
             self._buffered_inputs = split_tensor_dict(rollouts, self.args.steps_per_generation)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
@@ -161,7 +189,9 @@ class P3OTrainer(GRPOTrainer):
 
 
 def shuffled_groups(rollouts: dict, K: int) -> dict:
-    """Tensors and lists of all responses, with prompts in random order; the K responses to each stay neighbors."""
+    """Tensors and lists of all responses, with prompts in random order; the K responses to each
+    stay neighbors.
+    """
     responses = len(next(values for values in rollouts.values() if values is not None))
     order = (torch.randperm(responses // K)[:, None] * K + torch.arange(K)).flatten()
 

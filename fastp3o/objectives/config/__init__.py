@@ -1,1 +1,3 @@
-"""Options of objectives, and which loss each trains with. They import no torch, so that --help is quick."""
+"""Options of objectives, and which loss each trains with. They import no torch, so that --help is
+quick.
+"""

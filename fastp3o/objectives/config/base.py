@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 
 FIRST_RATE, KL_PER_UPDATE = 1e-6, 0.3  # where no rate is named
-# One step a round; with 64 P3O's first author has 1e-6, and what a round moves goes with the root of its steps.
+# One step a round; with 64 P3O's first author has 1e-6, and what a round moves goes with the root
+# of its steps.
 ONE_STEP_RATE = 8e-6
 
 
-# --- options of all online objectives ---------------------------------------------------------------------------------
+# --- options of all online objectives -------------------------------------------------------------
 
 
 RULES = (
@@ -86,7 +87,10 @@ RULES = (
     ),
     Rule(
         ("eval_at",),
-        lambda config: config.eval_at and not all(part.strip().isdecimal() for part in config.eval_at.split(",")),
+        lambda config: (
+            config.eval_at
+            and not all(part.strip().isdecimal() for part in config.eval_at.split(","))
+        ),
         "--eval_at must be comma-separated whole numbers, got {eval_at!r}",
     ),
     Rule(
@@ -155,7 +159,9 @@ class UpdatesConfig(Flags):
         at_least=1,
         changeable=True,
     )
-    prompts_per_update: int = option(32, "Prompts per update, summed over processes (first author: 64).", at_least=1)
+    prompts_per_update: int = option(
+        32, "Prompts per update, summed over processes (first author: 64).", at_least=1
+    )
     prompts_per_minibatch: int = option(
         8,
         "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
@@ -163,9 +169,13 @@ class UpdatesConfig(Flags):
         at_least=0,
     )
     responses_per_prompt: int = option(
-        4, "K: responses to each prompt (paper: 2). More than two form all K (K − 1) / 2 pairs, averaged.", at_least=2
+        4,
+        "K: responses to each prompt (paper: 2). More than two form all K (K − 1) / 2 pairs, averaged.",
+        at_least=2,
     )
-    inner_epochs: int = option(4, "Passes over each update's rollouts (first author: 4).", at_least=1)
+    inner_epochs: int = option(
+        4, "Passes over each update's rollouts (first author: 4).", at_least=1
+    )
 
 
 class SamplerCorrectionConfig(Flags):
@@ -202,7 +212,10 @@ class PretrainingMixConfig(Flags):
         changeable=True,
     )
     ptx_batch_size: int = option(
-        8, "Texts of the pretraining mix per optimizer step, summed over processes.", at_least=1, needs="ptx_data"
+        8,
+        "Texts of the pretraining mix per optimizer step, summed over processes.",
+        at_least=1,
+        needs="ptx_data",
     )
 
 
@@ -221,9 +234,9 @@ class OnlineConfig(
 ):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
-    objective_class: what trains, `module:class`. assumes_own_samples: whether the gradient is a mean over samples of
-    the policy; if not, any responses serve. reads_rewards: whether the loss does. paper_minibatches: steps of a pass in
-    the objective's paper.
+    objective_class: what trains, `module:class`. assumes_own_samples: whether the gradient is a
+    mean over samples of the policy; if not, any responses serve. reads_rewards: whether the loss
+    does. paper_minibatches: steps of a pass in the objective's paper.
     """
 
     section = "updates"
@@ -260,7 +273,9 @@ class OnlineConfig(
         below=1,
     )
     offload: bool = option(
-        False, "Keep reference and reward model on the CPU between uses, to save GPU memory.", changeable=True
+        False,
+        "Keep reference and reward model on the CPU between uses, to save GPU memory.",
+        changeable=True,
     )
 
     learning_rate: float = option(
@@ -283,7 +298,9 @@ class OnlineConfig(
         at_least=0,
     )
     interrupt_rollouts: bool = option(
-        False, "Continue unfinished responses with the new weights instead of waiting for them.", needs="rounds_ahead"
+        False,
+        "Continue unfinished responses with the new weights instead of waiting for them.",
+        needs="rounds_ahead",
     )
     mask_truncated: bool = option(
         False,
@@ -296,10 +313,17 @@ class OnlineConfig(
         at_least=0,
     )
 
-    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.", at_least=1, changeable=True)
-    eval_responses_per_prompt: int = option(1, "Responses to each evaluation prompt.", at_least=1, needs="eval_prompts")
+    eval_batch_size: int = option(
+        64, "Prompts evaluated at once on one device.", at_least=1, changeable=True
+    )
+    eval_responses_per_prompt: int = option(
+        1, "Responses to each evaluation prompt.", at_least=1, needs="eval_prompts"
+    )
     eval_greedy: bool = option(
-        False, "Also evaluate greedy decoding, as greedy/reward and so on.", needs="eval_prompts", changeable=True
+        False,
+        "Also evaluate greedy decoding, as greedy/reward and so on.",
+        needs="eval_prompts",
+        changeable=True,
     )
     eval_at: str | Sequence[int] = option(
         "",
@@ -309,10 +333,16 @@ class OnlineConfig(
         changeable=True,
     )
     samples_every: int = option(
-        20, "Print a table of sampled responses every this many updates; 0 disables it.", at_least=0, changeable=True
+        20,
+        "Print a table of sampled responses every this many updates; 0 disables it.",
+        at_least=0,
+        changeable=True,
     )
     log_rollouts: int = option(
-        1, "Log rollouts every this many updates, for `fastp3o rollouts`; 0 disables it.", at_least=0, changeable=True
+        1,
+        "Log rollouts every this many updates, for `fastp3o rollouts`; 0 disables it.",
+        at_least=0,
+        changeable=True,
     )
     log_rollouts_prompts: int = option(
         8,
@@ -325,15 +355,22 @@ class OnlineConfig(
     def derived(self) -> dict[str, Any]:
         values = super().derived()
         if not self.learning_rate:
-            values |= {"learning_rate": FIRST_RATE, "kl_per_update": self.kl_per_update or KL_PER_UPDATE}
+            values |= {
+                "learning_rate": FIRST_RATE,
+                "kl_per_update": self.kl_per_update or KL_PER_UPDATE,
+            }
         if self.minibatch_yields or not self.prompts_per_minibatch:
             values["prompts_per_minibatch"] = self.largest_minibatch()
         return values
 
     def largest_minibatch(self) -> int:
-        """The prompts of a minibatch where nobody has named a number that divides those of an update."""
+        """The prompts of a minibatch where nobody has named a number that divides those of an
+        update.
+        """
         wanted = self.prompts_per_minibatch
-        wanted = wanted or self.prompts_per_update // gcd(self.prompts_per_update, self.paper_minibatches)
+        wanted = wanted or self.prompts_per_update // gcd(
+            self.prompts_per_update, self.paper_minibatches
+        )
         if not self.minibatch_yields:
             return wanted
         return max(size for size in range(1, wanted + 1) if self.prompts_per_update % size == 0)
@@ -345,17 +382,23 @@ class OnlineConfig(
 
     @property
     def from_mixture(self) -> int:
-        """Number of a prompt's responses, the last ones, that a mixture of policy and reference samples."""
+        """Number of a prompt's responses, the last ones, that a mixture of policy and reference
+        samples.
+        """
         return 0
 
     @property
     def process_rewards(self) -> bool:
-        """Whether rewards of turns and tokens come where they are given, and not at a response's end."""
+        """Whether rewards of turns and tokens come where they are given, and not at a response's
+        end.
+        """
         return False
 
     @property
     def samples_reference(self) -> bool:
-        """Whether responses come from the reference, too: a part of a mixture, or what all others are compared with."""
+        """Whether responses come from the reference, too: a part of a mixture, or what all others
+        are compared with.
+        """
         return bool(self.from_mixture or self.comparisons == "anchor")
 
     @property
@@ -364,7 +407,9 @@ class OnlineConfig(
 
     @property
     def minibatch_yields(self) -> bool:
-        """Whether minibatches are as large as updates allow: somebody has set the size of updates alone."""
+        """Whether minibatches are as large as updates allow: somebody has set the size of updates
+        alone.
+        """
         return "prompts_per_update" in self.named and "prompts_per_minibatch" not in self.named
 
     @property
@@ -377,8 +422,15 @@ class OnlineConfig(
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference is loaded and run: the loss reads one, the user names or moves one, or it is sampled."""
-        return bool(self.loss_reads_reference or self.reference or self.reference_moves or self.samples_reference)
+        """Whether a reference is loaded and run: the loss reads one, the user names or moves one,
+        or it is sampled.
+        """
+        return bool(
+            self.loss_reads_reference
+            or self.reference
+            or self.reference_moves
+            or self.samples_reference
+        )
 
     @property
     def loss_reads_reference(self) -> bool:
@@ -398,14 +450,17 @@ class OnlineConfig(
         return getattr(import_module(f"fastp3o.objectives.{module}"), name)(self)
 
 
-# --- options that some objectives share -------------------------------------------------------------------------------
+# --- options that some objectives share -----------------------------------------------------------
 
 
 class KLConfig(Flags):
     """A penalty on the KL."""
 
     kl_coef: float = option(
-        0.05, "Beta, the weight of the KL to the reference; 0 disables the penalty.", at_least=0, changeable=True
+        0.05,
+        "Beta, the weight of the KL to the reference; 0 disables the penalty.",
+        at_least=0,
+        changeable=True,
     )
     target_kl: float | None = option(
         None,

@@ -8,13 +8,17 @@ from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.sources import InMemory
 
-OTHERS = Condition("objective", "another objective: distillation reads neither rewards nor ratios", lambda _: False)
+OTHERS = Condition(
+    "objective", "another objective: distillation reads neither rewards nor ratios", lambda _: False
+)
 
 REFUSED = "missing_eos_penalty length_penalty ngram_penalty overlong_margin dynamic_sampling sampler_ratio_cap"
 
 
 class DistillationConfig(OnlineConfig, objective="distillation"):
-    """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a context makes it say."""
+    """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a
+    context makes it say.
+    """
 
     objective_class: ClassVar[str] = "distillation:Distillation"
     compares_with_old: ClassVar[bool] = False
@@ -35,7 +39,8 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
         '"$(cat FILE)". Default: none.',
     )
     reward: str | InMemory = option(
-        "", "Rewards that are only logged, named as --reward of other objectives. Default: minus the KL to the teacher."
+        "",
+        "Rewards that are only logged, named as --reward of other objectives. Default: minus the KL to the teacher.",
     )
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
@@ -43,6 +48,10 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl == "sampled" and self.truncates:
-            raise UserError("--kl sampled needs samples of the policy: no --top_k, --top_p or --min_p, or --kl exact")
+            raise UserError(
+                "--kl sampled needs samples of the policy: no --top_k, --top_p or --min_p, or --kl exact"
+            )
         if self.kl == "exact" and self.tensor_parallel > 1:
-            raise UserError("--kl exact reads whole vocabularies, which --tensor_parallel cuts: use --kl sampled")
+            raise UserError(
+                "--kl exact reads whole vocabularies, which --tensor_parallel cuts: use --kl sampled"
+            )

@@ -4,7 +4,12 @@ from typing import ClassVar, Literal
 
 from fastp3o.config import option
 from fastp3o.errors import UserError
-from fastp3o.objectives.config.base import ONE_STEP_RATE, KLConfig, OnlineConfig, RewardScalingConfig
+from fastp3o.objectives.config.base import (
+    ONE_STEP_RATE,
+    KLConfig,
+    OnlineConfig,
+    RewardScalingConfig,
+)
 
 
 class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
@@ -22,9 +27,14 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
         "ablation).",
     )
     clip_range: float = option(
-        0.2, "Clipping epsilon: ratios count within 1 - epsilon and 1 + epsilon (paper: 0.2).", above=0, changeable=True
+        0.2,
+        "Clipping epsilon: ratios count within 1 - epsilon and 1 + epsilon (paper: 0.2).",
+        above=0,
+        changeable=True,
     )
-    ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1)
+    ratio_cap: float = option(
+        10.0, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1
+    )
     kl_coef: float = option(
         0.05,
         "Beta, the weight of the KL to the reference (first author: 0.05); 0 disables the penalty.",
@@ -46,15 +56,28 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
 class PPGConfig(P3OConfig, objective="ppg"):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
-    clipping: Literal["none"] = option("none", "none: the gradient is on-policy, so there is nothing to clip.")
+    clipping: Literal["none"] = option(
+        "none", "none: the gradient is on-policy, so there is nothing to clip."
+    )
     learning_rate: float = ONE_STEP_RATE
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fixed = {name: getattr(P3OConfig, name) for name in ("clip_range", "ratio_cap", "kl_reward")}
-        fixed |= {"old_logprobs": "policy", "inner_epochs": 1, "prompts_per_minibatch": self.prompts_per_update}
+        fixed = {
+            name: getattr(P3OConfig, name) for name in ("clip_range", "ratio_cap", "kl_reward")
+        }
+        fixed |= {
+            "old_logprobs": "policy",
+            "inner_epochs": 1,
+            "prompts_per_minibatch": self.prompts_per_update,
+        }
         if wrong := {name: value for name, value in fixed.items() if getattr(self, name) != value}:
-            problems = (f"--{name} must be {value}, got {getattr(self, name)}" for name, value in wrong.items())
-            raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")
+            problems = (
+                f"--{name} must be {value}, got {getattr(self, name)}"
+                for name, value in wrong.items()
+            )
+            raise UserError(
+                f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)"
+            )

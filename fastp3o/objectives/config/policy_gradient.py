@@ -17,10 +17,12 @@ KLEstimator = Literal["k1", "k2", "k3"]
 LossMean = Literal["sequence", "token", "constant"]
 
 
-# --- what they share --------------------------------------------------------------------------------------------------
+# --- what they share ------------------------------------------------------------------------------
 
 
-class PolicyGradientConfig(RewardScalingConfig, KLConfig, SamplerCorrectionConfig, UpdatesConfig, DataConfig):
+class PolicyGradientConfig(
+    RewardScalingConfig, KLConfig, SamplerCorrectionConfig, UpdatesConfig, DataConfig
+):
     """Advantages, KL and entropy."""
 
     kl_estimator: KLEstimator = option(
@@ -46,20 +48,30 @@ class RatioConfig(PolicyGradientConfig):
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
     clip_low: float = option(
-        0.2, "Lower clipping range: ratios count down to 1 − clip_low.", above=0, at_most=1, changeable=True
+        0.2,
+        "Lower clipping range: ratios count down to 1 − clip_low.",
+        above=0,
+        at_most=1,
+        changeable=True,
     )
-    clip_high: float = option(0.2, "Upper clipping range: ratios count up to 1 + clip_high.", above=0, changeable=True)
+    clip_high: float = option(
+        0.2, "Upper clipping range: ratios count up to 1 + clip_high.", above=0, changeable=True
+    )
 
 
-# --- baselines over all responses, without clipping by default --------------------------------------------------------
+# --- baselines over all responses, without clipping by default ------------------------------------
 
 
 class RLOOConfig(RatioConfig, OnlineConfig, objective="rloo"):
-    """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
+    """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's
+    others.
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:RLOO"
     learning_rate: float = ONE_STEP_RATE
-    further_needs: ClassVar = dict.fromkeys(("clip_low", "clip_high"), ("clipping=response", "clipping=token"))
+    further_needs: ClassVar = dict.fromkeys(
+        ("clip_low", "clip_high"), ("clipping=response", "clipping=token")
+    )
     clipping: Literal["none", "response", "token"] = option(
         "none",
         "Ratios that are clipped. none: no ratios, for one optimizer step per update. response: each response's "
@@ -76,28 +88,44 @@ class REINFORCEConfig(RLOOConfig, objective="reinforce"):
 
     objective_class: ClassVar[str] = "policy_gradient:REINFORCE"
     reward_scaling: Literal["absolute", "none"] = option(
-        "absolute", "Scale rewards. absolute: by their running standard deviation. none: do not scale."
+        "absolute",
+        "Scale rewards. absolute: by their running standard deviation. none: do not scale.",
     )
 
 
-# --- GRPO and objectives that clip ratios as it does ------------------------------------------------------------------
+# --- GRPO and objectives that clip ratios as it does ----------------------------------------------
 
 
 class ClippedConfig(RatioConfig):
-    """Clipped ratios, and advantages within a prompt's responses. A round makes as many steps as in each paper."""
+    """Clipped ratios, and advantages within a prompt's responses. A round makes as many steps as in
+    each paper.
+    """
 
     responses_per_prompt: int = option(
         8,
         "K: responses to each prompt (GRPO 64, DAPO 16, Dr. GRPO 8). With two, scaled advantages are only signs.",
         at_least=2,
     )
-    scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
+    scale_advantages: bool = option(
+        True, "Divide advantages by the standard deviation of their prompt's rewards."
+    )
 
 
 # Defaults of GRPO and of its variants, which differ in nothing else but CISPO's loss.
 GRPO = {"learning_rate": ONE_STEP_RATE, "kl_coef": 0.04}
-DR_GRPO = {"learning_rate": ONE_STEP_RATE, "kl_coef": 0.0, "loss_mean": "constant", "scale_advantages": False}
-DAPO = {"learning_rate": 1e-6, "kl_coef": 0.0, "loss_mean": "token", "clip_high": 0.28, "dynamic_sampling": 3}
+DR_GRPO = {
+    "learning_rate": ONE_STEP_RATE,
+    "kl_coef": 0.0,
+    "loss_mean": "constant",
+    "scale_advantages": False,
+}
+DAPO = {
+    "learning_rate": 1e-6,
+    "kl_coef": 0.0,
+    "loss_mean": "token",
+    "clip_high": 0.28,
+    "dynamic_sampling": 3,
+}
 GRPO_PLUS = DAPO | {"mask_truncated": True}
 CISPO = DAPO | {"clip_low": 1.0, "clip_high": 4.0}
 
@@ -113,33 +141,45 @@ class TokenMeanConfig(Flags):
 
 
 class GRPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="grpo", preset=GRPO):
-    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses. The paper's KL is k3."""
+    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses. The paper's
+    KL is k3.
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
 
 
-class DrGRPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="dr_grpo", preset=DR_GRPO):
+class DrGRPOConfig(
+    TokenMeanConfig, ClippedConfig, OnlineConfig, objective="dr_grpo", preset=DR_GRPO
+):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
 
 
 class DAPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="dapo", preset=DAPO):
-    """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
+    """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again;
+    no KL.
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
     paper_minibatches: ClassVar[int] = 16
 
 
-class GRPOPlusConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="grpo_plus", preset=GRPO_PLUS):
-    """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
+class GRPOPlusConfig(
+    TokenMeanConfig, ClippedConfig, OnlineConfig, objective="grpo_plus", preset=GRPO_PLUS
+):
+    """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy
+    bonus.
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:GRPO"
     paper_minibatches: ClassVar[int] = 16
 
 
 class CISPOConfig(TokenMeanConfig, ClippedConfig, OnlineConfig, objective="cispo", preset=CISPO):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): DAPO, but clipped ratios weigh log π, up to 5 (ScaleRL, 2510.13786)."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585): DAPO, but clipped ratios weigh log π, up to 5 (ScaleRL,
+    2510.13786).
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:CISPO"
     paper_minibatches: ClassVar[int] = 16
@@ -155,7 +195,7 @@ class GSPOConfig(ClippedConfig, OnlineConfig, objective="gspo"):
     kl_coef: float = 0.0
 
 
-# --- objectives for off-policy responses ------------------------------------------------------------------------------
+# --- objectives for off-policy responses ----------------------------------------------------------
 
 
 class VESPOConfig(PolicyGradientConfig, OnlineConfig, objective="vespo"):
@@ -186,7 +226,10 @@ class VESPOConfig(PolicyGradientConfig, OnlineConfig, objective="vespo"):
         changeable=True,
     )
     lambda_neg: float = option(
-        2.0, "Lambda of the weight for responses with a negative advantage (authors: 2).", above=0, changeable=True
+        2.0,
+        "Lambda of the weight for responses with a negative advantage (authors: 2).",
+        above=0,
+        changeable=True,
     )
 
 
@@ -205,28 +248,45 @@ class REBELConfig(PolicyGradientConfig, OnlineConfig, objective="rebel"):
 
 
 class CoPGConfig(PolicyGradientConfig, OnlineConfig, objective="copg"):
-    """CoPG (arXiv 2406.19185): an off-policy gradient, in which each response of a pair is the other one's baseline."""
+    """CoPG (arXiv 2406.19185): an off-policy gradient, in which each response of a pair is the
+    other one's baseline.
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:CoPG"
     compares_with_old: ClassVar[bool] = False
     assumes_own_samples: ClassVar[bool] = False
     kl_coef: float = option(
-        0.06, "Beta, the weight of the KL to the reference (paper: 0.03 to 0.1).", above=0, changeable=True
+        0.06,
+        "Beta, the weight of the KL to the reference (paper: 0.03 to 0.1).",
+        above=0,
+        changeable=True,
     )
-    kl_estimator: Literal["k1"] = option("k1", "k1: the KL of the policy in each step is part of its rewards.")
+    kl_estimator: Literal["k1"] = option(
+        "k1", "k1: the KL of the policy in each step is part of its rewards."
+    )
 
 
 class OAPLConfig(PolicyGradientConfig, OnlineConfig, objective="oapl"):
-    """OAPL (arXiv 2602.19362): regression of log-ratios to what sampled, however old, on optimal advantages."""
+    """OAPL (arXiv 2602.19362): regression of log-ratios to what sampled, however old, on optimal
+    advantages.
+    """
 
     objective_class: ClassVar[str] = "policy_gradient:OAPL"
     assumes_own_samples: ClassVar[bool] = False
     old_logprobs: Literal["policy", "sampler"] = "sampler"
-    responses_per_prompt: int = option(8, "K: responses to each prompt, from which its value is estimated.", at_least=2)
+    responses_per_prompt: int = option(
+        8, "K: responses to each prompt, from which its value is estimated.", at_least=2
+    )
     kl_coef: float = 0.0
     beta1: float = option(
-        1.0, "Temperature of the value estimate, beta1 log mean exp(r / beta1) (paper: 1).", above=0, changeable=True
+        1.0,
+        "Temperature of the value estimate, beta1 log mean exp(r / beta1) (paper: 1).",
+        above=0,
+        changeable=True,
     )
     beta2: float = option(
-        1e-3, "KL weight: log-ratios are regressed to (r - value) / beta2 (paper: 1e-3).", above=0, changeable=True
+        1e-3,
+        "KL weight: log-ratios are regressed to (r - value) / beta2 (paper: 1e-3).",
+        above=0,
+        changeable=True,
     )

@@ -25,10 +25,16 @@ class CriticConfig(KLConfig, SamplerCorrectionConfig):
         "Let advantages see rewards of turns and tokens where they arise. Otherwise their sum comes at the last token.",
     )
     critic_learning_rate: float = option(
-        1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
+        1e-5,
+        "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).",
+        above=0,
+        changeable=True,
     )
     value_coef: float = option(
-        0.1, "Weight of the value loss; the policy's loss has weight 1 (TRL: 0.1).", at_least=0, changeable=True
+        0.1,
+        "Weight of the value loss; the policy's loss has weight 1 (TRL: 0.1).",
+        at_least=0,
+        changeable=True,
     )
     value_clip_range: float = option(
         10.0,
@@ -41,12 +47,17 @@ class CriticConfig(KLConfig, SamplerCorrectionConfig):
         "Scale rewards. absolute: by their running standard deviation (first author's code). none: do not scale.",
     )
     reward_clip: float = option(
-        10.0, "Bound on scaled rewards (first author: 10); 0 disables it.", at_least=0, changeable=True
+        10.0,
+        "Bound on scaled rewards (first author: 10); 0 disables it.",
+        at_least=0,
+        changeable=True,
     )
 
 
 class PPOConfig(CriticConfig, OnlineConfig, objective="ppo"):
-    """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
+    """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not
+    compared.
+    """
 
     objective_class: ClassVar[str] = "ppo:PPO"
     clip_range: float = option(
@@ -65,5 +76,8 @@ class PPOConfig(CriticConfig, OnlineConfig, objective="ppo"):
         changeable=True,
     )
     entropy_coef: float = option(
-        0.0, "Weight of an entropy bonus, in nats per token; 0 disables it.", at_least=0, changeable=True
+        0.0,
+        "Weight of an entropy bonus, in nats per token; 0 disables it.",
+        at_least=0,
+        changeable=True,
     )

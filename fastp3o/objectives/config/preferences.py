@@ -1,18 +1,30 @@
-"""Options of preferences between responses, given once (offline) or by the rewards of fresh responses (online)."""
+"""Options of preferences between responses, given once (offline) or by the rewards of fresh
+responses (online).
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fastp3o.config import Condition, Flags, Needs, ObjectiveConfig, PolicyConfig, SupervisedConfig, option
+from fastp3o.config import (
+    Condition,
+    Flags,
+    Needs,
+    ObjectiveConfig,
+    PolicyConfig,
+    SupervisedConfig,
+    option,
+)
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import LanguageJudgeConfig, RewardConfig
 from fastp3o.sources import InMemory
 
-# --- what they share --------------------------------------------------------------------------------------------------
+# --- what they share ------------------------------------------------------------------------------
 
 
-class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, LanguageJudgeConfig, SupervisedConfig):
+class PreferenceConfig(
+    ObjectiveConfig, PolicyConfig, RewardConfig, LanguageJudgeConfig, SupervisedConfig
+):
     """Learning from fixed preferences: a chosen response has a reward of 1, a rejected one 0.
 
     Objectives add settings. offload: what only evaluations need is on the CPU.
@@ -21,17 +33,23 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, LanguageJudg
     anchor: ClassVar[str] = "ref"
     offload: ClassVar[bool] = True
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
-        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"), "eval_prompts"
+        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory"),
+        "eval_prompts",
     ) | {
         "gold_reward": "reward",
         "reference": (
             "eval_prompts",
-            Condition("objective", "an --objective with a reference", lambda config: config.needs_reference),
+            Condition(
+                "objective",
+                "an --objective with a reference",
+                lambda config: config.needs_reference,
+            ),
         ),
     }
 
     reference: str | None = option(
-        None, "Reference policy. Default: the starting model, as in each stage of sDPO (arXiv 2403.19270)."
+        None,
+        "Reference policy. Default: the starting model, as in each stage of sDPO (arXiv 2403.19270).",
     )
     reference_logprobs: str | None = option(
         None,
@@ -44,9 +62,13 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, LanguageJudg
         "none.",
     )
     reward: str | InMemory = option(
-        "", "Reward of sampled responses in evaluations, named as in online training.", needs="eval_prompts"
+        "",
+        "Reward of sampled responses in evaluations, named as in online training.",
+        needs="eval_prompts",
     )
-    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
+    learning_rate: float = option(
+        1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True
+    )
 
     @property
     def responses_per_prompt(self) -> int:
@@ -65,10 +87,11 @@ class PreferenceConfig(ObjectiveConfig, PolicyConfig, RewardConfig, LanguageJudg
 
 
 class PairLoss(Flags):
-    """A loss of pairs, with its settings: the same one for fixed pairs and for fresh ones that rewards label.
+    """A loss of pairs, with its settings: the same one for fixed pairs and for fresh ones that
+    rewards label.
 
-    anchor: the log-probs that the policy's are compared with, `ref` or `old`; "" if the loss has none. per_token:
-    log-probs are means over a response's tokens instead of sums.
+    anchor: the log-probs that the policy's are compared with, `ref` or `old`; "" if the loss has
+    none. per_token: log-probs are means over a response's tokens instead of sums.
     """
 
     anchor: ClassVar[str] = "ref"
@@ -99,7 +122,7 @@ class FreshPairConfig(PairLoss, OnlineConfig):
         return self.anchor == "ref"
 
 
-# --- losses of pairs, offline and online ------------------------------------------------------------------------------
+# --- losses of pairs, offline and online ----------------------------------------------------------
 
 
 class LogisticLoss(PairLoss):
@@ -113,7 +136,9 @@ class LogisticLoss(PairLoss):
 
 
 class DPOConfig(LogisticLoss, LikelihoodConfig, PreferenceConfig, objective="dpo"):
-    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
+    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of
+    log-ratios.
+    """
 
     beta: float = option(
         0.1,
@@ -135,19 +160,25 @@ class IPO(PairLoss):
 
 
 class IPOConfig(IPO, LikelihoodConfig, PreferenceConfig, objective="ipo"):
-    """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
+    """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1
+    / (2 tau).
 
     Log-ratios are means over a response's tokens, as the authors advise.
     """
 
 
 class SimPO(LogisticLoss):
-    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
+    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a
+    target margin.
+    """
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
     beta: float = option(
-        2.0, "Beta: scale of the difference of mean log-probs (paper: 2 to 2.5).", above=0, changeable=True
+        2.0,
+        "Beta: scale of the difference of mean log-probs (paper: 2 to 2.5).",
+        above=0,
+        changeable=True,
     )
     gamma: float = option(
         1.0,
@@ -164,7 +195,9 @@ class OnlineSimPOConfig(SimPO, FreshPairConfig, objective="online_simpo"): ...
 
 
 class ORPO(PairLoss):
-    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
+    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without
+    a reference.
+    """
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
@@ -183,10 +216,14 @@ class OnlineORPOConfig(ORPO, FreshPairConfig, objective="online_orpo"): ...
 
 
 class CPO(LogisticLoss):
-    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
+    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and
+    fine-tuning.
+    """
 
     anchor: ClassVar[str] = ""
-    beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
+    beta: float = option(
+        0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True
+    )
     nll_weight: float = option(
         1.0,
         "Weight of the chosen response's negative log-likelihood, summed over tokens (paper: 1); 0 disables it.",
@@ -202,11 +239,16 @@ class OnlineCPOConfig(CPO, FreshPairConfig, objective="online_cpo"): ...
 
 
 class SLiC(PairLoss):
-    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
+    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and
+    fine-tuning.
+    """
 
     anchor: ClassVar[str] = ""
     delta: float = option(
-        1.0, "Delta: the margin beyond which a pair has no loss, in nats per response.", at_least=0, changeable=True
+        1.0,
+        "Delta: the margin beyond which a pair has no loss, in nats per response.",
+        at_least=0,
+        changeable=True,
     )
     nll_weight: float = option(
         1.0,
@@ -223,9 +265,13 @@ class OnlineSLiCConfig(SLiC, FreshPairConfig, objective="online_slic"): ...
 
 
 class APOZero(PairLoss):
-    """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
+    """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the
+    policy's own.
+    """
 
-    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
+    beta: float = option(
+        0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True
+    )
 
 
 class APOZeroConfig(APOZero, LikelihoodConfig, PreferenceConfig, objective="apo_zero"): ...
@@ -235,7 +281,9 @@ class OnlineAPOZeroConfig(APOZero, FreshPairConfig, objective="online_apo_zero")
 
 
 class APODown(APOZero):
-    """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
+    """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the
+    policy's own.
+    """
 
 
 class APODownConfig(APODown, LikelihoodConfig, PreferenceConfig, objective="apo_down"): ...
@@ -245,14 +293,17 @@ class OnlineAPODownConfig(APODown, FreshPairConfig, objective="online_apo_down")
 
 
 class DiscoPOP(PairLoss):
-    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
+    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential
+    losses.
 
-    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favors
-    the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
-    raise tau to 0.11 if it falls.
+    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the
+    gradient favors the rejected response. The paper's formula has this bump at its tau of 0.05:
+    watch accuracy, and raise tau to 0.11 if it falls.
     """
 
-    beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
+    beta: float = option(
+        0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True
+    )
     tau: float = option(
         0.05,
         "Tau: width of the blend between the two losses (paper: 0.05). From 0.11 on, the loss always favors the "
@@ -268,17 +319,21 @@ class DiscoPOPConfig(DiscoPOP, LikelihoodConfig, PreferenceConfig, objective="di
 class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig, objective="online_discopop"): ...
 
 
-# --- single responses, offline ----------------------------------------------------------------------------------------
+# --- single responses, offline --------------------------------------------------------------------
 
 
 class KTOConfig(PreferenceConfig, objective="kto"):
     """Kahneman-Tversky optimization (arXiv 2402.01306): single responses, each desirable or not.
 
-    z0, the reference point, is the mean of log π/π_ref over a batch's prompts, each with the response to another.
+    z0, the reference point, is the mean of log π/π_ref over a batch's prompts, each with the
+    response to another.
     """
 
     beta: float = option(
-        0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
+        0.1,
+        "Beta: how fast utility saturates away from the reference point (paper: 0.1).",
+        above=0,
+        changeable=True,
     )
     desirable_weight: float = option(
         1.0,
@@ -292,25 +347,35 @@ class KTOConfig(PreferenceConfig, objective="kto"):
     )
 
 
-# --- online alone -----------------------------------------------------------------------------------------------------
+# --- online alone ---------------------------------------------------------------------------------
 
 
 class OnlineDPOConfig(FreshPairConfig, objective="online_dpo"):
-    """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
+    """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the
+    chosen one.
+    """
 
-    kl_coef: float = option(1.0, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True)
+    kl_coef: float = option(
+        1.0, "DPO's beta, the weight of the KL to the reference.", above=0, changeable=True
+    )
 
 
 class BPOConfig(FreshPairConfig, objective="bpo"):
-    """BPO (arXiv 2406.12168): online DPO against the policy that sampled; --reference is for the reported KL alone."""
+    """BPO (arXiv 2406.12168): online DPO against the policy that sampled; --reference is for the
+    reported KL alone.
+    """
 
     anchor: ClassVar[str] = "old"
     compares_with_old: ClassVar[bool] = True
-    kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
+    kl_coef: float = option(
+        0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True
+    )
 
 
 class OnlineIPOConfig(IPO, MixtureConfig, FreshPairConfig, objective="online_ipo"):
-    """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
+    """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with
+    --mixture.
+    """
 
     @property
     def from_mixture(self) -> int:
@@ -318,22 +383,32 @@ class OnlineIPOConfig(IPO, MixtureConfig, FreshPairConfig, objective="online_ipo
 
 
 class NashMDConfig(MixtureConfig, OnlineConfig, objective="nash_md"):
-    """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
+    """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the
+    reference.
+    """
 
     objective_class: ClassVar[str] = "preferences:NashMD"
     compares_with_old: ClassVar[bool] = False
     mixture: float = option(
-        0.125, "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.", above=0, at_most=1
+        0.125,
+        "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.",
+        above=0,
+        at_most=1,
     )
     tau: float = option(
-        0.1, "Tau, the weight of the KL to the reference; 0 disables the penalty.", at_least=0, changeable=True
+        0.1,
+        "Tau, the weight of the KL to the reference; 0 disables the penalty.",
+        at_least=0,
+        changeable=True,
     )
     inner_epochs: int = 1  # the loss is on-policy only in the first step
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (count := self.responses_per_prompt) % 2:
-            raise UserError(f"--responses_per_prompt must be even: half are the mixture's, got {count}")
+            raise UserError(
+                f"--responses_per_prompt must be even: half are the mixture's, got {count}"
+            )
 
     @property
     def from_mixture(self) -> int:

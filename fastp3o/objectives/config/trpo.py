@@ -9,15 +9,20 @@ from fastp3o.objectives.config.ppo import CriticConfig
 
 
 class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
-    """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it, with PPO's critic.
+    """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it,
+    with PPO's critic.
 
-    The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and minibatches are the critic's.
+    The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and
+    minibatches are the critic's.
     """
 
     objective_class: ClassVar[str] = "trpo:TRPO"
     precision: PrecisionName = "fp32"
     max_kl: float = option(
-        0.01, "Bound on an update's KL, in nats per token (TRPO's paper: 0.01).", above=0, changeable=True
+        0.01,
+        "Bound on an update's KL, in nats per token (TRPO's paper: 0.01).",
+        above=0,
+        changeable=True,
     )
     cg_steps: int = option(
         10,
@@ -26,7 +31,10 @@ class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
         changeable=True,
     )
     cg_damping: float = option(
-        0.1, "Damping: added to the diagonal of the Fisher matrix (Spinning Up: 0.1).", at_least=0, changeable=True
+        0.1,
+        "Damping: added to the diagonal of the Fisher matrix (Spinning Up: 0.1).",
+        at_least=0,
+        changeable=True,
     )
     line_search_steps: int = option(
         10,
@@ -38,6 +46,10 @@ class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.precision != "fp32" or self.quantize == "8bit":
-            raise UserError("--objective trpo needs --precision fp32, and no --quantize 8bit, for small differences")
+            raise UserError(
+                "--objective trpo needs --precision fp32, and no --quantize 8bit, for small differences"
+            )
         if self.ptx_data or self.sampler_ratio_cap or self.kl_per_update:
-            raise UserError("--objective trpo excludes --ptx_data, --sampler_ratio_cap and --kl_per_update")
+            raise UserError(
+                "--objective trpo excludes --ptx_data, --sampler_ratio_cap and --kl_per_update"
+            )

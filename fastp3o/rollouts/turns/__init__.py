@@ -1,1 +1,3 @@
-"""Responses of several turns: environments that answer the policy, tools, and the sampler of trajectories."""
+"""Responses of several turns: environments that answer the policy, tools, and the sampler of
+trajectories.
+"""

@@ -1,4 +1,6 @@
-"""Wraps text environments of gymnasium, and environments of the package `verifiers`, as ours (rollouts/README.md)."""
+"""Wraps text environments of gymnasium, and environments of the package `verifiers`, as ours
+(rollouts/README.md).
+"""
 
 import asyncio
 import json
@@ -13,8 +15,8 @@ __all__ = ["gymnasium_environment", "verifiers_environment", "verifiers_records"
 
 
 def gymnasium_environment(make: Callable[[], Any]) -> type:
-    """An environment class for a gymnasium environment whose observations and actions are text. The field `reset_seed`
-    of a record is passed to its `reset` as the seed.
+    """An environment class for a gymnasium environment whose observations and actions are text. The
+    field `reset_seed` of a record is passed to its `reset` as the seed.
     """
 
     class Gymnasium:
@@ -35,29 +37,39 @@ def gymnasium_environment(make: Callable[[], Any]) -> type:
 
 def verifiers_records(env: Any, rows: Iterable[dict]) -> list[dict]:
     """The prompts for `verifiers_environment(env)`. rows: of the environment's dataset."""
-    tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in env.tool_defs or []]
-    return [{"prompt": row["prompt"], "verifiers": row} | ({"tools": tools} if tools else {}) for row in rows]
+    tools = [
+        {"type": "function", "function": tool.model_dump(exclude_none=True)}
+        for tool in env.tool_defs or []
+    ]
+    return [
+        {"prompt": row["prompt"], "verifiers": row} | ({"tools": tools} if tools else {})
+        for row in rows
+    ]
 
 
 def verifiers_environment(env: Any) -> type:
-    """An environment class for a MultiTurnEnv or another environment of verifiers 0.2 or 0.3; its model is the policy.
-    The functions of its Rubric are rewards with their weights, given after the last turn. A trajectory that one of our
-    limits ends gets none. Raises UserError for a Rubric that compares the responses to a prompt, or that has two
-    functions of one name.
+    """An environment class for a MultiTurnEnv or another environment of verifiers 0.2 or 0.3; its
+    model is the policy. The functions of its Rubric are rewards with their weights, given after the
+    last turn. A trajectory that one of our limits ends gets none. Raises UserError for a Rubric
+    that compares the responses to a prompt, or that has two functions of one name.
     """
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     names, weights = env.rubric._get_reward_func_names(), env.rubric._get_reward_weights()
     if env.requires_group_rollouts or len({*names}) < len(names):
-        raise UserError(f"a Rubric must score each response alone, by functions of different names, got {names}")
+        raise UserError(
+            f"a Rubric must score each response alone, by functions of different names, got {names}"
+        )
 
     def tool_call(number: int, call: str) -> ToolCall:
         with suppress(*UNREADABLE):
             content = json.loads(call)
             call, name = json.dumps(content.get("arguments", {})), str(content["name"])
             return ToolCall(id=str(number), name=name, arguments=call)
-        return ToolCall(id=str(number), name="", arguments=call)  # the environment says what is wrong
+        return ToolCall(
+            id=str(number), name="", arguments=call
+        )  # the environment says what is wrong
 
     class Verifiers(Client):
         rewards: ClassVar = dict(zip(names, weights, strict=True))
@@ -77,13 +89,21 @@ def verifiers_environment(env: Any) -> type:
 
         async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
             calls = [tool_call(number, call) for number, call in enumerate(calls_in(text))]
-            message = ResponseMessage(content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False)
+            message = ResponseMessage(
+                content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False
+            )
             self.answers.put_nowait(Response(id="", created=0, model="policy", message=message))
             before, self.prompt = self.prompt, await self.asked.get()
             if self.prompt is not None:
                 if self.prompt[: len(before)] != before:
-                    raise UserError("the environment has changed earlier messages, and trajectories only grow")
-                return "\n".join(message.content for message in self.prompt[len(before) + 1 :]), {}, False
+                    raise UserError(
+                        "the environment has changed earlier messages, and trajectories only grow"
+                    )
+                return (
+                    "\n".join(message.content for message in self.prompt[len(before) + 1 :]),
+                    {},
+                    False,
+                )
             state = await self.rollout
             if state["error"] is not None:
                 raise state["error"]

@@ -7,7 +7,8 @@
         def step(self, text): ...              # returns (observation, reward or rewards by name, done)
         def close(self): ...                   # optional
 
-There is one object for each trajectory. Methods may be `async def`: those of one round of turns run together.
+There is one object for each trajectory. Methods may be `async def`: those of one round of turns run
+together.
 """
 
 import asyncio
@@ -38,11 +39,13 @@ SCORE = "score"  # the name of a reward that is a plain number
 LARGEST = torch.finfo(torch.float32).max
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """The answer of an environment to a turn. rewards: by name. failure: what it raised, in words; "" if nothing."""
+    """The answer of an environment to a turn. rewards: by name. failure: what it raised, in words;
+    "" if nothing.
+    """
 
     observation: str
     rewards: Mapping[str, float]
@@ -56,30 +59,41 @@ class Failure(NamedTuple):
     why: str
 
 
-# --- environments of a round ------------------------------------------------------------------------------------------
+# --- environments of a round ----------------------------------------------------------------------
 
 
 class Environments:
     """Makes and calls the environments of trajectories.
 
-    name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take. survives: whether an
-    environment whose `step` raises, is late or gives a wrong answer ends its trajectory alone, and not the run.
-    weights: of rewards, by name. columns: of the prompts' records that `reset` asks for.
+    name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take.
+    survives: whether an environment whose `step` raises, is late or gives a wrong answer ends its
+    trajectory alone, and not the run. weights: of rewards, by name. columns: of the prompts'
+    records that `reset` asks for.
     """
 
-    def __init__(self, name: str, make: Callable[[], Any], *, timeout: float | None = None, survives: bool = False):
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Any],
+        *,
+        timeout: float | None = None,
+        survives: bool = False,
+    ):
         self.name, self.make, self.timeout, self.survives = name, make, timeout, survives
         self.weights = reward_weights(name, getattr(make, "rewards", None) or {SCORE: 1.0})
         if not callable(getattr(make, "reset", None)) or not callable(getattr(make, "step", None)):
-            raise UserError(f"the environment {name} must be a class with the methods reset and step")
+            raise UserError(
+                f"the environment {name} must be a class with the methods reset and step"
+            )
         parameters = list(inspect.signature(make.reset).parameters.values())[1:]  # type: ignore[attr-defined]
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.taken = {p.name for p in by_name}
         self.columns = [p.name for p in by_name if p.default is p.empty and p.name != "prompt"]
 
     def begin(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[str]]:
-        """Environments for these records, with their first observations, "" for none. Raises FunctionError if one fails
-        to begin, once those that were made are closed: there is nothing to compare with the others of its prompt.
+        """Environments for these records, with their first observations, "" for none. Raises
+        FunctionError if one fails to begin, once those that were made are closed: there is nothing
+        to compare with the others of its prompt.
         """
         made, texts = dict[int, Any](), dict[int, Any]()
         try:
@@ -88,19 +102,27 @@ class Environments:
             self.call(resets, texts, survives=False)
             for text in texts.values():
                 if not isinstance(text, str | None):
-                    raise FunctionError(f"{self.name}.reset must return text or None, got a {type(text).__name__}")
+                    raise FunctionError(
+                        f"{self.name}.reset must return text or None, got a {type(text).__name__}"
+                    )
         except BaseException:
             self.close(list(made.values()))
             raise
         return [made[n] for n in range(len(records))], [texts[n] or "" for n in range(len(records))]
 
     def reset(self, environment: Any, record: Mapping[str, Any]) -> Callable[[], Any]:
-        """The call of the environment's `reset`, with copies of the record's fields: an environment may change them."""
-        return partial(environment.reset, **{name: deepcopy(record[name]) for name in self.taken & record.keys()})
+        """The call of the environment's `reset`, with copies of the record's fields: an environment
+        may change them.
+        """
+        return partial(
+            environment.reset,
+            **{name: deepcopy(record[name]) for name in self.taken & record.keys()},
+        )
 
     def step(self, environments: Sequence[Any], turns: Sequence[str]) -> list[Step]:
-        """Raises FunctionError for an answer that is none, and for one that raises or takes too long, unless
-        environments survive that: then it is a failed Step, as are those that a late one has kept from being asked.
+        """Raises FunctionError for an answer that is none, and for one that raises or takes too
+        long, unless environments survive that: then it is a failed Step, as are those that a late
+        one has kept from being asked.
         """
         answers: dict[int, Any] = {}
         pairs = enumerate(zip(environments, turns, strict=True))
@@ -118,8 +140,12 @@ class Environments:
         with suppress(FunctionError):  # the trajectories are over
             self.call(dict(enumerate(calls)), {}, survives=True)
 
-    def call(self, calls: Mapping[int, Callable[[], Any]], answers: dict[int, Any], *, survives: bool) -> None:
-        """Makes calls, and puts what they return into `answers`. survives: a Failure where one raises."""
+    def call(
+        self, calls: Mapping[int, Callable[[], Any]], answers: dict[int, Any], *, survives: bool
+    ) -> None:
+        """Makes calls, and puts what they return into `answers`. survives: a Failure where one
+        raises.
+        """
         together = partial(called_together, calls, answers, survives=survives)
         option = "--environment_timeout"
         call_for_list(together, self.name, list(calls), timeout=self.timeout, option=option)
@@ -139,22 +165,26 @@ class Environments:
         rewards = {}
         for name, value in reward.items() if isinstance(reward, Mapping) else [(SCORE, reward)]:
             if name not in self.weights:
-                return self.wrong(f"step gives the reward {shown(name)}, and declares {sorted(self.weights)}")
+                return self.wrong(
+                    f"step gives the reward {shown(name)}, and declares {sorted(self.weights)}"
+                )
             if (number := finite(value)) is None:
-                return self.wrong(f"step: the reward {name} must be a finite number of fp32, got {shown(value)}")
+                return self.wrong(
+                    f"step: the reward {name} must be a finite number of fp32, got {shown(value)}"
+                )
             rewards[name] = number
         return Step(observation or "", rewards, bool(done))
 
     def wrong(self, what: str) -> Failure:
-        """A Failure for a wrong answer, which the text of a policy may have caused; raises FunctionError unless
-        environments survive failures.
+        """A Failure for a wrong answer, which the text of a policy may have caused; raises
+        FunctionError unless environments survive failures.
         """
         if not self.survives:
             raise FunctionError(f"{self.name}.{what}")
         return Failure(f"{self.name}.{what}")
 
 
-# --- what an environment says of its rewards --------------------------------------------------------------------------
+# --- what an environment says of its rewards ------------------------------------------------------
 
 
 def finite(value: object) -> float | None:
@@ -167,19 +197,25 @@ def finite(value: object) -> float | None:
 
 
 def reward_weights(name: str, rewards: object) -> dict[str, float]:
-    """The weights of rewards by name. Raises UserError for anything else than a dict of names and finite weights."""
+    """The weights of rewards by name. Raises UserError for anything else than a dict of names and
+    finite weights.
+    """
     weights: dict[str, float] = {}
     for one, weight in rewards.items() if isinstance(rewards, Mapping) else ():
         number = finite(weight)
         if not isinstance(one, str) or number is None:
-            raise UserError(f"the environment {name}: the weight of the reward {shown(one)} is not a finite number")
+            raise UserError(
+                f"the environment {name}: the weight of the reward {shown(one)} is not a finite number"
+            )
         weights[one] = number
     if not weights:
-        raise UserError(f"the environment {name}: rewards must be a dict of names and weights, got {shown(rewards)}")
+        raise UserError(
+            f"the environment {name}: rewards must be a dict of names and weights, got {shown(rewards)}"
+        )
     return weights
 
 
-# --- loading and calling ----------------------------------------------------------------------------------------------
+# --- loading and calling --------------------------------------------------------------------------
 
 
 def load_environments(config: EnvironmentConfig) -> Environments:
@@ -190,10 +226,14 @@ def load_environments(config: EnvironmentConfig) -> Environments:
 
 
 def called_together(
-    calls: Mapping[int, Callable[[], Any]], answers: dict[int, Any], numbers: list[int], *, survives: bool
+    calls: Mapping[int, Callable[[], Any]],
+    answers: dict[int, Any],
+    numbers: list[int],
+    *,
+    survives: bool,
 ) -> Any:
-    """Makes the calls and puts their results into `answers`. Returns the numbers of the calls, or a coroutine that does
-    all of this.
+    """Makes the calls and puts their results into `answers`. Returns the numbers of the calls, or a
+    coroutine that does all of this.
     """
 
     def failed(number: int, error: BaseException) -> None:

@@ -1,4 +1,6 @@
-"""Observations as token ids that continue a trajectory: what was sampled stays as it is, and is never written again."""
+"""Observations as token ids that continue a trajectory: what was sampled stays as it is, and is
+never written again.
+"""
 
 import json
 from collections.abc import Mapping, Set
@@ -21,21 +23,22 @@ WIDE = 2**16
 
 class Observe(Protocol):
     def __call__(self, text: str, last: int, given: str = "", *, room: int = WIDE) -> Ids:
-        """The ids of an observation. last: the last token of the turn or prompt before it. given: a Prompt's. room:
-        tokens; no more than `longest_text(room)` is read of the text. Halves of surrogate pairs become U+FFFD.
+        """The ids of an observation. last: the last token of the turn or prompt before it. given: a
+        Prompt's. room: tokens; no more than `longest_text(room)` is read of the text. Halves of
+        surrogate pairs become U+FFFD.
         """
 
 
 def longest_text(room: int) -> int:
-    """Characters of an observation that are read if there is room for this many tokens: 16 for each, and at least
-    10,000.
+    """Characters of an observation that are read if there is room for this many tokens: 16 for
+    each, and at least 10,000.
     """
     return max(SHORT, CHARACTERS_PER_TOKEN * room)
 
 
 def readable(text: str, room: int) -> str:
-    """The part of a text that is read. Surrogates, which a truncated JSON escape or a file that is not UTF-8 leaves in
-    a text, are replaced: no tokenizer accepts them.
+    """The part of a text that is read. Surrogates, which a truncated JSON escape or a file that is
+    not UTF-8 leaves in a text, are replaced: no tokenizer accepts them.
     """
     return text[: longest_text(room)].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -57,19 +60,23 @@ def chat_observations(
     settings: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> Observe:
-    """The text as a message of this role, between what the chat template writes after a reply and before the next one,
-    with the variables of the prompt's record. settings, clock: as a ChatTemplate's.
+    """The text as a message of this role, between what the chat template writes after a reply and
+    before the next one, with the variables of the prompt's record. settings, clock: as a
+    ChatTemplate's.
 
-    A turn ends with the token with which the template ends a reply; where the policy has stopped at another one, that
-    token comes first in the observation. Raises UserError for a template that writes earlier messages otherwise once
-    others follow them: what was sampled would not be what the template writes.
+    A turn ends with the token with which the template ends a reply; where the policy has stopped at
+    another one, that token comes first in the observation. Raises UserError for a template that
+    writes earlier messages otherwise once others follow them: what was sampled would not be what
+    the template writes.
     """
     template, name = ChatTemplate(tokenizer, settings, clock), tokenizer.name_or_path
     continuation = Continuation(tokenizer)
 
     @lru_cache(KEPT)
     def parts(fields: str) -> tuple[BetweenTurns, Ids, Ids]:
-        """And the ids of what ends a reply, and of what comes before the text. fields: of a record, as JSON."""
+        """And the ids of what ends a reply, and of what comes before the text. fields: of a record,
+        as JSON.
+        """
         try:
             turns = template.between_turns(role, template.variables(json.loads(fields)))
         except RecordError as error:
@@ -81,7 +88,9 @@ def chat_observations(
         ids = continuation.ids([turns.between], INSIDE, control=True)[0]
         first_end = next((place for place, token in enumerate(ids) if token in end_ids), None)
         if first_end is None:
-            raise UserError(f"the chat template of {name} ends a reply with no token at which the policy stops")
+            raise UserError(
+                f"the chat template of {name} ends a reply with no token at which the policy stops"
+            )
         return turns, ids[: first_end + 1], ids[first_end + 1 :]
 
     def observe(text: str, last: int, given: str = "", *, room: int = WIDE) -> Ids:

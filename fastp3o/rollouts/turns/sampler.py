@@ -1,7 +1,8 @@
 """Trajectories: turns of the policy, each answered by an environment, as responses of one piece.
 
-They go in rounds: each trajectory that is not over samples a turn, then all environments answer. Token ids are only
-ever put one after the other, so that what trains is what was sampled, token by token.
+They go in rounds: each trajectory that is not over samples a turn, then all environments answer.
+Token ids are only ever put one after the other, so that what trains is what was sampled, token by
+token.
 """
 
 import sys
@@ -27,8 +28,8 @@ TURNS = 2**32 - 5
 
 @dataclass
 class Trajectory:
-    """A trajectory that grows. ids: after the prompt, a first observation among them. logprobs: of the policy's tokens;
-    None if the sampler gives none.
+    """A trajectory that grows. ids: after the prompt, a first observation among them. logprobs: of
+    the policy's tokens; None if the sampler gives none.
     """
 
     prompt: Prompt
@@ -45,20 +46,26 @@ class Trajectory:
         return self.prompt._replace(ids=self.prompt.ids + self.ids)
 
     def add_turn(self, response: Response, room: int) -> None:
-        """room: tokens that the trajectory may still have. The beginning of a turn is a sample of the policy, too."""
+        """room: tokens that the trajectory may still have. The beginning of a turn is a sample of
+        the policy, too.
+        """
         start, kept = len(self.ids), response.ids[:room]
         self.ids = self.ids + kept
         self.turns.append(Turn(start, len(self.ids)))
         if self.logprobs is not None:
-            self.logprobs = None if response.logprobs is None else self.logprobs + array("f", response.logprobs[:room])
+            self.logprobs = (
+                None
+                if response.logprobs is None
+                else self.logprobs + array("f", response.logprobs[:room])
+            )
         # The half of a command that was cut off is not carried out.
         self.over = not response.finished or len(kept) < len(response.ids)
 
 
 class TrajectorySampler:
-    """A Sampler whose responses are trajectories. first, further: samplers of a turn; further ones have a response to
-    each of up to P K contexts. longest: tokens of a trajectory, observations included. end: called after the last turn,
-    also after an error.
+    """A Sampler whose responses are trajectories. first, further: samplers of a turn; further ones
+    have a response to each of up to P K contexts. longest: tokens of a trajectory, observations
+    included. end: called after the last turn, also after an error.
     """
 
     def __init__(
@@ -74,7 +81,10 @@ class TrajectorySampler:
         end: Callable[[], None] = lambda: None,
     ):
         self.first, self.further, self.tokenizer = first, further, tokenizer
-        self.environments, self.observe, self.max_turns, self.longest = environments, observe, max_turns, longest
+        self.environments = environments
+        self.observe = observe
+        self.max_turns = max_turns
+        self.longest = longest
         self.end = end
         self.fails = False  # whether all environments that were asked have failed in the last call
 
@@ -83,14 +93,26 @@ class TrajectorySampler:
         return Continuation(self.tokenizer)
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
-        """Raises FunctionError if an environment fails, or begins trajectories of one prompt in different ways."""
+        """Raises FunctionError if an environment fails, or begins trajectories of one prompt in
+        different ways.
+        """
         K = responses_per_prompt
-        records = [{"prompt": prompt.text, **prompt.columns} for prompt in prompts for _ in range(K)]
+        records = [
+            {"prompt": prompt.text, **prompt.columns} for prompt in prompts for _ in range(K)
+        ]
         environments, texts = self.environments.begin(records)
         try:
-            first = [self.first_observation(one, texts[p * K : (p + 1) * K]) for p, one in enumerate(prompts)]
+            first = [
+                self.first_observation(one, texts[p * K : (p + 1) * K])
+                for p, one in enumerate(prompts)
+            ]
             trajectories = [
-                Trajectory(prompts[n // K], prompts[n // K].number * K + n % K, environments[n], first[n // K])
+                Trajectory(
+                    prompts[n // K],
+                    prompts[n // K].number * K + n % K,
+                    environments[n],
+                    first[n // K],
+                )
                 for n in range(len(prompts) * K)
             ]
             self.finish(trajectories, K, seed)
@@ -106,8 +128,8 @@ class TrajectorySampler:
         return [Group(prompt, finished[p * K : (p + 1) * K]) for p, prompt in enumerate(prompts)]
 
     def first_observation(self, prompt: Prompt, texts: list[str]) -> Ids:
-        """The first observation of a prompt's trajectories. Raises FunctionError if they differ, or if it leaves no
-        room for a turn.
+        """The first observation of a prompt's trajectories. Raises FunctionError if they differ, or
+        if it leaves no room for a turn.
         """
         text, *others = dict.fromkeys(texts)
         name = f"{self.environments.name}.reset"
@@ -130,13 +152,22 @@ class TrajectorySampler:
         return ids if len(ids) < room else None
 
     def tell_failures(self, trajectories: list[Trajectory]) -> None:
-        """Warns once if no environment has answered, until one answers again: such a run learns nothing."""
+        """Warns once if no environment has answered, until one answers again: such a run learns
+        nothing.
+        """
         failures = [one.turns[-1].failure for one in trajectories if one.turns[-1].failure]
-        answered = any(one.done or len(one.turns) > 1 or one.turns[-1].rewards for one in trajectories)
+        answered = any(
+            one.done or len(one.turns) > 1 or one.turns[-1].rewards for one in trajectories
+        )
         before, self.fails = self.fails, bool(failures) and not answered
         if self.fails and not before:
-            asked = f"all of {len(failures)} trajectories that have asked it (--environment_errors end)"
-            print(f"warning: {self.environments.name} has failed in {asked}: {failures[0]}", file=sys.stderr)
+            asked = (
+                f"all of {len(failures)} trajectories that have asked it (--environment_errors end)"
+            )
+            print(
+                f"warning: {self.environments.name} has failed in {asked}: {failures[0]}",
+                file=sys.stderr,
+            )
 
     def finish(self, live: list[Trajectory], K: int, seed: int) -> None:
         """Samples all turns. The K trajectories of a prompt are adjacent."""
@@ -155,12 +186,21 @@ class TrajectorySampler:
         """Appends a turn to each trajectory, and its environment's answer."""
         for trajectory, response in zip(live, responses, strict=True):
             trajectory.add_turn(response, self.longest - len(trajectory.ids))
-        answered = [(one, response.text) for one, response in zip(live, responses, strict=True) if not one.over]
-        steps = self.environments.step([one.environment for one, _ in answered], [text for _, text in answered])
+        answered = [
+            (one, response.text)
+            for one, response in zip(live, responses, strict=True)
+            if not one.over
+        ]
+        steps = self.environments.step(
+            [one.environment for one, _ in answered], [text for _, text in answered]
+        )
         for (trajectory, _), step in zip(answered, steps, strict=True):
-            trajectory.turns[-1] = trajectory.turns[-1]._replace(rewards=step.rewards, failure=step.failure)
+            trajectory.turns[-1] = trajectory.turns[-1]._replace(
+                rewards=step.rewards, failure=step.failure
+            )
             trajectory.done = step.done and not step.failure
-            # An observation that nothing answers is left out: a trajectory ends with a token of the policy.
+            # An observation that nothing answers is left out: a trajectory ends with a token of the
+            # policy.
             goes_on = not step.done and len(trajectory.turns) < self.max_turns
             room = self.longest - len(trajectory.ids)
             text, given = step.observation, trajectory.prompt.given

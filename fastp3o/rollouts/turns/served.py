@@ -16,11 +16,12 @@ from fastp3o.runtime.processes import on_every_process
 
 
 class ServedTrajectories(TrajectorySampler):
-    """A Sampler of trajectories, called by all processes. Servers keep the weights for a whole call, or interrupt it.
+    """A Sampler of trajectories, called by all processes. Servers keep the weights for a whole
+    call, or interrupt it.
 
-    All turns of a prompt go to one server, which has what came before in its prefix cache. Environments answer together
-    the turns that have come meanwhile. The tokenizer must be its own: a call that was begun has a thread of its own.
-    turns: samples one.
+    All turns of a prompt go to one server, which has what came before in its prefix cache.
+    Environments answer together the turns that have come meanwhile. The tokenizer must be its own:
+    a call that was begun has a thread of its own. turns: samples one.
     """
 
     def __init__(self, turns: VLLMSampler, *others: Any, **limits: Any):
@@ -28,12 +29,16 @@ class ServedTrajectories(TrajectorySampler):
         self.turns, self.publish, self.stop = turns, turns.publish, turns.stop
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
-        """Calls environments in this thread. Raises EndpointError or FunctionError on all processes."""
+        """Calls environments in this thread. Raises EndpointError or FunctionError on all
+        processes.
+        """
         self.publish()
         sample = partial(super().__call__, prompts, responses_per_prompt, seed)
         return on_every_process(self.publish.accelerator, sample)
 
-    def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
+    def begin(
+        self, prompts: list[Prompt], responses_per_prompt: int, seed: int
+    ) -> Callable[[], list[Group]]:
         """Starts a call, and returns a function that waits for its result."""
         self.publish()
         sampled = Background(partial(super().__call__, prompts, responses_per_prompt, seed)).result
@@ -56,13 +61,19 @@ class ServedTrajectories(TrajectorySampler):
                         for response in self.turns.responses(alike[0].context(), completions)
                     ],
                 )
-                further = (([one], server) for (alike, server), _ in come for one in alike if not one.over)
+                further = (
+                    ([one], server) for (alike, server), _ in come for one in alike if not one.over
+                )
                 answers.add(self.question(seed, *turn) for turn in further)
 
     def question(self, seed: int, alike: list[Trajectory], server: str) -> Question:
-        """The request for a turn of trajectories that do not differ: at first all of a prompt, later each alone."""
+        """The request for a turn of trajectories that do not differ: at first all of a prompt,
+        later each alone.
+        """
         one, turn = alike[0], len(alike[0].turns)
-        seed, number = (derived_seed(seed, TURNS, turn), one.number) if turn else (seed, one.prompt.number)
+        seed, number = (
+            (derived_seed(seed, TURNS, turn), one.number) if turn else (seed, one.prompt.number)
+        )
         room = min(self.turns.settings["max_tokens"], self.longest - len(one.ids))
         own = {"n": len(alike), "max_tokens": room}
         return Question((alike, server), one.context().ids, derived_seed(seed, number), server, own)

@@ -15,16 +15,22 @@ __all__ = ["tool_environment"]
 
 # As Hermes, Qwen and others write calls.
 BEGIN, END = "<tool_call>", "</tool_call>"
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # calls that are no JSON object
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)  # calls that are no JSON object
 
 
 def tool_environment(tools: Sequence[Callable]) -> type:
-    """An environment that answers a turn's calls of these functions; a turn without one is the last. Its `schemas` are
-    for the field `tools` of records, which the chat template gets.
+    """An environment that answers a turn's calls of these functions; a turn without one is the
+    last. Its `schemas` are for the field `tools` of records, which the chat template gets.
 
-    A call that cannot be read, names no tool or has wrong arguments is answered with what was wrong, as is a tool that
-    raises anything, also to end the program: the policy learns from it. The rewards `calls` and `failed_calls` count
-    them, with weight 0.
+    A call that cannot be read, names no tool or has wrong arguments is answered with what was
+    wrong, as is a tool that raises anything, also to end the program: the policy learns from it.
+    The rewards `calls` and `failed_calls` count them, with weight 0.
     """
     by_name = {tool.__name__: tool for tool in tools}
 
@@ -38,13 +44,19 @@ def tool_environment(tools: Sequence[Callable]) -> type:
         async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
             answers = [await answer(by_name, call) for call in calls_in(text)]
             failed = sum(one.startswith("error: ") for one in answers)
-            return "\n".join(answers) or None, {"calls": len(answers), "failed_calls": failed}, not answers
+            return (
+                "\n".join(answers) or None,
+                {"calls": len(answers), "failed_calls": failed},
+                not answers,
+            )
 
     return Tools
 
 
 def calls_in(text: str) -> Iterator[str]:
-    """The texts between the marks of tool calls, stripped of white space, in time linear in the text."""
+    """The texts between the marks of tool calls, stripped of white space, in time linear in the
+    text.
+    """
     place = text.find(BEGIN)
     while place >= 0 and (end := text.find(END, place)) >= 0:
         yield text[place + len(BEGIN) : end].strip()
@@ -68,7 +80,9 @@ async def answer(tools: dict[str, Callable], call: str) -> str:
 
 
 async def result_of(awaitable: Awaitable) -> object:
-    """Awaits in a separate task: a GeneratorExit would be thrown into every coroutine that awaits this one."""
+    """Awaits in a separate task: a GeneratorExit would be thrown into every coroutine that awaits
+    this one.
+    """
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task})

@@ -1,4 +1,5 @@
-"""New weights for vLLM servers over NCCL, from GPU to GPU, by the trainer's side of vLLM's own weight transfer.
+"""New weights for vLLM servers over NCCL, from GPU to GPU, by the trainer's side of vLLM's own
+weight transfer.
 
 Tested with vLLM's classes and without the network: it has not run on GPUs.
 """
@@ -34,13 +35,17 @@ POLL = 0.01  # seconds
 
 
 class NCCLTransfer:
-    """Sends a policy's weights to all servers that are there. All processes call it: they gather a layer at a time,
-    which the main one sends to all at once. It and the servers' GPUs are one group, made anew when others are there.
+    """Sends a policy's weights to all servers that are there. All processes call it: they gather a
+    layer at a time, which the main one sends to all at once. It and the servers' GPUs are one
+    group, made anew when others are there.
 
-    dtype: in which parameters are sent. Raises UserError without a GPU, and without the servers' version of vLLM here.
+    dtype: in which parameters are sent. Raises UserError without a GPU, and without the servers'
+    version of vLLM here.
     """
 
-    def __init__(self, accelerator: Accelerator, policy: PackedModel, dtype: torch.dtype, servers: Servers):
+    def __init__(
+        self, accelerator: Accelerator, policy: PackedModel, dtype: torch.dtype, servers: Servers
+    ):
         if accelerator.device.type != DEVICE:
             raise UserError("--vllm_weights nccl needs GPUs on both sides")
         self.accelerator, self.servers = accelerator, servers
@@ -51,8 +56,9 @@ class NCCLTransfer:
         on_main_process(accelerator, lambda: require_same_vllm(servers))
 
     def __call__(self, *, anew: bool) -> None:
-        """anew: whether a server has been started anew. Raises EndpointError on all processes if one fails, or if not
-        all is sent within the servers' time limit. The others may wait for the rest then, and be of no more use.
+        """anew: whether a server has been started anew. Raises EndpointError on all processes if
+        one fails, or if not all is sent within the servers' time limit. The others may wait for the
+        rest then, and be of no more use.
         """
         if not self.described:
             weights = (weight for layer in self.layers() for weight in layer.items())
@@ -70,7 +76,9 @@ class NCCLTransfer:
         self.queue: Queue[dict[str, Tensor] | None] = Queue()
         self.running: Future[None] = Future()
         self.deadline = time.monotonic() + self.servers.time_limit
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # each thread has its own
+        device = (
+            torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        )  # each thread has its own
 
         def run() -> None:
             try:
@@ -86,17 +94,28 @@ class NCCLTransfer:
 
     def join(self, gpus: dict[str, int]) -> None:
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerInitInfo,
+            NCCLTrainerWeightTransferEngine,
+        )
 
         self.leave()
         self.gpus = gpus
         self.ask("shutdown_weight_transfer_engine")  # an older group
         metadata = [ParamMeta(*weight) for weight in self.described]
-        members: dict[str, Any] = {"metadata": lambda _: metadata, "__iter__": lambda _: self.sent()}
+        members: dict[str, Any] = {
+            "metadata": lambda _: metadata,
+            "__iter__": lambda _: self.sent(),
+        }
         if hasattr(WeightSource, "iter_full"):  # from 0.33 on
-            members = {"metadata": cached_property(lambda _: metadata), "iter_full": lambda _: self.sent()}
+            members = {
+                "metadata": cached_property(lambda _: metadata),
+                "iter_full": lambda _: self.sent(),
+            }
         client = SimpleNamespace(
-            init_weight_transfer_engine=lambda info: self.ask("init_weight_transfer_engine", init_info=info),
+            init_weight_transfer_engine=lambda info: self.ask(
+                "init_weight_transfer_engine", init_info=info
+            ),
             start_weight_update=lambda: self.ask("start_weight_update"),
             update_weights=lambda info: self.ask("update_weights", update_info=info),
             finish_weight_update=lambda: self.ask("finish_weight_update"),
@@ -104,12 +123,17 @@ class NCCLTransfer:
         # The first one that is not of this machine alone.
         address = min(map(own_address, gpus), key=lambda address: address.startswith("127."))
         with socket.socket() as held:
-            # A socket that is bound and does not listen leaves its port to the next with this option, and to no other.
+            # A socket that is bound and does not listen leaves its port to the next with this
+            # option, and to no other.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((address, 0))
-            info = NCCLTrainerInitInfo(address, held.getsockname()[1], 1 + sum(gpus.values()), rank=0)
+            info = NCCLTrainerInitInfo(
+                address, held.getsockname()[1], 1 + sum(gpus.values()), rank=0
+            )
             source = type("PolicyWeights", (WeightSource,), members)()
-            self.engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+            self.engine = NCCLTrainerWeightTransferEngine.trainer_init(
+                info, client=client, source=source
+            )
 
     def leave(self) -> None:
         """Aborts the transfer in progress on the GPU."""
@@ -118,11 +142,15 @@ class NCCLTransfer:
         self.engine, self.gpus = None, {}
 
     def send(self, layer: dict[str, Tensor] | None) -> None:
-        """Queues a layer, and waits until at most one is left to send. None: waits until all are sent."""
+        """Queues a layer, and waits until at most one is left to send. None: waits until all are
+        sent.
+        """
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # vLLM copies on streams of its own
         self.queue.put(layer)
-        while (layer is None or self.queue.qsize() > 1) and not wait([self.running], timeout=POLL).done:
+        while (layer is None or self.queue.qsize() > 1) and not wait(
+            [self.running], timeout=POLL
+        ).done:
             if time.monotonic() > self.deadline:
                 late = f"{', '.join(self.gpus)} did not take the weights within {self.servers.time_limit:g} s"
                 self.fail(f"{late} (--vllm_time_limit)")
@@ -143,12 +171,20 @@ class NCCLTransfer:
                 yield name, weight.to(self.accelerator.device)
 
     def ask(self, name: str, **body: dict[str, Any]) -> None:
-        """Asks all servers of the group at once. If one refuses, vLLM's engine may wait for it for ever."""
+        """Asks all servers of the group at once. If one refuses, vLLM's engine may wait for it for
+        ever.
+        """
         ranks = dict(zip(self.gpus, accumulate(self.gpus.values(), initial=1), strict=False))
 
         def post(url: str, stopped: Event) -> Any:
-            own = {"init_info": body["init_info"] | {"rank_offset": ranks[url]}} if "init_info" in body else body
-            return self.servers.endpoint(url, f"/{name}", retries=0, abandons=True).post(own, json.loads, stopped)
+            own = (
+                {"init_info": body["init_info"] | {"rank_offset": ranks[url]}}
+                if "init_info" in body
+                else body
+            )
+            return self.servers.endpoint(url, f"/{name}", retries=0, abandons=True).post(
+                own, json.loads, stopped
+            )
 
         try:
             list(Answers(post, self.gpus, len(self.gpus)))
@@ -162,9 +198,13 @@ def require_same_vllm(servers: Servers) -> None:
         from vllm import __version__
         from vllm.distributed.weight_transfer import nccl_engine  # noqa: F401
     except ImportError as error:
-        raise UserError(f"--vllm_weights nccl needs vllm in this environment, too: {error}") from error
+        raise UserError(
+            f"--vllm_weights nccl needs vllm in this environment, too: {error}"
+        ) from error
     found = [read_version(json.dumps({"version": __version__}).encode())]
-    found += [servers.endpoint(url, "/version", timeout=QUICK).get(read_version) for url in servers.urls]
+    found += [
+        servers.endpoint(url, "/version", timeout=QUICK).get(read_version) for url in servers.urls
+    ]
     if set(found) not in ({(0, 32)}, {(0, 33)}):
         here, *there = map(dotted, found)
         both = f"{here} here, {', '.join(there)} there"

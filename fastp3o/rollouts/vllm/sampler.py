@@ -15,9 +15,9 @@ from fastp3o.runtime.processes import on_every_process
 class VLLMSampler:
     """A Sampler, called by all processes. The servers have the policy's weights before each call.
 
-    A prompt's responses depend on the seed and the prompt's number, and not on the number of servers or processes, as
-    far as the servers' arithmetic does not depend on what else is in a batch. publish: brings the policy to the
-    servers. max_response_tokens: longest response.
+    A prompt's responses depend on the seed and the prompt's number, and not on the number of
+    servers or processes, as far as the servers' arithmetic does not depend on what else is in a
+    batch. publish: brings the policy to the servers. max_response_tokens: longest response.
     """
 
     def __init__(
@@ -31,25 +31,36 @@ class VLLMSampler:
         self.publish, self.servers = publish, publish.servers
         self.ends = Ends(publish.policy.model, tokenizer, settings.stops)
         temperature = publish.policy.temperature
-        self.settings = completion_settings(settings, temperature, max_response_tokens, self.ends.ids)
+        self.settings = completion_settings(
+            settings, temperature, max_response_tokens, self.ends.ids
+        )
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
-        """Raises EndpointError on all processes if a server refuses or fails, or samples from other weights."""
+        """Raises EndpointError on all processes if a server refuses or fails, or samples from other
+        weights.
+        """
         return self.begin(prompts, responses_per_prompt, seed)()
 
-    def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
-        """Starts a call, and returns a function that waits for its result. Until then servers keep their weights, or
-        interrupt the call.
+    def begin(
+        self, prompts: list[Prompt], responses_per_prompt: int, seed: int
+    ) -> Callable[[], list[Group]]:
+        """Starts a call, and returns a function that waits for its result. Until then servers keep
+        their weights, or interrupt the call.
         """
         self.publish()
         # vLLM adds the number of a response to its prompt's seed.
         seeds = [derived_seed(seed, prompt.number) for prompt in prompts]
         questions = map(Question, count(), [prompt.ids for prompt in prompts], seeds)
-        answers = self.servers.complete(questions, self.settings | {"n": responses_per_prompt}, self.ends.ids)
+        answers = self.servers.complete(
+            questions, self.settings | {"n": responses_per_prompt}, self.ends.ids
+        )
 
         def finish() -> list[Group]:
             completions = on_every_process(self.publish.accelerator, lambda: dict(answers))
-            return [Group(prompt, self.responses(prompt, completions[place])) for place, prompt in enumerate(prompts)]
+            return [
+                Group(prompt, self.responses(prompt, completions[place]))
+                for place, prompt in enumerate(prompts)
+            ]
 
         return finish
 

@@ -1,4 +1,6 @@
-"""Decoding of one token a step: attention over cached keys and values, and sampling of the next token."""
+"""Decoding of one token a step: attention over cached keys and values, and sampling of the next
+token.
+"""
 
 from fastp3o_kernels.decoding.attention import decode_attention
 from fastp3o_kernels.decoding.batch import Batch, Working

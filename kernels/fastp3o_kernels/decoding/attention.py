@@ -1,4 +1,5 @@
-"""Attention of one new token per slot: over the keys of its prompt, which responses share, and over its own.
+"""Attention of one new token per slot: over the keys of its prompt, which responses share, and over
+its own.
 
 R slots, P prompts, H heads (Hkv of keys), D the size of a head.
 """
@@ -25,10 +26,11 @@ def decode_attention(
     softcap: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Stores the new keys and values at own_keys[slot, :, step], then attends over all keys that a token sees.
+    """Stores the new keys and values at own_keys[slot, :, step], then attends over all keys that a
+    token sees.
 
-    The host never waits for the GPU. A slot's result does not depend on what other slots hold. Idle slots get finite
-    numbers without a meaning, and so do their own keys and values in the cache.
+    The host never waits for the GPU. A slot's result does not depend on what other slots hold. Idle
+    slots get finite numbers without a meaning, and so do their own keys and values in the cache.
 
     Args:
         query: [R, H, D] fp32, fp16 or bf16, any strides.
@@ -46,10 +48,11 @@ def decode_attention(
     if use_triton(impl, query, cache.own_keys) and len(query):
         return launch_decode_attention(query, key, value, cache, slots, scale, window, softcap)
 
-    # One matrix product multiplies the keys of a prompt with the queries of its K responses and of the G = H / Hkv
-    # heads of a group, so keys are read once. Queries are therefore brought from the order of slots into that of
-    # responses ("grouped"). Products with a slot's own keys join them for one softmax. The weights of own keys and the
-    # results then go back to the order of slots.
+    # One matrix product multiplies the keys of a prompt with the queries of its K responses and of
+    # the G = H / Hkv heads of a group, so keys are read once. Queries are therefore brought from
+    # the order of slots into that of responses ("grouped"). Products with a slot's own keys join
+    # them for one softmax. The weights of own keys and the results then go back to the order of
+    # slots.
     R, H, D = query.shape
     Hkv, K = key.shape[1], slots.responses_per_prompt
     G = H // Hkv
@@ -58,7 +61,12 @@ def decode_attention(
     P, Lp, Lr = len(cache.prompt_keys), cache.prompt_keys.shape[2], cache.own_keys.shape[2]
 
     query = query * scale
-    grouped = query.index_select(0, slots.grouped).view(P, K, Hkv, G, D).transpose(1, 2).reshape(P, Hkv, K * G, D)
+    grouped = (
+        query.index_select(0, slots.grouped)
+        .view(P, K, Hkv, G, D)
+        .transpose(1, 2)
+        .reshape(P, Hkv, K * G, D)
+    )
     # Keys times queries: on a CPU up to twice as fast as queries times keys.
     prompt_part = (cache.prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
     own_part = query.reshape(R, Hkv, G, D) @ cache.own_keys[:R].transpose(2, 3)
@@ -74,7 +82,12 @@ def decode_attention(
 
     prompt_part, own_part = weights.split([Lp, Lr], dim=4)
     result = prompt_part.flatten(2, 3) @ cache.prompt_values
-    result = result.view(P, Hkv, K, G, D).transpose(1, 2).reshape(P * K, Hkv, G, D).index_select(0, slots.place)
+    result = (
+        result.view(P, Hkv, K, G, D)
+        .transpose(1, 2)
+        .reshape(P * K, Hkv, G, D)
+        .index_select(0, slots.place)
+    )
     own_part = own_part.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, slots.place)
     return result.add_(own_part @ cache.own_values[:R]).view(R, H, D)
 

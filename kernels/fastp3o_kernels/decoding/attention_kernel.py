@@ -1,15 +1,17 @@
 """Decode attention in Triton: two launches, whatever the lengths.
 
     partial_attention_kernel   one program for (slot, key head, chunk of keys). The last of the slots that share a
-                               prompt attends the chunks of the prompt for all of them: the queries of up to K responses
-                               times the G = H / Hkv heads of a group are rows of one product, so keys are read once.
-                               Each slot attends the chunks of its own response. The program whose chunk the new token
-                               falls in also stores the token's key and value.
+                               prompt attends the chunks of the prompt for all of them: the queries
+                               of up to K responses times the G = H / Hkv heads of a group are rows
+                               of one product, so keys are read once. Each slot attends the chunks
+                               of its own response. The program whose chunk the new token falls in
+                               also stores the token's key and value.
     merge_kernel               one program for (slot, head): averages the chunks' results, weighted by their logsumexp.
 
-Chunks have a fixed length and are merged in a fixed order, so the bits of a slot's result do not depend on the other
-slots. Programs without work (short prompts and responses, idle slots) return at once. R slots, P prompts, K responses
-to each, H heads (Hkv of keys), D the size of a head. Logits and logsumexp are in base 2.
+Chunks have a fixed length and are merged in a fixed order, so the bits of a slot's result do not
+depend on the other slots. Programs without work (short prompts and responses, idle slots) return at
+once. R slots, P prompts, K responses to each, H heads (Hkv of keys), D the size of a head. Logits
+and logsumexp are in base 2.
 """
 
 import torch
@@ -20,24 +22,30 @@ from torch import Tensor
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
 from fastp3o_kernels.operation import INTERPRET
 
-# Keys of one program. It writes its result in fp32 and merge_kernel reads it: 8 K G D bytes, next to 1024 D bytes for
-# 256 keys and values in half precision. Shorter chunks would mean more programs where prompts are few.
+# Keys of one program. It writes its result in fp32 and merge_kernel reads it: 8 K G D bytes, next
+# to 1024 D bytes for 256 keys and values in half precision. Shorter chunks would mean more programs
+# where prompts are few.
 CHUNK = 256
-# Queries of one program, by the bytes of an element. Tensor cores take at least 16, and with more than the largest tile
-# registers would not suffice for head size 256. Keys of a prompt are read more than once only if K G is larger.
+# Queries of one program, by the bytes of an element. Tensor cores take at least 16, and with more
+# than the largest tile registers would not suffice for head size 256. Keys of a prompt are read
+# more than once only if K G is larger.
 SMALLEST_TILE, LARGEST_TILE = 16, {2: 64, 4: 16}
-# Bytes of keys in one step of the loop: with the values, in a pipeline of three steps, 96 KiB of shared memory. Half of
-# it next to queries of more bytes: a block on GPUs of compute capability 8.6, 8.9 and 12.0 has 99 KiB. And the largest
-# number of keys, by the bytes of an element, for the registers.
+# Bytes of keys in one step of the loop: with the values, in a pipeline of three steps, 96 KiB of
+# shared memory. Half of it next to queries of more bytes: a block on GPUs of compute capability
+# 8.6, 8.9 and 12.0 has 99 KiB. And the largest number of keys, by the bytes of an element, for the
+# registers.
 BLOCK_BYTES, LARGEST_BLOCK = 16384, {2: 64, 4: 32}
-# Chunks that a program of merge_kernel reads at once, and its warps: chunks are few, programs many and small.
+# Chunks that a program of merge_kernel reads at once, and its warps: chunks are few, programs many
+# and small.
 MERGE_BLOCK, MERGE_WARPS = 8, 1
 INTERPRETED = tl.constexpr(INTERPRET)
 
 
 @triton.jit
 def product(a, b):
-    """a @ b in fp32. The interpreter's product of bf16 is wrong, so there operands are widened, which is exact."""
+    """a @ b in fp32. The interpreter's product of bf16 is wrong, so there operands are widened,
+    which is exact.
+    """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
@@ -54,7 +62,9 @@ def scaled_logits(products, scale, softcap):
 
 @triton.jit
 def raised_max(running_max, block_max):
-    """The maximum so far, what to subtract from logits, and the factor that brings earlier sums to the new maximum."""
+    """The maximum so far, what to subtract from logits, and the factor that brings earlier sums to
+    the new maximum.
+    """
     new_max = tl.maximum(running_max, block_max)
     # While every logit was -inf there is no maximum to subtract.
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -63,7 +73,9 @@ def raised_max(running_max, block_max):
 
 @triton.jit
 def tile(part, rows: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The chunk and the first row of the part-th program, where each chunk has this many rows in tiles of BLOCK_M."""
+    """The chunk and the first row of the part-th program, where each chunk has this many rows in
+    tiles of BLOCK_M.
+    """
     TILES: tl.constexpr = (rows + BLOCK_M - 1) // BLOCK_M
     return part // TILES, part % TILES * BLOCK_M
 
@@ -76,7 +88,16 @@ def store_token(new, own, d, inside):
     return token
 
 
-@triton.jit(do_not_specialize=["prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "prompts",
+        "prompt_room",
+        "response_room",
+        "prompt_chunks",
+        "chunks",
+        "window",
+    ]
+)
 def partial_attention_kernel(
     query_ptr,  # [R, H, D], slots and heads at any stride
     key_ptr,  # [R, Hkv, D], of the new tokens
@@ -114,7 +135,8 @@ def partial_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Offsets pass 2^31; those inside one prompt or response do not, and cost fewer registers in 32 bits.
+    # Offsets pass 2^31; those inside one prompt or response do not, and cost fewer registers in 32
+    # bits.
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -157,7 +179,12 @@ def partial_attention_kernel(
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     rows = live[:, None] & inside[None, :]
-    queries = query_ptr + member[:, None] * query_slot_stride + heads[:, None] * query_head_stride + d[None, :]
+    queries = (
+        query_ptr
+        + member[:, None] * query_slot_stride
+        + heads[:, None] * query_head_stride
+        + d[None, :]
+    )
     q = tl.load(queries, mask=rows, other=0.0)
 
     running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -178,7 +205,8 @@ def partial_attention_kernel(
     if window is not None:
         position = tl.load(prompt_lengths_ptr + member) + tl.load(steps_ptr + member)
         least = (position - window + 1 - before).to(tl.int32)
-        # Blocks before every row's window are left out. Reading a block for other rows changes no bit of a row.
+        # Blocks before every row's window are left out. Reading a block for other rows changes no
+        # bit of a row.
         least_of_all = tl.min(tl.where(live, least, last), axis=0)
         start = tl.maximum(start, least_of_all // BLOCK_N * BLOCK_N)
     # In triton 3.6 the interpreter takes no loop bounds that are known only at run time.
@@ -233,13 +261,19 @@ def merge_kernel(
     for first in range(0, CHUNKS, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
         # An earlier step may have left results in the other chunks.
-        written = tl.where(s < PROMPT_CHUNKS, s * CHUNK < length, (s - PROMPT_CHUNKS) * CHUNK <= step)
-        lse = tl.load(lse_ptr + row * CHUNKS + s, mask=written & (s < CHUNKS) & busy, other=-float("inf"))
+        written = tl.where(
+            s < PROMPT_CHUNKS, s * CHUNK < length, (s - PROMPT_CHUNKS) * CHUNK <= step
+        )
+        lse = tl.load(
+            lse_ptr + row * CHUNKS + s, mask=written & (s < CHUNKS) & busy, other=-float("inf")
+        )
         running_max, base, decay = raised_max(running_max, tl.max(lse, axis=0))
         weights = tl.exp2(lse - base)
         total = total * decay + tl.sum(weights, axis=0)
         counted = (weights > 0.0)[:, None] & (d < D)[None, :]
-        partials = tl.load(partials_ptr + (row * CHUNKS + s)[:, None] * D + d[None, :], mask=counted, other=0.0)
+        partials = tl.load(
+            partials_ptr + (row * CHUNKS + s)[:, None] * D + d[None, :], mask=counted, other=0.0
+        )
         result = result * decay + tl.sum(partials * weights[:, None], axis=0)
     out = result / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
@@ -257,7 +291,9 @@ def block_sizes(D: int, K: int, G: int, element_bytes: int) -> dict[str, int]:
 
 
 def warps(blocks: dict[str, int], element_bytes: int) -> int:
-    """More where 128 threads would not have registers for sums or, in fp32, for the operands of products."""
+    """More where 128 threads would not have registers for sums or, in fp32, for the operands of
+    products.
+    """
     return 8 if element_bytes == 4 or blocks["BLOCK_M"] * blocks["BLOCK_D"] >= 8192 else 4
 
 
@@ -278,14 +314,18 @@ def launch_decode_attention(
     K, G = slots.responses_per_prompt, H // Hkv
     if not all(tensor.is_contiguous() for tensor in vars(cache).values()):
         raise ValueError("the cache's keys and values must be contiguous")
-    query, key, value = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    query, key, value = (
+        tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)
+    )
     prompt_chunks, own_chunks = triton.cdiv(prompt_room, CHUNK), triton.cdiv(response_room, CHUNK)
     chunks = prompt_chunks + own_chunks
     partials = torch.empty(R, H, chunks, D, dtype=torch.float32, device=query.device)
     lse = torch.empty(R, H, chunks, dtype=torch.float32, device=query.device)
     out = torch.empty(R, H, D, dtype=query.dtype, device=query.device)
     blocks = block_sizes(D, K, G, query.element_size())
-    programs = prompt_chunks * triton.cdiv(K * G, blocks["BLOCK_M"]) + own_chunks * triton.cdiv(G, blocks["BLOCK_M"])
+    programs = prompt_chunks * triton.cdiv(K * G, blocks["BLOCK_M"]) + own_chunks * triton.cdiv(
+        G, blocks["BLOCK_M"]
+    )
     with torch.cuda.device_of(query):
         partial_attention_kernel[(R, Hkv, programs)](
             query,

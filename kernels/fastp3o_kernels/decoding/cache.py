@@ -1,8 +1,8 @@
 """The state of decoding: cached keys and values, and what each slot works on.
 
-Each of R slots decodes one token a step, and works on one response after another. P prompts, K responses to each;
-response k to prompt p has the number p K + k. Hkv heads of keys, D the size of a head, Lp and Lr the cache's room for
-tokens of a prompt and of a response.
+Each of R slots decodes one token a step, and works on one response after another. P prompts, K
+responses to each; response k to prompt p has the number p K + k. Hkv heads of keys, D the size of a
+head, Lp and Lr the cache's room for tokens of a prompt and of a response.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ if HAS_TRITON:
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer, contiguous. Allocate it with zeros: memory that was never written must be finite,
-    for its weight is 0, and 0 times NaN is NaN.
+    """Keys and values of one layer, contiguous. Allocate it with zeros: memory that was never
+    written must be finite, for its weight is 0, and 0 times NaN is NaN.
     """
 
     prompt_keys: Tensor  # [P, Hkv, Lp, D], of all but the prompts' last tokens; Lp may be 0
@@ -31,12 +31,12 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Slots:
-    """The responses that the slots of one step work on; the same for all layers. A slot without a response is idle.
+    """The responses that the slots of one step work on; the same for all layers. A slot without a
+    response is idle.
 
-    response: [R] int64, p K + k; P K where idle. No response is in two slots.
-    cached_lengths: [P + 1] int64, number of cached keys of each prompt; 0 at P.
-    steps: [R] int64, own tokens in the cache before this step; the step's token is at position length + step.
-    responses_per_prompt: K.
+    response: [R] int64, p K + k; P K where idle. No response is in two slots. cached_lengths: [P +
+    1] int64, number of cached keys of each prompt; 0 at P. steps: [R] int64, own tokens in the
+    cache before this step; the step's token is at position length + step. responses_per_prompt: K.
     """
 
     response: Tensor
@@ -76,7 +76,9 @@ class Slots:
     @cached_property
     def place(self) -> Tensor:
         """[R] int64: index of a slot's response in `grouped`; any index if the slot is idle."""
-        return self.response.clamp(max=(len(self.cached_lengths) - 1) * self.responses_per_prompt - 1)
+        return self.response.clamp(
+            max=(len(self.cached_lengths) - 1) * self.responses_per_prompt - 1
+        )
 
     @cached_property
     def slot_of_response(self) -> Tensor:
@@ -88,8 +90,8 @@ class Slots:
 
     @cached_property
     def members(self) -> Tensor:
-        """[R, K] int32: the last of the slots that share a prompt lists all of them; the rest is -1, and an idle slot's
-        are any.
+        """[R, K] int32: the last of the slots that share a prompt lists all of them; the rest is
+        -1, and an idle slot's are any.
         """
         if self.by_kernel:
             return self.by_kernel[2]

@@ -1,4 +1,5 @@
-"""Sampling at temperature 1 from the whole vocabulary, in one launch that reads the logits once (PyTorch: about 40).
+"""Sampling at temperature 1 from the whole vocabulary, in one launch that reads the logits once
+(PyTorch: about 40).
 
 R slots, V vocabulary.
 """
@@ -8,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program samples for one slot. A GPU has more processors than there are programs, so each program keeps much in
-# flight: 32 KiB, four 16-byte loads for each of 512 threads.
+# A program samples for one slot. A GPU has more processors than there are programs, so each program
+# keeps much in flight: 32 KiB, four 16-byte loads for each of 512 threads.
 TILE = 8192
 WARPS = 16
 
@@ -40,7 +41,9 @@ def race_kernel(
     BLOCKS_AT_ONCE: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,  # a power of two
 ):
-    """As `sampling.race`: blocks of B tokens race first, by their logsumexp, then the tokens of the winning block."""
+    """As `sampling.race`: blocks of B tokens race first, by their logsumexp, then the tokens of the
+    winning block.
+    """
     slot = tl.program_id(0).to(tl.int64)
     logits_ptr += slot * row_stride
     sums_ptr += slot * BLOCKS
@@ -50,23 +53,29 @@ def race_kernel(
     t = tl.arange(0, BLOCKS_AT_ONCE)
     running_max = tl.full([BLOCKS_AT_ONCE], -float("inf"), tl.float32)
     total = tl.zeros([BLOCKS_AT_ONCE], tl.float32)
-    # Whole tiles have no mask: one that cuts a row at an odd place splits loads into single elements.
+    # Whole tiles have no mask: one that cuts a row at an odd place splits loads into single
+    # elements.
     WHOLE: tl.constexpr = V // B // BLOCKS_AT_ONCE * BLOCKS_AT_ONCE
     for rest in tl.static_range(2):
         for first in range(rest * WHOLE, BLOCKS if rest else WHOLE, BLOCKS_AT_ONCE):
             block = first + t
             tokens = block[:, None] * B + in_block[None, :]
-            x = tl.load(logits_ptr + tokens, mask=(tokens < V) | (rest == 0), other=-float("inf")).to(tl.float32)
+            x = tl.load(
+                logits_ptr + tokens, mask=(tokens < V) | (rest == 0), other=-float("inf")
+            ).to(tl.float32)
             block_max = tl.max(x, axis=1)
             # If every logit is -inf there is no maximum to subtract.
             base = tl.where(block_max == -float("inf"), 0.0, block_max)
             block_sum = tl.sum(tl.exp(x - base[:, None]), axis=1)
-            tl.store(sums_ptr + block, base + tl.log(block_sum), mask=(block < BLOCKS) | (rest == 0))
+            tl.store(
+                sums_ptr + block, base + tl.log(block_sum), mask=(block < BLOCKS) | (rest == 0)
+            )
             new_max = tl.maximum(running_max, block_max)
             base = tl.where(new_max == -float("inf"), 0.0, new_max)
             total = total * tl.exp(running_max - base) + block_sum * tl.exp(block_max - base)
             running_max = new_max
-    # In the loop all threads of a warp would draw a block's number, in fp64; so each draws that of another block.
+    # In the loop all threads of a warp would draw a block's number, in fp64; so each draws that of
+    # another block.
     tl.debug_barrier()
     block = tl.arange(0, ALL_BLOCKS)
     sums = tl.load(sums_ptr + block, mask=block < BLOCKS, other=-float("inf"))
@@ -91,7 +100,9 @@ def tile(V: int, B: int) -> dict[str, int]:
 
 
 def launch_race(logits: Tensor, keys: Tensor, steps: Tensor, B: int) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and their log-probabilities [R] fp32, in one launch. B: size of a block, a power of two."""
+    """Tokens [R] int64 and their log-probabilities [R] fp32, in one launch. B: size of a block, a
+    power of two.
+    """
     R, V = logits.shape
     blocks = tile(V, B)
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
@@ -99,6 +110,16 @@ def launch_race(logits: Tensor, keys: Tensor, steps: Tensor, B: int) -> tuple[Te
     sums = torch.empty(R, blocks["BLOCKS"], dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         race_kernel[(R,)](
-            logits, keys, steps, tokens, logprobs, sums, logits.stride(0), V=V, B=B, **blocks, num_warps=WARPS
+            logits,
+            keys,
+            steps,
+            tokens,
+            logprobs,
+            sums,
+            logits.stride(0),
+            V=V,
+            B=B,
+            **blocks,
+            num_warps=WARPS,
         )
     return tokens, logprobs

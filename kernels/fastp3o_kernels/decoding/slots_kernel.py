@@ -1,4 +1,5 @@
-"""What a step of decoding does for its slots besides the model's work, in a launch each (PyTorch: 9 and 16).
+"""What a step of decoding does for its slots besides the model's work, in a launch each (PyTorch: 9
+and 16).
 
 R slots, P prompts, N = P K responses, of Lr tokens at most.
 """
@@ -64,7 +65,11 @@ def take_kernel(
     step = tl.load(steps_ptr + slot, mask=inside, other=0)
     place = response * Lr + step
     tl.store(sampled_ptr + place, token, mask=inside)
-    tl.store(sampled_logprobs_ptr + place, tl.load(logprobs_ptr + slot, mask=inside, other=0.0), mask=inside)
+    tl.store(
+        sampled_logprobs_ptr + place,
+        tl.load(logprobs_ptr + slot, mask=inside, other=0.0),
+        mask=inside,
+    )
     is_end = tl.load(ends_ptr + tl.minimum(token, last_end), mask=inside, other=0) != 0
     ended = inside & (is_end | (step + 1 == Lr))
     taken = tl.load(taken_ptr)
@@ -78,7 +83,9 @@ def take_kernel(
     tl.store(inputs_ptr + slot, tl.where(ended, first, token), mask=inside)
 
 
-def launch_members(response: Tensor, cached_lengths: Tensor, K: int) -> tuple[Tensor, Tensor, Tensor]:
+def launch_members(
+    response: Tensor, cached_lengths: Tensor, K: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """`Slots`' prompt, prompt_lengths and members."""
     R = len(response)
     prompt, prompt_lengths = torch.empty_like(response), torch.empty_like(response)

@@ -1,4 +1,5 @@
-"""The end of a step: each slot keeps the token that it sampled, and takes the next response where its own has ended.
+"""The end of a step: each slot keeps the token that it sampled, and takes the next response where
+its own has ended.
 
 R slots, N responses, of Lr tokens at most.
 """
@@ -14,17 +15,23 @@ if HAS_TRITON:
 
 
 def take_tokens(
-    tokens: Tensor, logprobs: Tensor, slots: Working, batch: Batch, *, any_left: bool = True, impl: str | None = None
+    tokens: Tensor,
+    logprobs: Tensor,
+    slots: Working,
+    batch: Batch,
+    *,
+    any_left: bool = True,
+    impl: str | None = None,
 ) -> None:
-    """Writes to all of `slots`, and to the batch's tokens, log-probabilities and `taken`. The host never waits.
+    """Writes to all of `slots`, and to the batch's tokens, log-probabilities and `taken`. The host
+    never waits.
 
     Args:
-        tokens: [R] int64 that the slots sampled.
-        logprobs: [R] fp32, theirs.
-        slots: as they were in the step. Each idle one counts as one whose response has ended.
-        batch: with as many tokens at most as `sampled` has columns.
-        any_left: False if the slots have had all responses from the first step on, which saves PyTorch some work.
-        impl: None, "triton" or "eager", as in `token_logprobs`.
+        tokens: [R] int64 that the slots sampled. logprobs: [R] fp32, theirs. slots: as they were in
+        the step. Each idle one counts as one whose response has ended. batch: with as many tokens
+        at most as `sampled` has columns. any_left: False if the slots have had all responses from
+        the first step on, which saves PyTorch some work. impl: None, "triton" or "eager", as in
+        `token_logprobs`.
     """
     if use_triton(impl, tokens, logprobs, *slots) and len(tokens):
         return launch_take(tokens, logprobs, slots, batch)
@@ -32,7 +39,9 @@ def take_tokens(
     batch.sampled.index_put_(place, tokens)
     batch.logprobs.index_put_(place, logprobs)
     slots.steps.add_(1)
-    ended = batch.ends[tokens.clamp(max=len(batch.ends) - 1)] | (slots.steps == batch.sampled.shape[1])
+    ended = batch.ends[tokens.clamp(max=len(batch.ends) - 1)] | (
+        slots.steps == batch.sampled.shape[1]
+    )
     slots.steps.masked_fill_(ended, 0)
     if not any_left:
         slots.tokens.copy_(tokens)

@@ -1,8 +1,9 @@
-"""The chunk loop: hidden states -> logits -> log-probs -> coefficients -> gradients, never all logits at once.
+"""The chunk loop: hidden states -> logits -> log-probs -> coefficients -> gradients, never all
+logits at once.
 
-The coefficient dL/d log π of a token depends only on its own group (a prompt's responses; a chosen and a rejected; one
-response). So a chunk of whole groups goes all the way before the next: three matrix products in all, where a loss that
-needs every log-prob first computes the logits twice.
+The coefficient dL/d log π of a token depends only on its own group (a prompt's responses; a chosen
+and a rejected; one response). So a chunk of whole groups goes all the way before the next: three
+matrix products in all, where a loss that needs every log-prob first computes the logits twice.
 
 N tokens, n tokens of a chunk, D hidden size, V vocabulary, F = N V D.
 """
@@ -37,8 +38,8 @@ class ChunkLoss(Protocol):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming gradient. weight,
-    bias: the head's own, which autograd sees only as arguments.
+    """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming
+    gradient. weight, bias: the head's own, which autograd sees only as arguments.
     """
 
     @staticmethod
@@ -65,7 +66,9 @@ class ChunkedLoss(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, grad_loss):
         if ctx.gradients is None:
-            raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
+            raise RuntimeError(
+                "the gradients were handed out by the first backward pass; call the loss again"
+            )
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.results(grad_loss), *[None] * 3
 
@@ -81,11 +84,14 @@ def chunked_loss(
     triton: bool,
     logprobs_out: Tensor | None,
 ) -> Tensor:
-    """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and bias. bounds: where
-    the groups begin and the last one ends, [P + 1]. logprobs_out: [N], which gets the tokens' log-probs, or None.
+    """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and
+    bias. bounds: where the groups begin and the last one ends, [P + 1]. logprobs_out: [N], which
+    gets the tokens' log-probs, or None.
     """
     given = {"triton": triton, "statistics": bool(loss.outputs)}
-    chunked = chunked_head(hidden, head, labels.contiguous(), NO_LABEL, bounds, memory_budget, **given)
+    chunked = chunked_head(
+        hidden, head, labels.contiguous(), NO_LABEL, bounds, memory_budget, **given
+    )
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     value = ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)

@@ -1,7 +1,7 @@
 """The head applied in spans that fit a memory budget: hidden states -> log-probs.
 
-N tokens, n of them in a span, D hidden size, V vocabulary, F = N V D. The logits cost one matrix product, 2 F
-operations.
+N tokens, n of them in a span, D hidden size, V vocabulary, F = N V D. The logits cost one matrix
+product, 2 F operations.
 """
 
 from collections.abc import Iterator
@@ -19,20 +19,26 @@ from fastp3o_kernels.rows import eager
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
-    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs, launch_statistics
+    from fastp3o_kernels.rows.logits_kernel import (
+        launch_dlogits,
+        launch_logprobs,
+        launch_statistics,
+    )
 
 
 class ChunkedHead:
     """One evaluation of the head over N tokens with these labels.
 
-    logprobs, and unless exponentials take the logits' place row_max and log_sum: [N], filled in span by span, and of
-    the whole vocabulary where the head is a shard. statistics: entropy, mean_logit and is_top, [N] each and likewise,
-    or nothing. One buffer has the logits of the tokens `resident`.
+    logprobs, and unless exponentials take the logits' place row_max and log_sum: [N], filled in
+    span by span, and of the whole vocabulary where the head is a shard. statistics: entropy,
+    mean_logit and is_top, [N] each and likewise, or nothing. One buffer has the logits of the
+    tokens `resident`.
 
-    keeps: whether logits stay for the backward pass where their gradients take their place: of the last tokens, as many
-    as memory that stays between calls has room for. More would cost fresh pages in every call, for about as long as the
-    product takes again. exponentials: whether e^(x − max) may take the place of logits. differentiable: whether the
-    gradients of what is computed are wanted.
+    keeps: whether logits stay for the backward pass where their gradients take their place: of the
+    last tokens, as many as memory that stays between calls has room for. More would cost fresh
+    pages in every call, for about as long as the product takes again. exponentials: whether e^(x −
+    max) may take the place of logits. differentiable: whether the gradients of what is computed are
+    wanted.
     """
 
     differentiable = False
@@ -64,19 +70,27 @@ class ChunkedHead:
         self.steepest: float | Tensor = 1.0  # bound of d log-prob / d logit
         self.logprobs, self.row_max, self.log_sum = (torch.empty(N, **on_device) for _ in range(3))
         dtypes = (plan.dtypes.logits, plan.dtypes.logits, torch.bool) if statistics else ()
-        self.statistics = tuple(torch.empty(N, dtype=dtype, device=labels.device) for dtype in dtypes)
+        self.statistics = tuple(
+            torch.empty(N, dtype=dtype, device=labels.device) for dtype in dtypes
+        )
 
     @contextmanager
     def holding(self, hidden: Tensor, head: Head) -> Iterator[None]:
-        """Inside, logits of these hidden states [N, D] can be computed. Outside, only autograd keeps them."""
+        """Inside, logits of these hidden states [N, D] can be computed. Outside, only autograd
+        keeps them.
+        """
         # The dtypes have taken autocast into account.
         with torch.autocast(hidden.device.type, enabled=False), sums_in_fp32(hidden.device):
             dtypes = self.plan.dtypes
-            self.head, self.hidden, self.weight = head, dtypes.cast(hidden), dtypes.cast(head.weight)
+            self.head = head
+            self.hidden = dtypes.cast(hidden)
+            self.weight = dtypes.cast(head.weight)
             self.gradient_operands = self.hidden, self.weight
             if dtypes.dlogits != dtypes.multiplied:
                 self.gradient_operands = hidden.to(dtypes.dlogits), head.weight.to(dtypes.dlogits)
-            self.exponential = self.takes_exponentials and head.softcap is None and head.shard is None
+            self.exponential = (
+                self.takes_exponentials and head.softcap is None and head.shard is None
+            )
             try:
                 yield
             finally:
@@ -89,7 +103,9 @@ class ChunkedHead:
         self.logits_buffer, self.resident = None, slice(0, 0)
 
     def rows(self, span: slice) -> Rows:
-        """Products of a span [n, V] before the transform, which kernels apply when they read them; or exponentials."""
+        """Products of a span [n, V] before the transform, which kernels apply when they read them;
+        or exponentials.
+        """
         resident, plan = self.resident, self.plan
         if self.logits_buffer is None:
             size = self.rows_held * plan.row_elements
@@ -97,14 +113,18 @@ class ChunkedHead:
             self.logits_buffer = taken.view(self.rows_held, plan.row_elements)
         held = resident.start <= span.start and span.stop <= resident.stop
         if not held:
-            fits = len(self.labels) - resident.start <= self.rows_held  # with all that come after it
+            fits = (
+                len(self.labels) - resident.start <= self.rows_held
+            )  # with all that come after it
             follows = self.keeps and span.start == resident.stop and fits
             self.resident = resident = slice(resident.start if follows else span.start, span.stop)
         first = span.start - resident.start
         logits = self.logits_buffer[first : first + span.stop - span.start, : len(self.weight)]
         rows = Rows(logits, self.labels[span], self.head, self.ignore_index)
         if (shard := self.head.shard) is not None:  # where labels are counted from its first row
-            rows = rows._replace(labels=rows.labels - shard.first, ignore_index=self.ignore_index - shard.first)
+            rows = rows._replace(
+                labels=rows.labels - shard.first, ignore_index=self.ignore_index - shard.first
+            )
         if not held:
             multiply(self.hidden[span], self.weight.T, out=logits)
             if self.exponential:
@@ -122,7 +142,9 @@ class ChunkedHead:
         self.logprobs[span], self.row_max[span], self.log_sum[span] = numbers
         if not self.statistics:
             return
-        statistics = (launch_statistics if self.triton else eager.statistics_in_parts)(rows, *numbers[1:])
+        statistics = (launch_statistics if self.triton else eager.statistics_in_parts)(
+            rows, *numbers[1:]
+        )
         if shard is not None:
             statistics = shard.whole_statistics(*statistics)
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
@@ -137,8 +159,9 @@ class ChunkedHead:
         out: Tensor,
         dbias: Tensor | None = None,
     ) -> None:
-        """out [n, V] = the gradients of rows within `resident`, given dL/d(log-prob) and dL/d(entropy). dbias: [V],
-        which their sum is added to before they are rounded, where they have another place than the logits.
+        """out [n, V] = the gradients of rows within `resident`, given dL/d(log-prob) and
+        dL/d(entropy). dbias: [V], which their sum is added to before they are rounded, where they
+        have another place than the logits.
         """
         if self.exponential:
             eager.dlogits_of_exponentials(rows, coefficients, self.sums[tokens])

@@ -1,4 +1,5 @@
-"""The head of a model, which turns hidden states into logits, and the dtypes of its matrix products.
+"""The head of a model, which turns hidden states into logits, and the dtypes of its matrix
+products.
 
 N tokens, D hidden size, V vocabulary.
 """
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o_kernels import onednn
-from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
+from fastp3o_kernels.checks import (
+    check_floating,
+    check_labels,
+    check_same_device,
+    check_shape,
+    check_whole,
+)
 from fastp3o_kernels.head.vocabulary_shard import VocabularyShard
 from fastp3o_kernels.rows.rows import LogitsTransform
 
@@ -23,11 +30,11 @@ class Head(LogitsTransform):
 
     Args:
         weight: [V, D] of a half, single or double floating dtype; may be tied to the embedding.
-        bias: [V] of any floating dtype, or None.
-        softcap: Gemma's cap on logits, applied before the temperature, or None.
-        temperature: divides the logits.
-        shard: if processes share the vocabulary: weight and bias are this one's part. Losses, log-probs and gradients
-            of hidden states are those of the whole head on each; gradients of weight and bias are of its own rows.
+        bias: [V] of any floating dtype, or None. softcap: Gemma's cap on logits, applied before the
+        temperature, or None. temperature: divides the logits. shard: if processes share the
+        vocabulary: weight and bias are this one's part. Losses, log-probs and gradients
+            of hidden states are those of the whole head on each; gradients of weight and bias are
+            of its own rows.
 
     Raises:
         ValueError: for a soft cap or a temperature that is no finite number above 0.
@@ -38,8 +45,9 @@ class Head(LogitsTransform):
 
     @classmethod
     def from_layer(cls, head: "HeadLike") -> "Head":
-        """A linear layer, or a bare weight, is a head without soft cap, at temperature 1. Raises ValueError for
-        anything else, such as a layer with adapters, whose weight is not all that it multiplies by.
+        """A linear layer, or a bare weight, is a head without soft cap, at temperature 1. Raises
+        ValueError for anything else, such as a layer with adapters, whose weight is not all that it
+        multiplies by.
         """
         if isinstance(head, Head):
             return head
@@ -53,11 +61,17 @@ class Head(LogitsTransform):
         )
 
     def detach(self) -> "Head":
-        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+        return replace(
+            self,
+            weight=self.weight.detach(),
+            bias=None if self.bias is None else self.bias.detach(),
+        )
 
     @property
     def widest(self) -> int:
-        """Rows of weight, in the widest shard where there are several: their processes plan the same chunks."""
+        """Rows of weight, in the widest shard where there are several: their processes plan the
+        same chunks.
+        """
         return len(self.weight) if self.shard is None else self.shard.widest
 
 
@@ -75,12 +89,16 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
     if head.shard is not None and head.shard.rows != V:
         raise ValueError(f"weight must have the {head.shard.rows} rows of its shard, got {V}")
     if hidden.shape[1] != D:
-        raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")
+        raise ValueError(
+            f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}"
+        )
     # Autocast brings both to its own dtype, except fp64.
     dtypes = hidden.dtype, head.weight.dtype
     autocast = torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes
     if hidden.dtype != head.weight.dtype and not autocast:
-        raise ValueError(f"hidden is {hidden.dtype} and weight {head.weight.dtype}; they must be of one dtype")
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {head.weight.dtype}; they must be of one dtype"
+        )
     if head.bias is not None:
         check_shape("bias", head.bias, (V,), "one entry for each row of weight")
         check_floating("bias", head.bias)
@@ -90,12 +108,15 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
 
 
 def check_gradient_placements(weight: Tensor) -> None:
-    """Raises ValueError for a weight that full_tensor() made without grad_placements: in the backward pass each process
-    would take the gradient of its own tokens for that of all.
+    """Raises ValueError for a weight that full_tensor() made without grad_placements: in the
+    backward pass each process would take the gradient of its own tokens for that of all.
     """
     node = weight.grad_fn
     while node is not None:
-        if node.name() == "_ToTorchTensorBackward" and getattr(node, "grad_placements", None) is None:
+        if (
+            node.name() == "_ToTorchTensorBackward"
+            and getattr(node, "grad_placements", None) is None
+        ):
             raise ValueError(
                 "weight was gathered by full_tensor() without grad_placements, which would give it a wrong gradient: "
                 "compute the loss within the model's forward call (`expose_head`), or pass "
@@ -106,24 +127,34 @@ def check_gradient_placements(weight: Tensor) -> None:
         node = inputs[0][0] if len(inputs) == 1 else None  # through casts and views
 
 
-# Instructions for products, of x86 and of ARM64, where nothing was measured. With them products of bf16 take a quarter
-# to a half of the time of fp32's, without them more.
-INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "bf16"), torch.float16: ("avx512_fp16", "fp16_arith")}
+# Instructions for products, of x86 and of ARM64, where nothing was measured. With them products of
+# bf16 take a quarter to a half of the time of fp32's, without them more.
+INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "fp16_arith"),
+}
 
 
 def multiplies(half: torch.dtype) -> bool:
-    """Whether this processor has instructions for products of a half-precision dtype, and PyTorch has the library."""
+    """Whether this processor has instructions for products of a half-precision dtype, and PyTorch
+    has the library.
+    """
     found = torch.cpu.get_capabilities()
-    return torch.backends.mkldnn.is_available() and any(found.get(name, False) for name in INSTRUCTIONS[half])
+    return torch.backends.mkldnn.is_available() and any(
+        found.get(name, False) for name in INSTRUCTIONS[half]
+    )
 
 
 class HeadDtypes(NamedTuple):
-    """Operands in half precision (an autocast's too) are multiplied as they are by CUDA, with fp32 results: logits are
-    never rounded to half precision. Other devices have no such product: operands of logits are widened first, and those
-    of gradients unless the processor multiplies bf16.
+    """Operands in half precision (an autocast's too) are multiplied as they are by CUDA, with fp32
+    results: logits are never rounded to half precision. Other devices have no such product:
+    operands of logits are widened first, and those of gradients unless the processor multiplies
+    bf16.
     """
 
-    rounded: torch.dtype  # of hidden states and weight after rounding: autocast's dtype, or their own
+    rounded: (
+        torch.dtype
+    )  # of hidden states and weight after rounding: autocast's dtype, or their own
     multiplied: torch.dtype  # of the operands of the logits' product
     dlogits: torch.dtype  # of the gradients of logits, and of all operands of their products
     logits: torch.dtype  # of logits, log-probs and sums over tokens
@@ -137,11 +168,17 @@ class HeadDtypes(NamedTuple):
         half = rounded in (torch.float16, torch.bfloat16)
         multiplied = torch.float32 if half and device != "cuda" else rounded
         bf16 = device == "cpu" and rounded == torch.bfloat16 and multiplies(rounded)
-        return cls(rounded, multiplied, rounded if bf16 else multiplied, logits=torch.float32 if half else rounded)
+        return cls(
+            rounded,
+            multiplied,
+            rounded if bf16 else multiplied,
+            logits=torch.float32 if half else rounded,
+        )
 
     def sum_bytes(self, head: Head) -> int:
-        """Bytes that a weight's gradient takes beyond its own while it is summed over several products. A single one
-        writes bf16 at once; fp16, which could overflow, is summed in fp32 in any case.
+        """Bytes that a weight's gradient takes beyond its own while it is summed over several
+        products. A single one writes bf16 at once; fp16, which could overflow, is summed in fp32 in
+        any case.
         """
         weight = head.weight
         if not (weight.requires_grad and self.writes_gradient(weight.dtype)):
@@ -149,7 +186,9 @@ class HeadDtypes(NamedTuple):
         return head.widest * weight.shape[1] * (self.logits.itemsize - weight.itemsize)
 
     def writes_gradient(self, dtype: torch.dtype) -> bool:
-        """Whether a single product may write a weight's gradient in its dtype: its own sum is fp32 inside."""
+        """Whether a single product may write a weight's gradient in its dtype: its own sum is fp32
+        inside.
+        """
         return dtype == self.dlogits == torch.bfloat16
 
     def cast(self, operand: Tensor) -> Tensor:
@@ -158,8 +197,9 @@ class HeadDtypes(NamedTuple):
 
 @contextmanager
 def sums_in_fp32(device: torch.device) -> Iterator[None]:
-    """Inside, cuBLAS adds the parts of a product that it divides along the sum in fp32. By default it may do so in the
-    result's own half precision, which few rows and a sum over a vocabulary would lose digits by. Elsewhere nothing.
+    """Inside, cuBLAS adds the parts of a product that it divides along the sum in fp32. By default
+    it may do so in the result's own half precision, which few rows and a sum over a vocabulary
+    would lose digits by. Elsewhere nothing.
     """
     matmul, allowed = torch.backends.cuda.matmul, {}
     if device.type == "cuda":
@@ -175,7 +215,9 @@ def sums_in_fp32(device: torch.device) -> Iterator[None]:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """out (+)= a @ b. On a GPU an fp32 result of operands in half precision is not rounded to their dtype before."""
+    """out (+)= a @ b. On a GPU an fp32 result of operands in half precision is not rounded to their
+    dtype before.
+    """
     if out.dtype == a.dtype and onednn.is_chosen(a, b):
         onednn.multiply(a, b, out, accumulate=accumulate)
     elif out.dtype == a.dtype:

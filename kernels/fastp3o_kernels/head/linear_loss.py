@@ -1,6 +1,8 @@
-"""Hidden states, a head and any objective of groups of responses -> the loss and its gradients, chunk by chunk.
+"""Hidden states, a head and any objective of groups of responses -> the loss and its gradients,
+chunk by chunk.
 
-The objective is plain PyTorch over the n log-probs of a chunk; autograd over these gives its coefficients.
+The objective is plain PyTorch over the n log-probs of a chunk; autograd over these gives its
+coefficients.
 
 N tokens, D hidden size, V vocabulary; P groups with K responses each.
 """
@@ -30,15 +32,16 @@ from fastp3o_kernels.rows.eager import sequence_logprobs
 from fastp3o_kernels.rows.logprobs import TokenOutputs, check_outputs, token_outputs
 from fastp3o_kernels.rows.rows import NO_LABEL
 
-# --- what an objective reads and returns ------------------------------------------------------------------------------
+# --- what an objective reads and returns ----------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
     """Token log-probs, differentiable, and the caller's tensors of the same groups.
 
-    token_logprobs: [n] fp32 or fp64. cu_seqlens: [P K + 1] int64, where each response begins in [n].
-    entropy, mean_logit, is_top: [n], where they were asked for; the first is differentiable (`TokenOutputs`).
+    token_logprobs: [n] fp32 or fp64. cu_seqlens: [P K + 1] int64, where each response begins in
+    [n]. entropy, mean_logit, is_top: [n], where they were asked for; the first is differentiable
+    (`TokenOutputs`).
     """
 
     token_logprobs: Tensor
@@ -50,8 +53,8 @@ class Groups:
     is_top: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given. Raises KeyError, which says
-        which ones there are, if there is none of this name.
+        """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given. Raises
+        KeyError, which says which ones there are, if there is none of this name.
         """
         if name not in self.tensors:
             there = ", ".join(sorted(self.tensors)) or "none"
@@ -84,7 +87,9 @@ class Groups:
 
     def per_token(self, values: Tensor) -> Tensor:
         """[P, K] -> [n]: each token gets its response's value."""
-        return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=len(self.token_logprobs))
+        return values.flatten().repeat_interleave(
+            self.lengths.flatten(), output_size=len(self.token_logprobs)
+        )
 
 
 Metrics = dict[str, Tensor]
@@ -92,13 +97,15 @@ Objective = Callable[[Groups], Tensor | tuple[Tensor, Metrics]]
 
 
 class LinearLossOutput(NamedTuple):
-    """loss: 0-d, differentiable. metrics: the objective's further sums over all groups, detached, 0-d."""
+    """loss: 0-d, differentiable. metrics: the objective's further sums over all groups, detached,
+    0-d.
+    """
 
     loss: Tensor
     metrics: Metrics
 
 
-# --- sums over chunks -------------------------------------------------------------------------------------------------
+# --- sums over chunks -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -116,7 +123,9 @@ class ObjectiveSums:
     metrics: Metrics = field(default_factory=dict)
 
     def add(self, values: TokenOutputs, groups: slice, tokens: slice) -> Tensor:
-        """The objective of neighboring groups, differentiable where their tokens' [n] log-probs and entropies are."""
+        """The objective of neighboring groups, differentiable where their tokens' [n] log-probs and
+        entropies are.
+        """
         K = self.responses_per_group
         cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
         tensors = {name: tensor[tokens] for name, tensor in self.token_tensors.items()}
@@ -125,7 +134,9 @@ class ObjectiveSums:
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ValueError(f"the objective must return the sum over its groups as a 0-d tensor, got {got}")
+            raise ValueError(
+                f"the objective must return the sum over its groups as a 0-d tensor, got {got}"
+            )
         if values[0].requires_grad and not loss.requires_grad:
             raise ValueError(
                 "the objective's result has no gradient: it is detached, or a constant of the log-probs, and nothing "
@@ -144,12 +155,16 @@ class ObjectiveSums:
         self.add(self.token_values(chunked, chunk), chunk.groups, chunk.tokens)
 
     def coefficients(self, chunked: ChunkedHead, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
-        """Adds the objective of a chunk; its derivatives by the tokens' log-probs and entropies, [n]."""
+        """Adds the objective of a chunk; its derivatives by the tokens' log-probs and entropies,
+        [n].
+        """
         values = self.token_values(chunked, chunk)
         with torch.enable_grad():
             logprobs = values.logprobs.detach().requires_grad_()
             entropy = None if values.entropy is None else values.entropy.detach().requires_grad_()
-            loss = self.add(values._replace(logprobs=logprobs, entropy=entropy), chunk.groups, chunk.tokens)
+            loss = self.add(
+                values._replace(logprobs=logprobs, entropy=entropy), chunk.groups, chunk.tokens
+            )
             wanted = [logprobs] if entropy is None else [logprobs, entropy]
             gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         factor = 1 / self.divisor
@@ -159,18 +174,24 @@ class ObjectiveSums:
         return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
 
 
-# --- the loss ---------------------------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
-def checked_tensors(hidden: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], why: str) -> Metrics:
-    """The caller's tensors by name, as constants. Raises ValueError for what is no tensor, another shape, or another
-    device than hidden's.
+def checked_tensors(
+    hidden: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], why: str
+) -> Metrics:
+    """The caller's tensors by name, as constants. Raises ValueError for what is no tensor, another
+    shape, or another device than hidden's.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor that begins with {list(shape)} ({why}), got {tensor!r:.80}")
+            raise ValueError(
+                f"{name} must be a tensor that begins with {list(shape)} ({why}), got {tensor!r:.80}"
+            )
         if tensor.shape[: len(shape)] != shape:
-            raise ValueError(f"{name} must begin with {list(shape)} ({why}), got {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must begin with {list(shape)} ({why}), got {list(tensor.shape)}"
+            )
         check_same_device(hidden=hidden, **{name: tensor})
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -195,45 +216,54 @@ def linear_loss(
 ) -> LinearLossOutput:
     """Any objective of groups of responses, from the hidden states that predict their tokens.
 
-    The objective is called once for each chunk of whole groups, with `Groups` of their token log-probs and of the
-    tensors below. It returns the sum of its loss over these groups, and may return a dictionary of further sums as
-    well. DPO, for one:
+    The objective is called once for each chunk of whole groups, with `Groups` of their token
+    log-probs and of the tensors below. It returns the sum of its loss over these groups, and may
+    return a dictionary of further sums as well. DPO, for one:
 
         def dpo(pairs):  # column 0 is the chosen response
             log_ratios = pairs.logprobs - pairs["ref"]
             return -logsigmoid(0.1 * (log_ratios[:, 0] - log_ratios[:, 1])).sum()
 
-        linear_loss(hidden, head, labels, cu_seqlens, dpo, responses_per_group=2, response_tensors={"ref": ref})
+        linear_loss(hidden, head, labels, cu_seqlens, dpo, responses_per_group=2,
+        response_tensors={"ref": ref})
 
-    Numbers of the whole batch that an objective needs (KTO's z0, a whitened advantage) are computed before, without
-    gradients, and given as one of the tensors.
+    Numbers of the whole batch that an objective needs (KTO's z0, a whitened advantage) are computed
+    before, without gradients, and given as one of the tensors.
 
-    As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass; on a CPU tokens
-    without a coefficient take no part in their products; the backward pass can run once.
+    As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass;
+    on a CPU tokens without a coefficient take no part in their products; the backward pass can run
+    once.
 
     Args:
-        hidden: [N, D], the hidden states that predict the response tokens.
-        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`.
-        labels: [N] int64 or int32, the response tokens alone, without any to be ignored (`response_tokens`).
-        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]; a list or a
-            tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0: the gradient is
-            then zero.
-        responses_per_group: K. Response k of group p is sequence K p + k.
-        token_tensors, response_tensors, group_tensors: the objective's further tensors by name: [N, ...] such as old
-            log-probs, [P, K, ...] and [P, ...]. They are constants, even where they require gradients.
-        outputs: what `Groups` has of each token next to its log-prob: any of "entropy" (differentiable), "mean_logit"
+        hidden: [N, D], the hidden states that predict the response tokens. head: Head with a weight
+        [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`. labels: [N] int64 or
+        int32, the response tokens alone, without any to be ignored (`response_tokens`). cu_seqlens:
+        [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]; a list
+        or a
+            tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0:
+            the gradient is then zero.
+        responses_per_group: K. Response k of group p is sequence K p + k. token_tensors,
+        response_tensors, group_tensors: the objective's further tensors by name: [N, ...] such as
+        old
+            log-probs, [P, K, ...] and [P, ...]. They are constants, even where they require
+            gradients.
+        outputs: what `Groups` has of each token next to its log-prob: any of "entropy"
+        (differentiable), "mean_logit"
             and "is_top", as in `linear_logprobs`.
-        divisor: what the sum over all groups is divided by, P by default. For accumulation and several processes: the
+        divisor: what the sum over all groups is divided by, P by default. For accumulation and
+        several processes: the
             number of groups, or of tokens, in the whole batch.
         logprobs_out: [N] floating point, which gets the tokens' log-probs; None: nothing does.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
-        impl: None, "triton" or "eager", as in `linear_logprobs`. The objective is PyTorch in any case.
+        impl: None, "triton" or "eager", as in `linear_logprobs`. The objective is PyTorch in any
+        case.
 
     Returns:
         LinearLossOutput(loss, metrics); the gradient reaches hidden states, weight and bias.
 
     Raises:
-        ValueError: as in `linear_logprobs`; for tensors of other shapes; where the objective gives no 0-d tensor, or
+        ValueError: as in `linear_logprobs`; for tensors of other shapes; where the objective gives
+        no 0-d tensor, or
             one without a gradient while gradients are wanted.
         RuntimeError: for a second backward pass.
     """
@@ -273,5 +303,14 @@ def linear_loss(
         nothing = 0 * values.logprobs.sum()
         loss = (sums.add(values, slice(0, P), slice(0, N)) + nothing if P else nothing) / divisor
     else:
-        loss = chunked_loss(hidden, head, labels, bounds, sums, memory_budget, triton=triton, logprobs_out=logprobs_out)
+        loss = chunked_loss(
+            hidden,
+            head,
+            labels,
+            bounds,
+            sums,
+            memory_budget,
+            triton=triton,
+            logprobs_out=logprobs_out,
+        )
     return LinearLossOutput(loss, sums.metrics)

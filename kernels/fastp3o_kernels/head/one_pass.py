@@ -1,11 +1,13 @@
-"""The chunked head where kernels read logits once, and write the gradient's exponentials as they read them.
+"""The chunked head where kernels read logits once, and write the gradient's exponentials as they
+read them.
 
-A row of the gradient of logits is a factor times exponentials that need no coefficient (`rows/exponentials_kernel.py`).
-So they are written before coefficients are known, the buffer for logits is short, and whole groups need only fit the
-exponentials. The factors multiply rows of the products: dX = f (E W), dW = Eᵀ (f X).
+A row of the gradient of logits is a factor times exponentials that need no coefficient
+(`rows/exponentials_kernel.py`). So they are written before coefficients are known, the buffer for
+logits is short, and whole groups need only fit the exponentials. The factors multiply rows of the
+products: dX = f (E W), dW = Eᵀ (f X).
 
-Not for a bias, whose gradient is a sum of fp32 logits' gradients, for an entropy's gradient, which is no such factor,
-and for shards, whose rows have their sums in several processes.
+Not for a bias, whose gradient is a sum of fp32 logits' gradients, for an entropy's gradient, which
+is no such factor, and for shards, whose rows have their sums in several processes.
 
 N tokens, n tokens of a span, D hidden size, V vocabulary.
 """
@@ -15,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.head.backward import HIGHEST_SCALE, LARGEST_SCALED, HeadGradients, scale_in_place
+from fastp3o_kernels.head.backward import (
+    HIGHEST_SCALE,
+    LARGEST_SCALED,
+    HeadGradients,
+    scale_in_place,
+)
 from fastp3o_kernels.head.chunks import budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, multiply
@@ -28,8 +35,8 @@ if HAS_TRITON:
 
 
 class OnePassHead(ChunkedHead):
-    """As `ChunkedHead`. Exponentials of the span `resident` are in a buffer if `differentiable`, and wait there for
-    their products; sums: of their rows, [N].
+    """As `ChunkedHead`. Exponentials of the span `resident` are in a buffer if `differentiable`,
+    and wait there for their products; sums: of their rows, [N].
     """
 
     exponentials: Tensor | None = None
@@ -39,7 +46,9 @@ class OnePassHead(ChunkedHead):
         plan, V = self.plan, len(self.weight)
         if self.exponentials is None:
             held = plan.dlogits_rows if self.differentiable else 1
-            self.exponentials = self.sums.new_empty(held, plan.row_elements, dtype=plan.dtypes.dlogits)
+            self.exponentials = self.sums.new_empty(
+                held, plan.row_elements, dtype=plan.dtypes.dlogits
+            )
         if self.logits_buffer is None:
             self.logits_buffer = self.sums.new_empty(plan.logits_rows, plan.row_elements)
         for piece in plan.pieces(span):
@@ -48,7 +57,9 @@ class OnePassHead(ChunkedHead):
             first = piece.start - span.start if self.differentiable else 0
             out = self.exponentials[first : first + len(logits), :V]
             rows = Rows(logits, self.labels[piece], self.head, self.ignore_index)
-            self.logprobs[piece], self.sums[piece] = launch_exponentials(rows, out, writes=self.differentiable)
+            self.logprobs[piece], self.sums[piece] = launch_exponentials(
+                rows, out, writes=self.differentiable
+            )
         self.resident = span
 
     def release(self) -> None:
@@ -61,14 +72,20 @@ class OnePassGradients(HeadGradients):
 
     chunked: OnePassHead
 
-    def __init__(self, chunked: OnePassHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]):
+    def __init__(
+        self, chunked: OnePassHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]
+    ):
         super().__init__(chunked, hidden, head, needs)
         # fp16 ends early: a row's factor multiplies hidden states up to this size.
         self.largest = (
-            None if self.scale is None else torch.linalg.vector_norm(hidden, float("inf"), dtype=torch.float32)
+            None
+            if self.scale is None
+            else torch.linalg.vector_norm(hidden, float("inf"), dtype=torch.float32)
         )
 
-    def backward(self, spans: list[slice], coefficients: Tensor, entropy_coefficients: Tensor | None = None) -> None:
+    def backward(
+        self, spans: list[slice], coefficients: Tensor, entropy_coefficients: Tensor | None = None
+    ) -> None:
         assert entropy_coefficients is None
         # The last span's exponentials are still in their buffer.
         for span in reversed(spans):
@@ -101,12 +118,16 @@ class OnePassGradients(HeadGradients):
             multiply(E.T, scaled, out=self.dweight, accumulate=accumulate)
 
     def scaled_factors(self, factors: Tensor, coefficients: Tensor) -> Tensor:
-        """Factors [n] times the scale, which their size and that of the gradients of logits may lower."""
+        """Factors [n] times the scale, which their size and that of the gradients of logits may
+        lower.
+        """
         if self.scale is None or self.largest is None:
             return factors
         # Of the scaled hidden states, and of gradients of hidden states by a weight of 1.
         sizes = torch.stack([factors * self.largest, coefficients])
-        self.scale, ratio, _ = launch_lowered_scale(self.scale, sizes, LARGEST_SCALED, HIGHEST_SCALE)
+        self.scale, ratio, _ = launch_lowered_scale(
+            self.scale, sizes, LARGEST_SCALED, HIGHEST_SCALE
+        )
         scale_in_place([self.dhidden, self.dweight], ratio, triton=True)
         return factors * self.scale
 
@@ -127,18 +148,25 @@ def chunked_head(
     statistics: bool,
     keeps: bool = False,
 ) -> ChunkedHead:
-    """The head of these hidden states [N, D] and labels [N] with its plan, in one pass where that serves. It depends on
-    nothing that two evaluations of the same tokens differ in. bounds: of the groups. keeps: as `ChunkedHead` has it.
+    """The head of these hidden states [N, D] and labels [N] with its plan, in one pass where that
+    serves. It depends on nothing that two evaluations of the same tokens differ in. bounds: of the
+    groups. keeps: as `ChunkedHead` has it.
     """
     dtypes, budget = HeadDtypes.for_hidden(hidden), budget_on(hidden.device, memory_budget)
     one_pass = triton and head.bias is None and head.shard is None and not statistics
-    given: dict[str, Any] = {"triton": triton, "sum_bytes": dtypes.sum_bytes(head), "one_pass": one_pass}
+    given: dict[str, Any] = {
+        "triton": triton,
+        "sum_bytes": dtypes.sum_bytes(head),
+        "one_pass": one_pass,
+    }
     plan = plan_chunks(bounds, head.widest, dtypes, budget, **given)
     kind = OnePassHead if one_pass else ChunkedHead
     return kind(labels, ignore_index, plan, triton=triton, statistics=statistics, keeps=keeps)
 
 
-def gradients_of(chunked: ChunkedHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]) -> HeadGradients:
+def gradients_of(
+    chunked: ChunkedHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]
+) -> HeadGradients:
     if isinstance(chunked, OnePassHead):
         return OnePassGradients(chunked, hidden, head, needs)
     return HeadGradients(chunked, hidden, head, needs)

@@ -1,4 +1,6 @@
-"""Gradients in fp16 products: a scale that keeps their digits, and several tensors times a number in one launch."""
+"""Gradients in fp16 products: a scale that keeps their digits, and several tensors times a number
+in one launch.
+"""
 
 import torch
 import triton
@@ -7,8 +9,8 @@ from torch import Tensor
 
 BLOCK = 4096
 WARPS = 8
-# As many as an H100 holds at once, 8 on each of its 132 processors: where the number is 1 a launch should cost no more
-# than to start them.
+# As many as an H100 holds at once, 8 on each of its 132 processors: where the number is 1 a launch
+# should cost no more than to start them.
 PROGRAMS = 1056
 # Tensors of one launch.
 MOST = 4
@@ -20,7 +22,9 @@ def scale_values(values_ptr, size, scale, BLOCK: tl.constexpr):
     while start < size:
         index = start + tl.arange(0, BLOCK)
         values = tl.load(values_ptr + index, mask=index < size).to(tl.float32)
-        tl.store(values_ptr + index, (values * scale).to(values_ptr.dtype.element_ty), mask=index < size)
+        tl.store(
+            values_ptr + index, (values * scale).to(values_ptr.dtype.element_ty), mask=index < size
+        )
         start += tl.num_programs(0) * BLOCK
 
 
@@ -61,10 +65,14 @@ def lowered_scale_kernel(
     start = size * 0
     while start < size:
         index = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(coefficients_ptr + index, mask=index < size, other=0.0)))
+        largest = tl.maximum(
+            largest, tl.abs(tl.load(coefficients_ptr + index, mask=index < size, other=0.0))
+        )
         start += BLOCK
     # The bits of the exponent alone are the power of two below.
-    power = (tl.max(largest, axis=0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = (tl.max(largest, axis=0).to(tl.int32, bitcast=True) & 0x7F800000).to(
+        tl.float32, bitcast=True
+    )
     scale = tl.load(scale_ptr)
     lowered = tl.minimum(LARGEST / (2.0 * tl.maximum(power, LARGEST / (2.0 * HIGHEST))), scale)
     tl.store(lowered_ptr, lowered)
@@ -91,14 +99,19 @@ def launch_scale(values: list[Tensor], scale: Tensor) -> None:
 def launch_lowered_scale(
     scale: Tensor, coefficients: Tensor, largest: float, highest: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale that brings the largest coefficient to between half of `largest` and `largest`, or the given one if it
-    is lower, 0-d; its ratio to the given one; and the coefficients times it. One launch.
+    """The scale that brings the largest coefficient to between half of `largest` and `largest`, or
+    the given one if it is lower, 0-d; its ratio to the given one; and the coefficients times it.
+    One launch.
 
     coefficients: fp32, any shape.
     """
     coefficients = coefficients.contiguous()
-    lowered, ratio, scaled = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(coefficients)
+    lowered = torch.empty_like(scale)
+    ratio = torch.empty_like(scale)
+    scaled = torch.empty_like(coefficients)
     sizes = {"size": coefficients.numel(), "LARGEST": largest, "HIGHEST": highest, "BLOCK": BLOCK}
     with torch.cuda.device_of(scale):
-        lowered_scale_kernel[(1,)](coefficients, scale, lowered, ratio, scaled, **sizes, num_warps=WARPS)
+        lowered_scale_kernel[(1,)](
+            coefficients, scale, lowered, ratio, scaled, **sizes, num_warps=WARPS
+        )
     return lowered, ratio, scaled

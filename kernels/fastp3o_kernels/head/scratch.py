@@ -1,4 +1,6 @@
-"""Memory for logits that stays between calls. On a CPU fresh pages cost a fault each; a GPU's allocator keeps them."""
+"""Memory for logits that stays between calls. On a CPU fresh pages cost a fault each; a GPU's
+allocator keeps them.
+"""
 
 import torch
 from torch import Tensor

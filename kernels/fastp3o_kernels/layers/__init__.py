@@ -1,5 +1,5 @@
-"""What lies between a transformer's matrix products and its attention, one kernel each way: RMS norms with the residual
-stream, rotary positions, and gates.
+"""What lies between a transformer's matrix products and its attention, one kernel each way: RMS
+norms with the residual stream, rotary positions, and gates.
 
     norm.py, norm_kernel.py      RMSNorm; with the sum before it, or with the sum behind it
     rotary.py, rotary_kernel.py  queries and keys turned by their positions

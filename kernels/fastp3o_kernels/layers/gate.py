@@ -1,4 +1,6 @@
-"""The gate of a feed-forward layer: an activation of one product times another product (arXiv 2002.05202)."""
+"""The gate of a feed-forward layer: an activation of one product times another product (arXiv
+2002.05202).
+"""
 
 from collections.abc import Callable
 from functools import partial

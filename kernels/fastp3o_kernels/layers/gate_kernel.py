@@ -53,7 +53,9 @@ def gate_kernel(
     up = tl.load(up_ptr + row * up_row_stride + index, mask=inside, other=0.0).to(tl.float32)
     active, _ = activated(gate, ACTIVATION)
     active = active.to(gate_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(result_ptr + row * size + index, (active * up).to(result_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        result_ptr + row * size + index, (active * up).to(result_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -79,7 +81,9 @@ def gate_gradient_kernel(
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Elements from one row of the last dimension to the next; None where it differs, or a row has gaps."""
+    """Elements from one row of the last dimension to the next; None where it differs, or a row has
+    gaps.
+    """
     if x.is_contiguous():
         return x.shape[-1] if x.dim() else 1
     if x.stride(-1) != 1:
@@ -91,7 +95,9 @@ def row_stride(x: Tensor) -> int | None:
 
 
 def launch_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Tensors of one shape and dtype, whose rows have one stride; one launch. Returns a contiguous one."""
+    """Tensors of one shape and dtype, whose rows have one stride; one launch. Returns a contiguous
+    one.
+    """
     result = torch.empty_like(gate, memory_format=torch.contiguous_format)
     # All of contiguous tensors is one row.
     together = gate.is_contiguous() and up.is_contiguous()
@@ -105,10 +111,20 @@ def launch_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return result
 
 
-def launch_gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def launch_gate_gradient(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     with torch.cuda.device_of(gate):
         gate_gradient_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
-            grad, gate, up, dgate, dup, gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+            grad,
+            gate,
+            up,
+            dgate,
+            dup,
+            gate.numel(),
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     return dgate, dup

@@ -1,7 +1,8 @@
 """RMSNorm (arXiv 1910.07467), alone and with a sum of the residual stream, in one kernel each way.
 
-A block of a transformer normalizes the stream, computes a branch from it and adds that branch to the stream. The stream
-may be finer than all else: it is read, added to and written in its dtype, and normalized rows in theirs.
+A block of a transformer normalizes the stream, computes a branch from it and adds that branch to
+the stream. The stream may be finer than all else: it is read, added to and written in its dtype,
+and normalized rows in theirs.
 """
 
 from typing import NamedTuple
@@ -14,17 +15,22 @@ from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, use_tr
 from fastp3o_kernels.rows.eager import at_least_fp32
 
 if HAS_TRITON:
-    from fastp3o_kernels.layers.norm_kernel import LONGEST, launch_rms_norm, launch_rms_norm_gradient, row_groups
+    from fastp3o_kernels.layers.norm_kernel import (
+        LONGEST,
+        launch_rms_norm,
+        launch_rms_norm_gradient,
+        row_groups,
+    )
 
 
-# --- autograd ---------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 class NormKind(NamedTuple):
     """x / sqrt(mean x² + eps) * (offset + weight), in fp32.
 
-    offset: 0 in most families, 1 in Gemma's. rounds: whether the normalized rows are rounded to the dtype of x before
-    they meet the weight, as Llama's are and Gemma's are not.
+    offset: 0 in most families, 1 in Gemma's. rounds: whether the normalized rows are rounded to the
+    dtype of x before they meet the weight, as Llama's are and Gemma's are not.
     """
 
     eps: float
@@ -39,7 +45,9 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, weight, residual, kind, dtype):
         result = torch.empty_like(x, dtype=dtype)
         rounds = kind.rounds and residual is None
-        launch_rms_norm(x, weight, result, kind.eps, offset=kind.offset, rounds=rounds, residual=residual)
+        launch_rms_norm(
+            x, weight, result, kind.eps, offset=kind.offset, rounds=rounds, residual=residual
+        )
         ctx.save_for_backward(x, weight)
         ctx.kind = kind._replace(rounds=rounds)
         return result
@@ -47,7 +55,9 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors  # once: a layer that is computed again has them for one reading
+        x, weight = (
+            ctx.saved_tensors
+        )  # once: a layer that is computed again has them for one reading
         x = in_rows(x)
         dx, kind = torch.empty_like(x), ctx.kind
         dweight = launch_rms_norm_gradient(
@@ -60,7 +70,9 @@ class Norm(torch.autograd.Function):
 
 
 class AddAndNorm(torch.autograd.Function):
-    """The same launches. The stream's gradients, through the norm and past it, are added up in its kernel."""
+    """The same launches. The stream's gradients, through the norm and past it, are added up in its
+    kernel.
+    """
 
     @staticmethod
     def forward(ctx, stream, branch, weight, kind, dtype):
@@ -69,9 +81,12 @@ class AddAndNorm(torch.autograd.Function):
         result = torch.empty_like(stream, dtype=dtype)
         options = {} if branch is None else {"added": branch, "total": total}
         rounds = kind.rounds and branch is None
-        launch_rms_norm(stream, weight, result, kind.eps, offset=kind.offset, rounds=rounds, **options)
+        launch_rms_norm(
+            stream, weight, result, kind.eps, offset=kind.offset, rounds=rounds, **options
+        )
         ctx.save_for_backward(total, weight)
-        ctx.kind, ctx.branch = kind._replace(rounds=rounds), None if branch is None else branch.dtype
+        ctx.kind = kind._replace(rounds=rounds)
+        ctx.branch = None if branch is None else branch.dtype
         return total, result
 
     @staticmethod
@@ -96,11 +111,16 @@ class AddAndNorm(torch.autograd.Function):
         return dtotal, None if ctx.branch is None else dbranch, dweight, None, None
 
 
-# --- functions --------------------------------------------------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, kind: NormKind, *, dtype: torch.dtype | None = None, impl: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    kind: NormKind,
+    *,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """RMSNorm over the last dimension.
 
@@ -138,8 +158,8 @@ def add_and_norm(
     """A branch added to the residual stream, and RMSNorm of their sum.
 
     Args:
-        stream: [..., D] of any floating dtype.
-        branch: of that shape, None for nothing to add: then the stream comes back as it is, and its gradients are
+        stream: [..., D] of any floating dtype. branch: of that shape, None for nothing to add: then
+        the stream comes back as it is, and its gradients are
             added up in the kernel.
         weight, kind, impl: as in `rms_norm`; a sum is not rounded before the weight.
         dtype: of the normalized rows; None for the weight's.
@@ -160,8 +180,11 @@ def add_and_norm(
     return total, eager_norm(total, weight, unrounded).to(dtype)
 
 
-def norm_and_add(branch: Tensor, stream: Tensor, weight: Tensor, kind: NormKind, *, impl: str | None = None) -> Tensor:
-    """RMSNorm of a branch, added to the residual stream without a rounding in between, as behind Gemma's blocks.
+def norm_and_add(
+    branch: Tensor, stream: Tensor, weight: Tensor, kind: NormKind, *, impl: str | None = None
+) -> Tensor:
+    """RMSNorm of a branch, added to the residual stream without a rounding in between, as behind
+    Gemma's blocks.
 
     Args:
         branch: [..., D] of any floating dtype.
@@ -176,11 +199,13 @@ def norm_and_add(branch: Tensor, stream: Tensor, weight: Tensor, kind: NormKind,
     """
     check_norm(weight, branch=branch, stream=stream)
     if runs_kernel(impl, weight, stream, branch):
-        return Norm.apply(branch.contiguous(), weight.contiguous(), stream.contiguous(), kind, stream.dtype)
+        return Norm.apply(
+            branch.contiguous(), weight.contiguous(), stream.contiguous(), kind, stream.dtype
+        )
     return (stream + eager_norm(branch, weight, kind._replace(rounds=False))).to(stream.dtype)
 
 
-# --- which implementation, and checks ---------------------------------------------------------------------------------
+# --- which implementation, and checks -------------------------------------------------------------
 
 
 def runs_kernel(impl: str | None, weight: Tensor, x: Tensor, other: Tensor | None = None) -> bool:
@@ -203,14 +228,18 @@ def check_norm(weight: Tensor, **rows: Tensor) -> None:
     for name, tensor in rows.items():
         check_floating(name, tensor)
         if tensor.shape != shape:
-            raise ValueError(f"{name} must have the shape of {first}, {list(shape)}, got {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have the shape of {first}, {list(shape)}, got {list(tensor.shape)}"
+            )
     if weight.dim() != 1 or shape[-1:] != weight.shape:
         raise ValueError(f"weight must have shape {list(shape[-1:])}, got {list(weight.shape)}")
     check_same_device(weight=weight, **rows)
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """x where its memory is rows one after another, in any order of the other dimensions; else a copy that is."""
+    """x where its memory is rows one after another, in any order of the other dimensions; else a
+    copy that is.
+    """
     order = sorted(range(x.dim()), key=lambda i: x.stride(i), reverse=True)
     dense = x.dim() == 0 or (x.stride(-1) == 1 and x.permute(order).is_contiguous())
     return x if dense else x.contiguous()

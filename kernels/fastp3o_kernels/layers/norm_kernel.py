@@ -12,8 +12,8 @@ from torch import Tensor
 TILE = 2048
 # Elements of a row at most: a gradient's program has four tiles of them in registers.
 LONGEST = 8192
-# Of the gradient's programs, each of which sums the weight's gradient over its rows: two on each of an H100's 132
-# processors.
+# Of the gradient's programs, each of which sums the weight's gradient over its rows: two on each of
+# an H100's 132 processors.
 PROGRAMS = 264
 # Columns and programs of a tile of the kernel that adds up their sums.
 BLOCK_C, BLOCK_P = 64, 32
@@ -58,7 +58,9 @@ def rms_norm_kernel(
         x_at = row // GROUP * x_group_stride + row % GROUP * D + d
     x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
-        total = (x + tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        total = (x + tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(
+            sum_ptr.dtype.element_ty
+        )
         tl.store(sum_ptr + at, total, mask=inside)
         x = total.to(tl.float32)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + eps))[:, None]
@@ -114,7 +116,9 @@ def rms_norm_gradient_kernel(
         first += tl.num_programs(0) * BLOCK_R
     if dweight_ptr is not None:
         column = tl.arange(0, BLOCK_D)
-        tl.store(dweight_ptr + tl.program_id(0) * D + column, tl.sum(dweight, axis=0), mask=column < D)
+        tl.store(
+            dweight_ptr + tl.program_id(0) * D + column, tl.sum(dweight, axis=0), mask=column < D
+        )
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -154,16 +158,18 @@ def gradient_warps(D: int) -> int:
 
 
 def gradient_registers(D: int, element_bytes: int) -> int:
-    """Of a thread at most: two programs share those of a processor, and of longer rows one has all. Without a limit
-    ptxas aims at more programs than there are, and spills. element_bytes: of the weight.
+    """Of a thread at most: two programs share those of a processor, and of longer rows one has all.
+    Without a limit ptxas aims at more programs than there are, and spills. element_bytes: of the
+    weight.
     """
     programs = 2 if D * element_bytes <= SHARING_BYTES else 1
     return min(255, PROCESSOR_REGISTERS // (32 * gradient_warps(D) * programs))
 
 
 def row_groups(x: Tensor) -> tuple[int, int] | None:
-    """How many rows of the last dimension lie one after another, in the order of memory, and the elements from one
-    group of them to the next; None where groups have no one distance, or where memory overlaps or a row has gaps.
+    """How many rows of the last dimension lie one after another, in the order of memory, and the
+    elements from one group of them to the next; None where groups have no one distance, or where
+    memory overlaps or a row has gaps.
     """
     if x.stride(-1) != 1:
         return None
@@ -194,8 +200,9 @@ def launch_rms_norm(
     total: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """Writes `result`, and `total` where something is added. One launch. All but the weight are of one shape and one
-    order of memory, in which rows lie one after another; those of x in groups where nothing is added.
+    """Writes `result`, and `total` where something is added. One launch. All but the weight are of
+    one shape and one order of memory, in which rows lie one after another; those of x in groups
+    where nothing is added.
     """
     sizes = tile(len(weight))
     rows = x.numel() // len(weight)
@@ -227,8 +234,8 @@ def launch_rms_norm_gradient(
     copy: Tensor | None = None,
     trains: bool = True,
 ) -> Tensor | None:
-    """Writes `dx`, and `copy`, the same in another dtype. Returns the weight's gradient if it trains. Tensors as above.
-    One launch, two with the weight's gradient.
+    """Writes `dx`, and `copy`, the same in another dtype. Returns the weight's gradient if it
+    trains. Tensors as above. One launch, two with the weight's gradient.
     """
     D = len(weight)
     sizes = tile(D)

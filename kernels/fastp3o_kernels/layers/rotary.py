@@ -1,4 +1,6 @@
-"""Rotary positions (arXiv 2104.09864): pairs of a head's elements turned by angles that grow with the position."""
+"""Rotary positions (arXiv 2104.09864): pairs of a head's elements turned by angles that grow with
+the position.
+"""
 
 import torch
 from torch import Tensor
@@ -24,18 +26,29 @@ class Rotary(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, grad_query, grad_key):
         grads = with_whole_heads(grad_query), with_whole_heads(grad_key)
-        return *launch_rotary(*grads, *ctx.saved_tensors, interleaved=ctx.interleaved, back=True), None, None, None
+        return (
+            *launch_rotary(*grads, *ctx.saved_tensors, interleaved=ctx.interleaved, back=True),
+            None,
+            None,
+            None,
+        )
 
 
 def rotate(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, impl: str | None = None
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turns queries and keys, in fp32 with one rounding at the end. Angles get no gradient.
 
     Args:
-        query: [T, H, D] of any floating dtype and strides.
-        key: [T, Hkv, D] of that dtype.
-        cos, sin: [T, R] of any floating dtype, of an angle for each element, with R even and at most D; elements from R
+        query: [T, H, D] of any floating dtype and strides. key: [T, Hkv, D] of that dtype. cos,
+        sin: [T, R] of any floating dtype, of an angle for each element, with R even and at most D;
+        elements from R
             on stay as they are.
         interleaved: whether neighbors turn together; else the two that are R/2 apart.
         impl: None, "triton" or "eager", as in `token_logprobs`.

@@ -93,15 +93,22 @@ def rotary_kernel(
 
 def sizes(H: int, HKV: int, D: int, R: int) -> dict[str, int]:
     blocks = {"BLOCK_H": H, "BLOCK_HKV": HKV, "BLOCK_PAIR": R // 2}
-    return {"H": H, "HKV": HKV, "D": D, "R": R} | {n: triton.next_power_of_2(size) for n, size in blocks.items()}
+    return {"H": H, "HKV": HKV, "D": D, "R": R} | {
+        n: triton.next_power_of_2(size) for n, size in blocks.items()
+    }
 
 
 def launch_rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D] and [T, Hkv, D], heads contiguous; [T, R] twice, contiguous -> new contiguous tensors. One launch."""
+    """[T, H, D] and [T, Hkv, D], heads contiguous; [T, R] twice, contiguous -> new contiguous
+    tensors. One launch.
+    """
     (T, H, D), HKV = query.shape, key.shape[1]
-    results = torch.empty_like(query, memory_format=torch.contiguous_format), key.new_empty(key.shape)
+    results = (
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+        key.new_empty(key.shape),
+    )
     strides = *query.stride()[:2], *key.stride()[:2]
     with torch.cuda.device_of(query):
         rotary_kernel[(T,)](

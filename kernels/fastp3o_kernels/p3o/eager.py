@@ -1,7 +1,8 @@
 """P3O's loss as a PyTorch graph: what a CPU computes, and the baseline of the benchmarks.
 
-N tokens, P prompts with K responses each (sequence K p + k is response k of prompt p), Q pairs of responses to the same
-prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones in fp32.
+N tokens, P prompts with K responses each (sequence K p + k is response k of prompt p), Q pairs of
+responses to the same prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones
+in fp32.
 """
 
 import torch
@@ -20,7 +21,8 @@ from fastp3o_kernels.rows.eager import at_least_fp32, sequence_logprobs
 
 
 def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P3OLossOutput:
-    """The loss from log-probs of tokens [N]: the mean over pairs of the joint, separate or unclipped loss, which arXiv
+    """The loss from log-probs of tokens [N]: the mean over pairs of the joint, separate or
+    unclipped loss, which arXiv
     2310.00212 calls P3O-V2, V1 and an ablation. Or the first author's later variant, where every token is clipped
     separately in each pair of its response: the mean over these N (K − 1) cases.
     """
@@ -34,9 +36,14 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
 
     if settings.clipping == "token":
         counted_tokens = per_token(pairs.in_pairs)
-        old_tokens = token_logprobs.detach() if pairs.old_token_logprobs is None else pairs.old_token_logprobs
+        old_tokens = (
+            token_logprobs.detach()
+            if pairs.old_token_logprobs is None
+            else pairs.old_token_logprobs
+        )
         token_logprobs, old_tokens = (
-            at_least_fp32(values).masked_fill(~counted_tokens, 0.0) for values in (token_logprobs, old_tokens)
+            at_least_fp32(values).masked_fill(~counted_tokens, 0.0)
+            for values in (token_logprobs, old_tokens)
         )
         logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(P, K)
     # All are 0 in a pair that does not count: so are its advantage difference, loss and gradient.
@@ -53,14 +60,18 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
     means = {"advantage_mean_abs": (q.abs(), counts)}
     if pairs.sampler_logprobs is not None:
         # Importance weights of pairs: min(π_old/μ(y1) π_old/μ(y2), C).
-        to_sampler = (at_least_fp32(old) - at_least_fp32(pairs.sampler_logprobs)).masked_fill(~pairs.in_pairs, 0.0)
+        to_sampler = (at_least_fp32(old) - at_least_fp32(pairs.sampler_logprobs)).masked_fill(
+            ~pairs.in_pairs, 0.0
+        )
         weights = truncated_ratios(pair_values(to_sampler).sum(dim=1), settings.sampler_ratio_cap)
         q = q * weights
         means["sampler_ratio_mean"] = weights, counts
         means["sampler_ratio_capped"] = weights >= settings.sampler_ratio_cap, counts
     ratios = exp_limited(logprobs.detach() - old).masked_fill(~pairs.in_pairs, 0.0)
     # Of all but the separate loss: −q c, c = sg(clip(ρ1 ρ2, 1/C, C)).
-    joint_ratios = exp_limited(log_ratios.sum(dim=1)).clamp(1 / settings.ratio_cap, settings.ratio_cap)
+    joint_ratios = exp_limited(log_ratios.sum(dim=1)).clamp(
+        1 / settings.ratio_cap, settings.ratio_cap
+    )
     weighted_advantage = -q * joint_ratios.detach()
 
     if settings.clipping == "separate":
@@ -81,11 +92,16 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
         parts = pair_weights.clamp(min=0), pair_weights.clamp(max=0)
         positive, negative = (per_token(part.sum(dim=2)) for part in parts)
         clipped = torch.clamp(token_logprobs, old_tokens - epsilon, old_tokens + epsilon)
-        # max(w logprob, w clipped) is the larger of the two if w is positive, the smaller if it is negative.
-        losses = positive * torch.maximum(token_logprobs, clipped) + negative * torch.minimum(token_logprobs, clipped)
+        # max(w logprob, w clipped) is the larger of the two if w is positive, the smaller if it is
+        # negative.
+        losses = positive * torch.maximum(token_logprobs, clipped) + negative * torch.minimum(
+            token_logprobs, clipped
+        )
         below = torch.where(token_logprobs < clipped, negative, positive + negative)
         gradient = torch.where(token_logprobs > clipped, positive, below)
-        with_gradient = sequence_logprobs((gradient != 0).to(losses.dtype), pairs.cu_seqlens).view(P, K)
+        with_gradient = sequence_logprobs((gradient != 0).to(losses.dtype), pairs.cu_seqlens).view(
+            P, K
+        )
         zero_prompts = with_gradient.sum(dim=1) == 0
         outside = clipped != token_logprobs, counted_tokens
     else:
@@ -111,7 +127,9 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
             total = at_least_fp32(values).masked_fill(~flags, 0.0).sum()
             metrics[name] = (total / counted[name].clamp(min=1)).float()
         elif name == "ratio_max":
-            metrics[name] = torch.nn.functional.pad(ratios.flatten(), (0, 1)).max().float()  # 0 if there is none
+            metrics[name] = (
+                torch.nn.functional.pad(ratios.flatten(), (0, 1)).max().float()
+            )  # 0 if there is none
     mean_over = K - 1 if settings.clipping == "token" else 2 * Q
     return P3OLossOutput(losses.sum() / (mean_over * pairs.divisor), metrics, counted)
 
@@ -123,7 +141,9 @@ def pair_values(values: Tensor) -> Tensor:
 
 
 def pair_indices(K: int, device: torch.device) -> Tensor:
-    """The two responses of each pair of a prompt's, [2, K (K − 1) / 2]: on the device, so that no host waits."""
+    """The two responses of each pair of a prompt's, [2, K (K − 1) / 2]: on the device, so that no
+    host waits.
+    """
     return torch.triu_indices(K, K, offset=1, device=device)
 
 

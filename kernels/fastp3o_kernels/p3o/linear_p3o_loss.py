@@ -1,7 +1,7 @@
 """Hidden states and a head -> P3O's loss and its gradients, never all logits at once.
 
-N tokens, n tokens of a chunk, D hidden size, V vocabulary, F = N V D; P prompts with K responses each: a pair in the
-paper, where K is 2. Sequence K p + k is response k of prompt p.
+N tokens, n tokens of a chunk, D hidden size, V vocabulary, F = N V D; P prompts with K responses
+each: a pair in the paper, where K is 2. Sequence K p + k is response k of prompt p.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,8 +34,12 @@ class PairLoss:
 
     def __init__(self, pairs: Pairs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
-        self.terms: Tensor | None = None  # what each prompt adds, with Triton, filled in chunk by chunk
-        self.output: P3OLossOutput | None = None  # without a gradient, of the last chunk and then of all
+        self.terms: Tensor | None = (
+            None  # what each prompt adds, with Triton, filled in chunk by chunk
+        )
+        self.output: P3OLossOutput | None = (
+            None  # without a gradient, of the last chunk and then of all
+        )
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
         """The loss needs all chunks at once: metrics are not sums over them."""
@@ -46,10 +50,14 @@ class PairLoss:
             if self.terms is None:
                 self.terms = empty_terms(self.pairs)
             terms = self.terms[:, chunk.groups]
-            return launch_coefficients(chunked.logprobs, pairs, self.settings, terms)[chunk.tokens], None
+            return launch_coefficients(chunked.logprobs, pairs, self.settings, terms)[
+                chunk.tokens
+            ], None
         old, tokens = pairs.old_token_logprobs, chunk.tokens
         pairs = replace(
-            pairs, cu_seqlens=pairs.cu_seqlens - tokens.start, old_token_logprobs=None if old is None else old[tokens]
+            pairs,
+            cu_seqlens=pairs.cu_seqlens - tokens.start,
+            old_token_logprobs=None if old is None else old[tokens],
         )
         with torch.enable_grad():
             logprobs = chunked.logprobs[tokens].detach().requires_grad_()
@@ -91,27 +99,29 @@ def linear_p3o_loss(
 ) -> P3OLossOutput:
     """P3O's loss from the hidden states that predict the tokens of the responses to P prompts.
 
-    Only the gradients that are needed are computed, in the forward pass: a frozen head costs 4 F operations, frozen
-    hidden states 4 F, both 2 F. Tokens of clipped pairs and of pairs of equal advantage take no part in the gradients'
-    products on a CPU; on a GPU the host would have to wait for their number, and they are rows of zeros. The backward
-    pass multiplies by the incoming gradient, which takes no time if it is 1, and can run once.
+    Only the gradients that are needed are computed, in the forward pass: a frozen head costs 4 F
+    operations, frozen hidden states 4 F, both 2 F. Tokens of clipped pairs and of pairs of equal
+    advantage take no part in the gradients' products on a CPU; on a GPU the host would have to wait
+    for their number, and they are rows of zeros. The backward pass multiplies by the incoming
+    gradient, which takes no time if it is 1, and can run once.
 
     Args:
-        hidden: [N, D], the hidden states that predict the response tokens.
-        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`.
-        labels: [N] int64 or int32, the response tokens, end-of-sequence included.
-        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]. It is needed
-            on the host: a list or a tensor on the CPU spares waiting for the device. An empty response takes part in no
-            pair.
-        old_logprobs, ref_logprobs, rewards: as in `p3o_loss`.
-        settings, valid_responses, sampler_logprobs: as in `p3o_loss`. Tokens of responses that are not valid have no
+        hidden: [N, D], the hidden states that predict the response tokens. head: Head with a weight
+        [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`. labels: [N] int64 or
+        int32, the response tokens, end-of-sequence included. cu_seqlens: [P K + 1] int32 or int64
+        on any device, or a list: where each response begins in [N]. It is needed
+            on the host: a list or a tensor on the CPU spares waiting for the device. An empty
+            response takes part in no pair.
+        old_logprobs, ref_logprobs, rewards: as in `p3o_loss`. settings, valid_responses,
+        sampler_logprobs: as in `p3o_loss`. Tokens of responses that are not valid have no
             gradient but take part in the logits' product, which empty responses do not.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
         divisor: of the sum over prompts, or tokens with clipping="token", as in `token_p3o_loss`.
         logprobs_out: [N] floating point, which gets the tokens' log-probs; None: nothing does.
-        memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`. Responses to a prompt
-            whose logits it does not hold are computed in two passes: what fits is kept, the rest computed twice, with
-            the same result.
+        memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
+        Responses to a prompt
+            whose logits it does not hold are computed in two passes: what fits is kept, the rest
+            computed twice, with the same result.
         impl: None, "triton" or "eager", as in `linear_logprobs`.
 
     Returns:
@@ -124,7 +134,14 @@ def linear_p3o_loss(
     head, cu_seqlens = Head.from_layer(head), torch.as_tensor(cu_seqlens)
     check_head(hidden, head, labels, ignore_index=None)
     pairs = Pairs(
-        cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
+        cu_seqlens,
+        old_logprobs,
+        ref_logprobs,
+        rewards,
+        old_token_logprobs,
+        valid_responses,
+        sampler_logprobs,
+        divisor,
     ).checked("hidden", hidden, settings)
     check_logprobs_out(logprobs_out, hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())
@@ -136,6 +153,8 @@ def linear_p3o_loss(
         return eager.token_loss(logprobs, pairs, settings)
     bounds = bounds_of_prompts(cu_seqlens, len(hidden), rewards.shape[1])
     loss = PairLoss(pairs, settings)
-    value = chunked_loss(hidden, head, labels, bounds, loss, memory_budget, triton=triton, logprobs_out=logprobs_out)
+    value = chunked_loss(
+        hidden, head, labels, bounds, loss, memory_budget, triton=triton, logprobs_out=logprobs_out
+    )
     assert loss.output is not None  # the loop asks for the total
     return loss.output._replace(loss=value)

@@ -1,8 +1,9 @@
-"""Token log-probs of pairs -> sequence sums, ratios, clipped loss, metrics and the gradient of every token.
+"""Token log-probs of pairs -> sequence sums, ratios, clipped loss, metrics and the gradient of
+every token.
 
-N tokens, P prompts with K responses each: sequence K p + k is response k of prompt p. K is 2 in the paper, where a
-prompt's responses are one pair; more give K (K − 1) / 2 pairs, which count alike. In the kernels p is a prompt of a
-tile, and i < j are the responses of a pair, called 1 and 2.
+N tokens, P prompts with K responses each: sequence K p + k is response k of prompt p. K is 2 in the
+paper, where a prompt's responses are one pair; more give K (K − 1) / 2 pairs, which count alike. In
+the kernels p is a prompt of a tile, and i < j are the responses of a pair, called 1 and 2.
 """
 
 import torch
@@ -11,29 +12,44 @@ import triton.language as tl
 from torch import Tensor
 
 from fastp3o_kernels.p3o.pairs import Pairs
-from fastp3o_kernels.p3o.settings import COUNTS, LOG_RATIO_LIMIT, METRICS, SAMPLER_METRICS, P3OSettings
-from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
+from fastp3o_kernels.p3o.settings import (
+    COUNTS,
+    LOG_RATIO_LIMIT,
+    METRICS,
+    SAMPLER_METRICS,
+    P3OSettings,
+)
+from fastp3o_kernels.rows.sequence_kernel import (
+    BLOCK_T,
+    WARPS,
+    sequence_bounds,
+    sequence_sums,
+    zero_like,
+)
 
-# Prompts of a program. Its sums over them go to memory, one a prompt, and a second launch adds them in a fixed order:
-# atomics would add in another order each time.
+# Prompts of a program. Its sums over them go to memory, one a prompt, and a second launch adds them
+# in a fixed order: atomics would add in another order each time.
 BLOCK_P = 2
 # Pairs of a tile; a prompt with more of them in a square has a tile to itself.
 LARGEST_TILE = 256
 # Prompts that the second launch adds at once, two a thread, and its warps.
 BLOCK_R, RESULTS_WARPS = 256, 4
-# Registers a thread: a program may have all of a processor's. Left to itself, the compiler saves them for a second one
-# and spills.
+# Registers a thread: a program may have all of a processor's. Left to itself, the compiler saves
+# them for a second one and spills.
 REGISTERS = 65536 // (32 * WARPS)
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 
-# The numbers that a loss and its metrics come from the kernels as. What a prompt adds to them has the same places: its
-# losses; its pairs, responses in pairs, whether it has any, and cases of clipping; sums of the responses' ratios, the
-# largest of these, cases outside the clip range, |q|, whether no token has a gradient, log π − log π_ref; and where
-# pairs have importance weights, these, and how many are at the cap.
+# The numbers that a loss and its metrics come from the kernels as. What a prompt adds to them has
+# the same places: its losses; its pairs, responses in pairs, whether it has any, and cases of
+# clipping; sums of the responses' ratios, the largest of these, cases outside the clip range, |q|,
+# whether no token has a gradient, log π − log π_ref; and where pairs have importance weights,
+# these, and how many are at the cap.
 RESULTS = ("loss", *COUNTS, *METRICS, *SAMPLER_METRICS)
 LOSSES, PAIRS, RESPONSES, PROMPTS, CASES = (tl.constexpr(place) for place in range(5))
-RATIOS, LARGEST_RATIO, OUTSIDE, ADVANTAGES, NO_GRADIENT, KLS = (tl.constexpr(place) for place in range(5, 11))
+RATIOS, LARGEST_RATIO, OUTSIDE, ADVANTAGES, NO_GRADIENT, KLS = (
+    tl.constexpr(place) for place in range(5, 11)
+)
 SAMPLER_RATIOS, SAMPLER_CAPPED = (tl.constexpr(place) for place in range(11, 13))
 
 
@@ -78,20 +94,23 @@ def sums_over_pairs(x_1, x_2):
 
 @triton.jit
 def separate_term(signed_advantage, log_ratio, other_log_ratio, clip_range, ratio_cap):
-    """P3O-V1. The loss of one response in its pairs and its slope in that response's log π, [p, i, j]."""
+    """P3O-V1. The loss of one response in its pairs and its slope in that response's log π, [p, i,
+    j].
+    """
     ratio = limited_ratio(log_ratio)
     weight = signed_advantage * clip(limited_ratio(other_log_ratio), 1 / ratio_cap, ratio_cap)
     loss = weight * ratio
     clipped_loss = weight * clip(ratio, 1 - clip_range, 1 + clip_range)
-    # A ratio at its limit is constant, and so is the loss where the clipped branch is the larger one.
+    # A ratio at its limit is constant, and so is the loss where the clipped branch is the larger
+    # one.
     is_flat = (tl.abs(log_ratio) > LIMIT) | (clipped_loss > loss)
     return larger(loss, clipped_loss), tl.where(is_flat, 0.0, loss)
 
 
 @triton.jit
 def pair_losses(q, u, u_clipped, log_ratio, clip_range, ratio_cap, CLIPPING: tl.constexpr):
-    """The loss of each pair and its slopes in log π of response 1 and 2, from q, u and clipped u, [p, i, j], and the
-    log-ratios of responses, [p, K].
+    """The loss of each pair and its slopes in log π of response 1 and 2, from q, u and clipped u,
+    [p, i, j], and the log-ratios of responses, [p, K].
     """
     log_ratio_1, log_ratio_2 = log_ratio[:, :, None], log_ratio[:, None, :]
     if CLIPPING == "separate":
@@ -107,7 +126,8 @@ def pair_losses(q, u, u_clipped, log_ratio, clip_range, ratio_cap, CLIPPING: tl.
     return loss, slope, -slope
 
 
-# Slices of tokens and prompts begin at any address, and Triton would compile a variant for each alignment of a pointer.
+# Slices of tokens and prompts begin at any address, and Triton would compile a variant for each
+# alignment of a pointer.
 @triton.jit(do_not_specialize=["P", "terms_stride"], do_not_specialize_on_alignment=range(14))
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
@@ -145,11 +165,16 @@ def pair_kernel(
     terms_ptr += prompt
     for k in range(K):
         begin, end = sequence_bounds(cu_seqlens_ptr + prompt * K + k, valid)
-        tl.store(sums_ptr + prompt * K + k, sequence_sums(logprobs_ptr, begin, end, BLOCK_P, BLOCK_T), mask=valid)
+        tl.store(
+            sums_ptr + prompt * K + k,
+            sequence_sums(logprobs_ptr, begin, end, BLOCK_P, BLOCK_T),
+            mask=valid,
+        )
     # One thread's stores are other threads' loads.
     tl.debug_barrier()
 
-    # Responses in pairs: with tokens, valid, as is another one to the prompt. Their number is 0 or more than 1.
+    # Responses in pairs: with tokens, valid, as is another one to the prompt. Their number is 0 or
+    # more than 1.
     is_response = valid[:, None] & (responses < K)[None, :]
     place = prompt[:, None] * K + responses[None, :]
     begins = tl.load(cu_seqlens_ptr + place, mask=is_response, other=0)
@@ -159,7 +184,11 @@ def pair_kernel(
     number = tl.sum(tl.where(counts, 1.0, 0.0), axis=1)
     number = tl.where(number > 1.0, number, 0.0)
     counts = counts & (number > 0.0)[:, None]
-    is_pair = counts[:, :, None] & counts[:, None, :] & (responses[:, None] < responses[None, :])[None, :, :]
+    is_pair = (
+        counts[:, :, None]
+        & counts[:, None, :]
+        & (responses[:, None] < responses[None, :])[None, :, :]
+    )
     pairs = number * (number - 1.0) / 2.0
     tl.store(terms_ptr + PAIRS * terms_stride, pairs, mask=valid)
     tl.store(terms_ptr + RESPONSES * terms_stride, number, mask=valid)
@@ -186,13 +215,17 @@ def pair_kernel(
         # Importance weights of pairs: min(π_old/μ(y1) π_old/μ(y2), C).
         sampler = old - tl.load(sampler_logprobs_ptr + place, mask=counts, other=0.0)
         weight = limited_ratio(sampler[:, :, None] + sampler[:, None, :])
-        weight = tl.where(is_pair, tl.minimum(weight, sampler_ratio_cap, propagate_nan=tl.PropagateNan.ALL), 0.0)
+        weight = tl.where(
+            is_pair, tl.minimum(weight, sampler_ratio_cap, propagate_nan=tl.PropagateNan.ALL), 0.0
+        )
         q *= weight
         capped = sum_of_pairs(tl.where(is_pair & (weight >= sampler_ratio_cap), 1.0, 0.0))
         tl.store(terms_ptr + SAMPLER_RATIOS * terms_stride, sum_of_pairs(weight), mask=valid)
         tl.store(terms_ptr + SAMPLER_CAPPED * terms_stride, capped, mask=valid)
     u_clipped = clip(u, u_old - clip_range, u_old + clip_range)
-    loss, slope_1, slope_2 = pair_losses(q, u, u_clipped, log_ratio, clip_range, ratio_cap, CLIPPING)
+    loss, slope_1, slope_2 = pair_losses(
+        q, u, u_clipped, log_ratio, clip_range, ratio_cap, CLIPPING
+    )
     ratio = tl.where(counts, limited_ratio(log_ratio), 0.0)
     tl.store(terms_ptr + RATIOS * terms_stride, tl.sum(ratio, axis=1), mask=valid)
     tl.store(terms_ptr + LARGEST_RATIO * terms_stride, tl.reduce(ratio, 1, larger), mask=valid)
@@ -231,8 +264,11 @@ def pair_kernel(
                 token = tl.load(logprobs_ptr + tokens, mask=known, other=0.0)
                 old_token = tl.load(old_token_logprobs_ptr + tokens, mask=known, other=0.0)
                 clipped = clip(token, old_token - clip_range, old_token + clip_range)
-                # max(w logprob, w clipped): the larger of the two if w is positive, the smaller if it is negative.
-                coefficient = tl.where(token > clipped, slope, tl.where(token < clipped, negative, slope + negative))
+                # max(w logprob, w clipped): the larger of the two if w is positive, the smaller if
+                # it is negative.
+                coefficient = tl.where(
+                    token > clipped, slope, tl.where(token < clipped, negative, slope + negative)
+                )
                 coefficient /= divisor
                 token_losses += slope * larger(token, clipped) - negative * larger(-token, -clipped)
                 tokens_outside += tl.where(known & (clipped != token), 1.0, 0.0)
@@ -246,10 +282,14 @@ def pair_kernel(
         with_gradient = tl.sum(tokens_with_gradient, axis=1)
     elif CLIPPING == "separate":
         is_outside = counts & (clip(ratio, 1 - clip_range, 1 + clip_range) != ratio)
-        losses, cases, outside = sum_of_pairs(loss), number, tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1)
+        losses = sum_of_pairs(loss)
+        cases = number
+        outside = tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1)
     else:
         is_outside = is_pair & (u_clipped != u)
-        losses, cases, outside = sum_of_pairs(loss), pairs, sum_of_pairs(tl.where(is_outside, 1.0, 0.0))
+        losses = sum_of_pairs(loss)
+        cases = pairs
+        outside = sum_of_pairs(tl.where(is_outside, 1.0, 0.0))
     no_gradient = (number > 0.0) & (with_gradient == 0.0)
     tl.store(terms_ptr + LOSSES * terms_stride, losses, mask=valid)
     tl.store(terms_ptr + CASES * terms_stride, cases, mask=valid)
@@ -298,21 +338,30 @@ def empty_terms(pairs: Pairs) -> Tensor:
 
 
 def mean_over(K: int, settings: P3OSettings) -> int:
-    """For each prompt or token that is divided by: a pair has half the weight of a mean over the prompt's."""
+    """For each prompt or token that is divided by: a pair has half the weight of a mean over the
+    prompt's.
+    """
     return K - 1 if settings.clipping == "token" else K * (K - 1)
 
 
-def launch_coefficients(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, terms: Tensor) -> Tensor:
+def launch_coefficients(
+    token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, terms: Tensor
+) -> Tensor:
     """dL/d log π of each token of the pairs [N], undefined for other tokens; one launch.
 
-    It fills in what each prompt adds to the results, terms of `empty_terms`, which may be columns of a larger tensor.
+    It fills in what each prompt adds to the results, terms of `empty_terms`, which may be columns
+    of a larger tensor.
     """
     P, K = pairs.rewards.shape[:2]
-    sums, response_slopes, negative_slopes = torch.empty(3, P, K, dtype=torch.float32, device=token_logprobs.device)
+    sums, response_slopes, negative_slopes = torch.empty(
+        3, P, K, dtype=torch.float32, device=token_logprobs.device
+    )
     coefficients = torch.empty_like(token_logprobs)
     # The policy's own are those that the kernel has summed before it reads any old one.
     old_logprobs = sums if pairs.old_logprobs is None else pairs.old_logprobs
-    old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
+    old_token_logprobs = (
+        token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
+    )
     valid, sampler = pairs.valid_responses, pairs.sampler_logprobs
     blocks = block_sizes(K)
     with torch.cuda.device_of(token_logprobs):
@@ -355,6 +404,12 @@ def launch_results(terms: Tensor, pairs: Pairs, settings: P3OSettings) -> Tensor
     results = torch.empty(len(terms), dtype=torch.float32, device=terms.device)
     with torch.cuda.device_of(terms):
         results_kernel[(len(terms),)](
-            terms, pairs.divisor, results, P, mean_over(K, settings), BLOCK_R=BLOCK_R, num_warps=RESULTS_WARPS
+            terms,
+            pairs.divisor,
+            results,
+            P,
+            mean_over(K, settings),
+            BLOCK_R=BLOCK_R,
+            num_warps=RESULTS_WARPS,
         )
     return results

@@ -27,28 +27,39 @@ from fastp3o_kernels.rows.eager import at_least_fp32
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """A loss's inputs from the responses to P prompts, except the policy's log-probs. Losses use those of `checked`."""
+    """A loss's inputs from the responses to P prompts, except the policy's log-probs. Losses use
+    those of `checked`.
+    """
 
     cu_seqlens: Tensor  # [P K + 1], into [N]
     old_logprobs: Tensor | None  # [P, K]; None: the policy's own
     ref_logprobs: Tensor  # [P, K]
     rewards: Tensor  # [P, K]; or [P, K, K], the difference of each pair, of which i < j is read
-    old_token_logprobs: Tensor | None = None  # [N], where single tokens are clipped; None: the policy's own
+    old_token_logprobs: Tensor | None = (
+        None  # [N], where single tokens are clipped; None: the policy's own
+    )
     valid_responses: Tensor | None = None  # [P, K] bool
     sampler_logprobs: Tensor | None = None  # [P, K]; None: pairs have no importance weights
-    # Of the sum over all prompts or tokens, also where these are a part of them; once checked 0-d on the device.
+    # Of the sum over all prompts or tokens, also where these are a part of them; once checked 0-d
+    # on the device.
     divisor: Any = None
 
     def checked(self, policy_name: str, policy: Tensor, settings: P3OSettings) -> "Pairs":
-        """The same as constants, even where they require gradients, with offsets and divisor on the policy's device.
+        """The same as constants, even where they require gradients, with offsets and divisor on the
+        policy's device.
 
         policy: [N, ...], what the loss has of each token, called `policy_name`.
 
-        Raises ValueError for shapes, dtypes and devices that disagree with each other or with the policy's, and for
-        NaN or an infinity of a response that takes part in a pair (on a GPU only with FASTP3O_DEBUG=1).
+        Raises ValueError for shapes, dtypes and devices that disagree with each other or with the
+        policy's, and for NaN or an infinity of a response that takes part in a pair (on a GPU only
+        with FASTP3O_DEBUG=1).
         """
         tokens, device, rewards, divisor = len(policy), policy.device, self.rewards, self.divisor
-        if rewards.dim() not in (2, 3) or rewards.shape[1] < 2 or rewards.shape[1] != rewards.shape[-1]:
+        if (
+            rewards.dim() not in (2, 3)
+            or rewards.shape[1] < 2
+            or rewards.shape[1] != rewards.shape[-1]
+        ):
             raise ValueError(
                 "rewards must have shape [P, K], with K of 2 or more for the responses to a prompt, or [P, K, K] for "
                 f"the differences of their pairs, got {list(rewards.shape)}"
@@ -59,7 +70,9 @@ class Pairs:
         for name, tensor in self.floating.items():
             by_token = name == "old_token_logprobs"
             if by_token and settings.clipping != "token":
-                raise ValueError(f'{name} is for clipping="token" only, and clipping is "{settings.clipping}"')
+                raise ValueError(
+                    f'{name} is for clipping="token" only, and clipping is "{settings.clipping}"'
+                )
             by_response = (P, K, K) if name == "rewards" and self.compares_pairs else (P, K)
             if by_token:
                 check_shape(name, tensor, (tokens,), "one for each token")
@@ -69,8 +82,12 @@ class Pairs:
         if self.valid_responses is not None:
             check_shape("valid_responses", self.valid_responses, (P, K), "a row for each prompt")
             if self.valid_responses.dtype != torch.bool:
-                raise ValueError(f"valid_responses must be bool, got {self.valid_responses.dtype}: call .bool()")
-        if settings.clipping == "token" and (self.old_logprobs is None) != (self.old_token_logprobs is None):
+                raise ValueError(
+                    f"valid_responses must be bool, got {self.valid_responses.dtype}: call .bool()"
+                )
+        if settings.clipping == "token" and (self.old_logprobs is None) != (
+            self.old_token_logprobs is None
+        ):
             raise ValueError(
                 'clipping="token" needs old_token_logprobs, the old log-probability of each token, next to '
                 "old_logprobs; both are None where the old policy is this one"
@@ -87,9 +104,12 @@ class Pairs:
             divisor=on_device(divisor.detach(), device, dtype),
             **{name: tensor.detach() for name, tensor in self.floating.items()},
         )
-        check_same_device(**{policy_name: policy}, **pairs.floating, valid_responses=self.valid_responses)
+        check_same_device(
+            **{policy_name: policy}, **pairs.floating, valid_responses=self.valid_responses
+        )
         for name, tensor in pairs.floating.items() if may_look_at_values(policy) else ():
-            # A reference that rules a response out makes the loss infinite, which a trainer sees and survives.
+            # A reference that rules a response out makes the loss infinite, which a trainer sees
+            # and survives.
             wrong = tensor.isnan() if name == "ref_logprobs" else ~tensor.isfinite()
             if tensor.dim() == 3:  # a response counts with its pairs
                 wrong = (wrong & pairs.in_pairs[:, None, :]).any(dim=2)
@@ -106,7 +126,13 @@ class Pairs:
     @property
     def floating(self) -> dict[str, Tensor]:
         """The tensors whose device and dtype decide the implementation, by name."""
-        names = ("old_logprobs", "ref_logprobs", "rewards", "old_token_logprobs", "sampler_logprobs")
+        names = (
+            "old_logprobs",
+            "ref_logprobs",
+            "rewards",
+            "old_token_logprobs",
+            "sampler_logprobs",
+        )
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @property
@@ -120,7 +146,11 @@ class Pairs:
         K = self.rewards.shape[1]
         first, second = torch.triu_indices(K, K, offset=1, device=self.rewards.device)
         rewards = at_least_fp32(self.rewards)
-        values = rewards[:, first, second] if self.compares_pairs else rewards[:, first] - rewards[:, second]
+        values = (
+            rewards[:, first, second]
+            if self.compares_pairs
+            else rewards[:, first] - rewards[:, second]
+        )
         return values.flatten()
 
     @property
@@ -130,15 +160,23 @@ class Pairs:
 
     @cached_property
     def in_pairs(self) -> Tensor:
-        """[P, K] bool: which responses take part in a pair: valid, with tokens, as is another one to the prompt."""
+        """[P, K] bool: which responses take part in a pair: valid, with tokens, as is another one
+        to the prompt.
+        """
         counts = (self.cu_seqlens.diff() > 0).view(self.rewards.shape[:2])
         if self.valid_responses is not None:
             counts = counts & self.valid_responses
         return counts & (counts.sum(dim=1, keepdim=True) > 1)
 
     def part(self, prompts: slice) -> "Pairs":
-        """The inputs of neighboring prompts; offsets stay those in [N], and the divisor that of all."""
+        """The inputs of neighboring prompts; offsets stay those in [N], and the divisor that of
+        all.
+        """
         K = self.rewards.shape[1]
         names = ("old_logprobs", "ref_logprobs", "rewards", "valid_responses", "sampler_logprobs")
-        rows = {name: tensor[prompts] for name in names if (tensor := getattr(self, name)) is not None}
-        return replace(self, cu_seqlens=self.cu_seqlens[K * prompts.start : K * prompts.stop + 1], **rows)
+        rows = {
+            name: tensor[prompts] for name in names if (tensor := getattr(self, name)) is not None
+        }
+        return replace(
+            self, cu_seqlens=self.cu_seqlens[K * prompts.start : K * prompts.stop + 1], **rows
+        )

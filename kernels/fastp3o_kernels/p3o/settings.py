@@ -1,4 +1,6 @@
-"""The numbers that define P3O's objective, with defaults, meanings and bounds, and the numbers that come out of it."""
+"""The numbers that define P3O's objective, with defaults, meanings and bounds, and the numbers that
+come out of it.
+"""
 
 from dataclasses import dataclass
 from math import inf
@@ -10,10 +12,12 @@ from fastp3o_kernels.checks import checked_number
 
 CHOICES = {"clipping": ("joint", "separate", "none", "token"), "kl_reward": ("current", "rollout")}
 
-# Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
+# Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is
+# far from overflow.
 LOG_RATIO_LIMIT = 60.0
 
-# How many pairs count, their responses, the prompts of these, and the cases of clipping: pairs, responses or tokens.
+# How many pairs count, their responses, the prompts of these, and the cases of clipping: pairs,
+# responses or tokens.
 COUNTS = ("pairs", "responses", "prompts", "cases")
 # The count that each metric is a mean over; None for a maximum.
 METRICS = {
@@ -32,11 +36,12 @@ SAMPLER_METRICS = {"sampler_ratio_mean": "pairs", "sampler_ratio_capped": "pairs
 class P3OSettings:
     """Settings of P3O's losses; `p3o_loss` has the formulas.
 
-    clipping: joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).
-    clip_range: ε of the clipping (paper: 0.2). ratio_cap: C, importance weights are kept within 1/C and C (first
-    author: 10). sampler_ratio_cap: C of the truncated importance weights of pairs, where sampler_logprobs are given
-    (common: 2). kl_coef: β, the weight of the KL to the reference (first author: 0.05). kl_reward: the policy in the KL
-    part of the reward, current (first author's code) or rollout (the paper's box).
+    clipping: joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first
+    author's variant). clip_range: ε of the clipping (paper: 0.2). ratio_cap: C, importance weights
+    are kept within 1/C and C (first author: 10). sampler_ratio_cap: C of the truncated importance
+    weights of pairs, where sampler_logprobs are given (common: 2). kl_coef: β, the weight of the KL
+    to the reference (first author: 0.05). kl_reward: the policy in the KL part of the reward,
+    current (first author's code) or rollout (the paper's box).
 
     Raises ValueError for a value that is not allowed.
     """
@@ -70,19 +75,21 @@ DEFAULTS = P3OSettings()
 class P3OLossOutput(NamedTuple):
     """A loss, its metrics, and how many things each metric is a mean over.
 
-    loss: 0-d, differentiable.
-    metrics: detached 0-d tensors, never read by the host inside an operation; means over the pairs that count, their
+    loss: 0-d, differentiable. metrics: detached 0-d tensors, never read by the host inside an
+    operation; means over the pairs that count, their
         responses or the tokens of these, whatever the divisor, and 0 where no pair counts:
-        ratio_mean, ratio_max: of π/π_old over the responses;
-        clip_fraction: share outside the clip range: of pairs (joint; also reported by none, which clips nothing), of
+        ratio_mean, ratio_max: of π/π_old over the responses; clip_fraction: share outside the clip
+        range: of pairs (joint; also reported by none, which clips nothing), of
             responses (separate) or of tokens (token);
-        advantage_mean_abs: mean |q| over pairs;
-        zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient;
-        kl: mean over responses of log π − log π_ref, in nats;
-        sampler_ratio_mean, sampler_ratio_capped: only where sampler_logprobs were given: the mean of the pairs'
+        advantage_mean_abs: mean |q| over pairs; zero_gradient_fraction: share of prompts none of
+        whose responses' tokens has a gradient; kl: mean over responses of log π − log π_ref, in
+        nats; sampler_ratio_mean, sampler_ratio_capped: only where sampler_logprobs were given: the
+        mean of the pairs'
             importance weights, and the share of them that is at its cap.
-    counts: by metric, but ratio_max, how many responses, pairs, prompts, tokens it is a mean over: 0-d, fp32, on the
-        device. The metric of several batches is the sum of metric times count over the sum of counts.
+    counts: by metric, but ratio_max, how many responses, pairs, prompts, tokens it is a mean over:
+    0-d, fp32, on the
+        device. The metric of several batches is the sum of metric times count over the sum of
+        counts.
     """
 
     loss: Tensor
@@ -91,13 +98,15 @@ class P3OLossOutput(NamedTuple):
 
 
 def truncated_ratios(log_ratios: Tensor, cap: float) -> Tensor:
-    """min(π_old / μ, C), constants that weigh the losses of what μ sampled in the place of the old policy; any shape.
+    """min(π_old / μ, C), constants that weigh the losses of what μ sampled in the place of the old
+    policy; any shape.
 
-    log_ratios: log π_old − log μ. μ is the old policy in another engine or precision, or an older one. Since
-    E_π_old[f(y)] = E_μ[π_old(y) / μ(y) f(y)], losses of whole responses are weighed by ratios of these, and losses of
-    pairs by the product of their two, a sum of log-ratios. The cap C bounds the variance and biases towards μ
-    (truncated importance sampling, Ionides 2008). Losses of tokens are weighed by the ratio of each token alone (Yao et
-    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). That leaves the tokens before
-    it as μ sampled them, for far less variance.
+    log_ratios: log π_old − log μ. μ is the old policy in another engine or precision, or an older
+    one. Since E_π_old[f(y)] = E_μ[π_old(y) / μ(y) f(y)], losses of whole responses are weighed by
+    ratios of these, and losses of pairs by the product of their two, a sum of log-ratios. The cap C
+    bounds the variance and biases towards μ (truncated importance sampling, Ionides 2008). Losses
+    of tokens are weighed by the ratio of each token alone (Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"). That leaves the tokens before it as μ
+    sampled them, for far less variance.
     """
     return log_ratios.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)

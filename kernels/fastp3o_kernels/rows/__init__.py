@@ -1,1 +1,3 @@
-"""Rows of logits, one a token -> the log-probability of each label and of each sequence, and their gradients."""
+"""Rows of logits, one a token -> the log-probability of each label and of each sequence, and their
+gradients.
+"""

@@ -1,4 +1,5 @@
-"""Rows of logits with their labels, and a head's transform of its matrix products before the softmax.
+"""Rows of logits with their labels, and a head's transform of its matrix products before the
+softmax.
 
 n rows, one a token; V vocabulary.
 """
@@ -14,8 +15,8 @@ from fastp3o_kernels.checks import checked_number
 # This ignore_index ignores no label.
 NO_LABEL = -(2**31)
 
-# Rows that begin at a multiple of this many elements are read in the widest loads, by matrix products and by kernels:
-# Triton has a variant for strides that it divides.
+# Rows that begin at a multiple of this many elements are read in the widest loads, by matrix
+# products and by kernels: Triton has a variant for strides that it divides.
 ALIGNMENT = 16
 
 
@@ -52,7 +53,9 @@ class LogitsTransform:
 
 
 class Rows(NamedTuple):
-    """Logits before the transform [n, V], with the label of each row [n]; rows of label `ignore_index` count as 0."""
+    """Logits before the transform [n, V], with the label of each row [n]; rows of label
+    `ignore_index` count as 0.
+    """
 
     logits: Tensor
     labels: Tensor
@@ -72,7 +75,11 @@ def gather_indices(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 def capped(products: Tensor, transform: LogitsTransform) -> Tensor:
     """The transform of rows [n, V] of fp32 or fp64, which stay as they are, before the temperature."""
     logits = with_bias(products, transform)
-    return logits if transform.softcap is None else (logits / transform.softcap).tanh_().mul_(transform.softcap)
+    return (
+        logits
+        if transform.softcap is None
+        else (logits / transform.softcap).tanh_().mul_(transform.softcap)
+    )
 
 
 def transformed(products: Tensor, transform: LogitsTransform) -> Tensor:

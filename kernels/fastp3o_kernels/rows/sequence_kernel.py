@@ -1,7 +1,8 @@
 """Sums of token log-probs over sequences.
 
-N tokens, S sequences. Every kernel that needs such sums calls `sequence_sums` with this BLOCK_T and these WARPS: they
-then add in the same order, and equal log-probs of tokens give a ratio of exactly 1.
+N tokens, S sequences. Every kernel that needs such sums calls `sequence_sums` with this BLOCK_T and
+these WARPS: they then add in the same order, and equal log-probs of tokens give a ratio of exactly
+1.
 """
 
 import torch
@@ -16,16 +17,16 @@ WARPS = 16
 
 @triton.jit
 def zero_like(bound):
-    """A loop's counter at its start, in the type of its bound: an int32 counter next to int64 offsets is converted in
-    every step, and these registers made the pair kernel spill on sm_90.
+    """A loop's counter at its start, in the type of its bound: an int32 counter next to int64
+    offsets is converted in every step, and these registers made the pair kernel spill on sm_90.
     """
     return bound * 0
 
 
 @triton.jit
 def sequence_bounds(begin_ptr, valid):
-    """The first token of each sequence and the one after its last, both 0 for a sequence that is not valid. begin_ptr
-    points at the sequences' places in cu_seqlens.
+    """The first token of each sequence and the one after its last, both 0 for a sequence that is
+    not valid. begin_ptr points at the sequences' places in cu_seqlens.
     """
     begin = tl.load(begin_ptr, mask=valid, other=0).to(tl.int64)
     end = tl.load(begin_ptr + 1, mask=valid, other=0).to(tl.int64)
@@ -44,7 +45,9 @@ def sequence_sums(values_ptr, begin, end, BLOCK_S: tl.constexpr, BLOCK_T: tl.con
     return tl.sum(sums, axis=1)
 
 
-@triton.jit(do_not_specialize=["S"], do_not_specialize_on_alignment=["values_ptr", "cu_seqlens_ptr"])
+@triton.jit(
+    do_not_specialize=["S"], do_not_specialize_on_alignment=["values_ptr", "cu_seqlens_ptr"]
+)
 def sequence_sums_kernel(
     values_ptr,  # [N] fp32
     cu_seqlens_ptr,  # [S + 1]
@@ -56,7 +59,9 @@ def sequence_sums_kernel(
     sequence = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     valid = sequence < S
     begin, end = sequence_bounds(cu_seqlens_ptr + sequence, valid)
-    tl.store(sums_ptr + sequence, sequence_sums(values_ptr, begin, end, BLOCK_S, BLOCK_T), mask=valid)
+    tl.store(
+        sums_ptr + sequence, sequence_sums(values_ptr, begin, end, BLOCK_S, BLOCK_T), mask=valid
+    )
 
 
 def launch_sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The folder where command lines of `working.py` run, with models that are whole and others with one thing wrong."""
+"""The folder where command lines of `working.py` run, with models that are whole and others with
+one thing wrong.
+"""
 
 import json
 import shutil
@@ -29,13 +31,19 @@ CHANGED: dict[str, tuple[str, Callable]] = {
     "rope": ("config.json", lambda config: config | NO_ROPE),
     "list_config": ("config.json", lambda config: [1]),
     "adapter_of_nothing": ("adapter_config.json", lambda config: ADAPTER),
-    "adapter_of_no_folder": ("adapter_config.json", lambda _: ADAPTER | {"base_model_name_or_path": "runs/no/model"}),
+    "adapter_of_no_folder": (
+        "adapter_config.json",
+        lambda _: ADAPTER | {"base_model_name_or_path": "runs/no/model"},
+    ),
     "reward_short": ("config.json", lambda config: config | {"max_position_embeddings": 16}),
 }
 # By the folders' names: a weight, and what becomes of it.
 CHANGED_WEIGHTS: dict[str, tuple[str, Callable]] = {
     "int8": ("model.norm.weight", lambda weight: weight.to(torch.int8)),
-    "not_finite": ("model.embed_tokens.weight", lambda weight: weight.index_fill(0, torch.tensor([-1]), torch.nan)),
+    "not_finite": (
+        "model.embed_tokens.weight",
+        lambda weight: weight.index_fill(0, torch.tensor([-1]), torch.nan),
+    ),
 }
 # By the folders' names: a file that ends in its middle.
 CUT = {f"cut_{Path(name).stem}": name for name in ("config.json", "tokenizer.json")}

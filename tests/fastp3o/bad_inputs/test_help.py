@@ -1,4 +1,6 @@
-"""What `--help` says of each option: a sentence of its own, each choice by name, and what is not done without it."""
+"""What `--help` says of each option: a sentence of its own, each choice by name, and what is not
+done without it.
+"""
 
 import re
 from dataclasses import fields
@@ -34,14 +36,17 @@ def test_helps_name_what_they_explain_and_every_choice(config: type[Flags]):
 
 
 @pytest.mark.parametrize("config", sorted(EVERY, key=lambda config: config.__name__))
-def test_a_flag_that_turns_something_off_says_what_is_not_done_and_no_default_is_empty(config: type[Flags]):
+def test_a_flag_that_turns_something_off_says_what_is_not_done_and_no_default_is_empty(
+    config: type[Flags],
+):
     parser = make_parser(config, shows_all=True)
     by_flag = {name: action for action in parser._actions for name in action.option_strings}
     for flag in fields(config):
         if flag.default is True:
             said = by_flag[f"--no_{flag.name}"].help
             assert said is not None
-            # An imperative: another verb is another line here, not "Do not prompts are computed once".
+            # An imperative: another verb is another line here, not "Do not prompts are computed
+            # once".
             assert re.match(r"Do not (compute|divide|exclude|let) [^.]*\.$", said), said
     shown = " ".join(parser.format_help().split())
     assert "default: None" not in shown

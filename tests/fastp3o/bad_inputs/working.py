@@ -40,7 +40,11 @@ WORKING = {
     "make_tiny_llama": f"--text sft.jsonl --output_dir o {TINY}",
 }
 # For random inputs, of which FASTP3O_FUZZ=600 tries this many of each kind.
-fuzz = settings(max_examples=int(os.getenv("FASTP3O_FUZZ", "25")), deadline=None, suppress_health_check=[*HealthCheck])
+fuzz = settings(
+    max_examples=int(os.getenv("FASTP3O_FUZZ", "25")),
+    deadline=None,
+    suppress_health_check=[*HealthCheck],
+)
 # A configuration, or several by objective.
 CONFIGS: dict[str, Any] = {
     **{objective: OBJECTIVES[objective] for objective in ("p3o", "ppo", "online_dpo")},

@@ -36,19 +36,27 @@ def ask(url: str, **patience) -> int:
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        (Reply(500, b"<h1>away</h1>\n\x1b[31mfor long"), r"answered with status 500: <h1>away</h1> \[31mfor long"),
+        (
+            Reply(500, b"<h1>away</h1>\n\x1b[31mfor long"),
+            r"answered with status 500: <h1>away</h1> \[31mfor long",
+        ),
         (Reply(408), r"answered with status 408: \(nothing\)"),
         (Reply(429, headers={"Retry-After": "0"}), r"answered with status 429: \(nothing\)"),
         (Reply(body=b"<html>Welcome</html>"), "answered with status 200: <html>Welcome</html> — "),
         (Reply(body=b"[" * 100_000), r"answered with status 200: \[{300}… — "),
-        (Reply(body=b"3", delay=0.8), "does not answer: TimeoutError: timed out, no end of the answer within 0.4 s"),
+        (
+            Reply(body=b"3", delay=0.8),
+            "does not answer: TimeoutError: timed out, no end of the answer within 0.4 s",
+        ),
         (Reply(body=b"3" * 30, drop=0.02), "no end of the answer within 0.4 s"),
         (Reply(body=b"3", head_drop=0.05), "no end of the answer within 0.4 s"),
         (Reply(body=b"3", lacks=10), "does not answer: RemoteProtocolError"),
     ],
     ids=["broken", "slow", "busy", "other page", "nested", "late", "drops", "dropped head", "cut"],
 )
-def test_trouble_is_sat_out_if_it_passes_and_named_after_all_attempts_if_it_stays(server, trouble, said):
+def test_trouble_is_sat_out_if_it_passes_and_named_after_all_attempts_if_it_stays(
+    server, trouble, said
+):
     server.reply = lambda number: trouble if number == 1 else FINE
     assert ask(server.url, timeout=time_limit(trouble)) == 3
     assert len(server.requests) == 2
@@ -59,10 +67,16 @@ def test_trouble_is_sat_out_if_it_passes_and_named_after_all_attempts_if_it_stay
 
 
 @pytest.mark.parametrize("status", [301, 307, 400, 401, 404])
-def test_a_refusal_stops_at_once_goes_nowhere_else_and_never_shows_the_key(server, monkeypatch, status):
+def test_a_refusal_stops_at_once_goes_nowhere_else_and_never_shows_the_key(
+    server, monkeypatch, status
+):
     monkeypatch.setenv(VARIABLE, KEY + "\n")
-    server.reply = always(status=status, body=f"no, {KEY}: ".encode() + b"x" * 5000, headers={"Location": server.url})
-    with pytest.raises(EndpointError, match=f"{server.url} answered with status {status}: no") as refused:
+    server.reply = always(
+        status=status, body=f"no, {KEY}: ".encode() + b"x" * 5000, headers={"Location": server.url}
+    )
+    with pytest.raises(
+        EndpointError, match=f"{server.url} answered with status {status}: no"
+    ) as refused:
         ask(server.url)
     assert len(server.requests) == 1
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
@@ -75,7 +89,9 @@ def test_a_refusal_stops_at_once_goes_nowhere_else_and_never_shows_the_key(serve
 
 
 def test_retry_after_is_respected_up_to_the_longest_wait(server):
-    server.reply = lambda number: Reply(429, headers={"Retry-After": ["1", "soon"][number - 1]}) if number < 3 else FINE
+    server.reply = lambda number: (
+        Reply(429, headers={"Retry-After": ["1", "soon"][number - 1]}) if number < 3 else FINE
+    )
     assert ask(server.url) == 3
     assert server.times[1] - server.times[0] >= 1 > server.times[2] - server.times[1]
     server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
@@ -86,7 +102,9 @@ def test_retry_after_is_respected_up_to_the_longest_wait(server):
 def test_a_date_is_waited_for_by_the_servers_clock():
     date = "Fri, 31 Dec 1999 23:59:59 GMT"
     assert seconds_asked({"Retry-After": date, "Date": "Fri, 31 Dec 1999 23:58:00 GMT"}) == 119
-    assert seconds_asked({"Retry-After": date}) == seconds_asked({"Retry-After": "Fri, 99 Dec"}) == 0
+    assert (
+        seconds_asked({"Retry-After": date}) == seconds_asked({"Retry-After": "Fri, 99 Dec"}) == 0
+    )
     later = format_datetime(datetime.now(UTC) + timedelta(minutes=1), usegmt=True)
     assert 50 < seconds_asked({"Retry-After": later, "Date": "soon"}) <= 60
     assert seconds_asked({"Retry-After": "9" * 5000}) == inf
@@ -136,10 +154,20 @@ def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):
 
 @pytest.mark.parametrize(
     "url",
-    ["localhost:80", "ftp://a", "http://a:port", "http://me:pass@a", "http://a?x=1", "http://a b", "http://1.2.3.400"],
+    [
+        "localhost:80",
+        "ftp://a",
+        "http://a:port",
+        "http://me:pass@a",
+        "http://a?x=1",
+        "http://a b",
+        "http://1.2.3.400",
+    ],
 )
 def test_a_url_that_cannot_be_one_is_refused_without_its_secrets(url):
-    with pytest.raises(ValueError, match="must be a URL such as http://localhost:8000/v1") as refused:
+    with pytest.raises(
+        ValueError, match="must be a URL such as http://localhost:8000/v1"
+    ) as refused:
         Endpoint(url, VARIABLE)
     assert "pass" not in str(refused.value)
     assert "x=1" not in str(refused.value)
@@ -153,7 +181,11 @@ def test_a_url_that_cannot_be_one_is_refused_without_its_secrets(url):
             "http://me:secret@proxy:port",
             "the environment's proxy for https cannot be used: Invalid port",
         ),
-        ("https_proxy", "gopher://me:secret@proxy", "proxy for https cannot be used: Unknown scheme"),
+        (
+            "https_proxy",
+            "gopher://me:secret@proxy",
+            "proxy for https cannot be used: Unknown scheme",
+        ),
         (VARIABLE, "sk-secret\nInjected: yes", VARIABLE),
     ],
 )

@@ -1,5 +1,6 @@
-"""A user's function by name: from an installed module or the current directory, or an error that names it. And calls
-of functions: what they raise in an event loop, and what they change in the process while other threads run.
+"""A user's function by name: from an installed module or the current directory, or an error that
+names it. And calls of functions: what they raise in an event loop, and what they change in the
+process while other threads run.
 """
 
 import asyncio
@@ -15,7 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.calls.function import Background, FunctionError, FunctionInterruptedError, call_for_list, import_function
+from fastp3o.calls.function import (
+    Background,
+    FunctionError,
+    FunctionInterruptedError,
+    call_for_list,
+    import_function,
+)
 from fastp3o.calls.time_limit import TookTooLongError
 from fastp3o.run.fingerprints import function_fingerprint
 from tests.fastp3o.torchrun import ROOT
@@ -24,7 +31,9 @@ from tests.fastp3o.torchrun import ROOT
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the current directory."""
-    (tmp_path / "judges_for_tests.py").write_text("def longer(a, b):\n    return max(a, b, key=len)\n\nconstant = 1\n")
+    (tmp_path / "judges_for_tests.py").write_text(
+        "def longer(a, b):\n    return max(a, b, key=len)\n\nconstant = 1\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "judges_for_tests", raising=False)
 
@@ -42,7 +51,10 @@ def test_a_function_that_is_not_there_is_named():
         ("no_such_module:f", "judges_for_tests:f"): "cannot load the judge '\\w+:f'",
         ("judges_for_tests:constant",): "it is a int, not a function",
         ("judges_for_tests", ":f"): "must be given as module:function",
-        ("judges_for_tests:longr", "./judges_for_tests.py:longr"): "no attribute 'longr'; the nearest one is longer$",
+        (
+            "judges_for_tests:longr",
+            "./judges_for_tests.py:longr",
+        ): "no attribute 'longr'; the nearest one is longer$",
         ("judges_for_tests.py:constants",): "no attribute 'constants'$",
         ("no_such/file.py:f",): "cannot load the judge 'no_such/file.py:f': No module named 'file'",
     }.items():
@@ -56,10 +68,15 @@ def test_the_path_of_a_file_stands_for_its_module(tmp_path: Path):
     path, inner = list(sys.path), tmp_path / "inner"
     inner.mkdir()
     (inner / "judges_within.py").write_text("def first(a, b):\n    return a\n")
-    assert import_function("judges_for_tests.py:longer", "judge") is import_function("judges_for_tests:longer", "judge")
+    assert import_function("judges_for_tests.py:longer", "judge") is import_function(
+        "judges_for_tests:longer", "judge"
+    )
     for name in ("inner/judges_within.py:first", f"{inner}/judges_within.py:first"):
         assert import_function(name, "judge")("a", "bb") == "a"
-        assert function_fingerprint(name) == hashlib.sha256((inner / "judges_within.py").read_bytes()).hexdigest()
+        assert (
+            function_fingerprint(name)
+            == hashlib.sha256((inner / "judges_within.py").read_bytes()).hexdigest()
+        )
     assert sys.path == path
     (tmp_path / "judges_within.py").write_text("def first(a, b):\n    return b\n")
     with pytest.raises(ValueError, match="another module judges_within is imported already"):
@@ -106,9 +123,13 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("place", [fails, in_a_gather, in_a_group, in_a_task_of_a_task, in_a_thread])
+@pytest.mark.parametrize(
+    "place", [fails, in_a_gather, in_a_group, in_a_task_of_a_task, in_a_thread]
+)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_whatever_is_raised_in_an_event_loop_is_the_functions_error_and_the_loop_goes_on(place, error):
+def test_whatever_is_raised_in_an_event_loop_is_the_functions_error_and_the_loop_goes_on(
+    place, error
+):
     loops = set()
 
     async def function(responses):
@@ -121,7 +142,8 @@ def test_whatever_is_raised_in_an_event_loop_is_the_functions_error_and_the_loop
         pytest.skip("a group of tasks goes on without one that is cancelled")
     began = time.monotonic()
     with pytest.raises(
-        FunctionInterruptedError if isinstance(error, KeyboardInterrupt) else FunctionError, match="m:f"
+        FunctionInterruptedError if isinstance(error, KeyboardInterrupt) else FunctionError,
+        match="m:f",
     ):
         call_for_list(function, "m:f", ["r"])
     error = None
@@ -191,7 +213,9 @@ call_for_list(function, "m:f", ["r"])
 
 def test_an_interrupt_ends_a_wait_at_once():
     settings = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    with subprocess.Popen([sys.executable, "-c", WAITS], env=settings, stdout=-1, stderr=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS], env=settings, stdout=-1, stderr=-1, text=True
+    ) as process:
         assert process.stdout.readline() == "waits\n"
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -228,7 +252,11 @@ def test_no_thread_takes_the_working_directory_from_another(tmp_path, first, sec
     """One that changes nothing begins or ends while another is elsewhere."""
 
     def start(thread, call):
-        return Background(call).result if thread == "background" else ThreadPoolExecutor(1).submit(call)
+        return (
+            Background(call).result
+            if thread == "background"
+            else ThreadPoolExecutor(1).submit(call)
+        )
 
     def calls_quiet():
         if second == "main":
@@ -259,7 +287,9 @@ def test_no_thread_takes_the_working_directory_from_another(tmp_path, first, sec
     assert ended.is_set()
     assert os.getcwd() == before
     # What a thread has left behind is put back by the main one.
-    careless = start(first, lambda: call_for_list(lambda responses: os.chdir(tmp_path) or [1.0], "m:f", ["r"]))
+    careless = start(
+        first, lambda: call_for_list(lambda responses: os.chdir(tmp_path) or [1.0], "m:f", ["r"])
+    )
     careless.result(10)
     if first == "background":
         time.sleep(0.05)  # until it has released what it held
@@ -271,7 +301,9 @@ def test_a_thread_that_is_left_behind_takes_the_directory_from_nobody(tmp_path, 
     monkeypatch.setattr("fastp3o.calls.function.GRACE", 0.1)
     monkeypatch.chdir(tmp_path)
     may_end = threading.Event()
-    late = Background(lambda: call_for_list(lambda responses: may_end.wait(20), "m:late", ["r"], timeout=0.1))
+    late = Background(
+        lambda: call_for_list(lambda responses: may_end.wait(20), "m:late", ["r"], timeout=0.1)
+    )
     with pytest.raises(FunctionError, match=r"m:late has not returned after 0\.1 s"):
         late.result.result(10)
     # The program goes on elsewhere, where users' code is put back to.

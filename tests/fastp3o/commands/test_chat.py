@@ -46,13 +46,16 @@ def told(speaker, monkeypatch) -> list[str]:
 
 
 def test_a_model_with_a_template_is_told_the_whole_conversation(chat_model, monkeypatch):
-    speaker = load(chat_model, ChatConfig(model=chat_model, system="Be brief", max_response_tokens=5))
+    speaker = load(
+        chat_model, ChatConfig(model=chat_model, system="Be brief", max_response_tokens=5)
+    )
     prompts = told(speaker, monkeypatch)
     first, _ = speaker.answer("Hello", 0)
     speaker.answer("And now?", 1)
     assert prompts[0] == "<system>Be brief</s><user>Hello</s><assistant>"
     assert (
-        prompts[1] == f"<system>Be brief</s><user>Hello</s><assistant>{first.strip()}</s><user>And now?</s><assistant>"
+        prompts[1]
+        == f"<system>Be brief</s><user>Hello</s><assistant>{first.strip()}</s><user>And now?</s><assistant>"
     )
     speaker.begin()
     speaker.answer("Again", 2)
@@ -65,7 +68,9 @@ def test_a_model_without_one_continues_text(tiny_model, monkeypatch):
     plain.answer("Once", 0)
     plain.answer("Twice", 1)
     assert prompts == ["Once", "Twice"]
-    turns = load(tiny_model, ChatConfig(model=tiny_model, max_response_tokens=5, turn="\\nQ: {}\\nA:"))
+    turns = load(
+        tiny_model, ChatConfig(model=tiny_model, max_response_tokens=5, turn="\\nQ: {}\\nA:")
+    )
     prompts = told(turns, monkeypatch)
     first, _ = turns.answer("Once", 0)
     turns.answer("Twice", 1)
@@ -73,7 +78,9 @@ def test_a_model_without_one_continues_text(tiny_model, monkeypatch):
 
 
 def test_a_long_conversation_says_that_its_beginning_is_gone(tiny_model):
-    speaker = load(tiny_model, ChatConfig(model=tiny_model, max_prompt_tokens=8, max_response_tokens=5))
+    speaker = load(
+        tiny_model, ChatConfig(model=tiny_model, max_prompt_tokens=8, max_response_tokens=5)
+    )
     assert not speaker.answer("Short", 0)[1]
     assert speaker.answer("longer than eight letters", 0)[1]
 
@@ -83,11 +90,22 @@ def test_two_models_answer_side_by_side_and_the_likeliest_answers_are_the_same(
 ):
     shown = []
     for _ in range(2):
-        both = ("--model", tiny_model, "--beside", chat_model, "--temperature", "0", "--max_response_tokens", "6")
+        both = (
+            "--model",
+            tiny_model,
+            "--beside",
+            chat_model,
+            "--temperature",
+            "0",
+            "--max_response_tokens",
+            "6",
+        )
         chat(monkeypatch, "Hello\n\n/new\nHello\n/quit\nnot read\n", *both)
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
-    assert shown[0].count(chat_model[-12:]) == 2, "two tables, of one message before /new and one behind it"
+    assert shown[0].count(chat_model[-12:]) == 2, (
+        "two tables, of one message before /new and one behind it"
+    )
     assert "not read" not in shown[0]
 
 

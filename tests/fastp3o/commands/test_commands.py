@@ -1,4 +1,6 @@
-"""`fastp3o COMMAND`: every command is there, and says what it does; `evaluate` rewards a model's samples."""
+"""`fastp3o COMMAND`: every command is there, and says what it does; `evaluate` rewards a model's
+samples.
+"""
 
 import json
 import subprocess
@@ -28,7 +30,12 @@ def test_every_file_is_a_command(monkeypatch):
 
 
 def test_an_objective_is_a_command_too(monkeypatch, capsys):
-    for name, own in (("grpo", "--loss_mean"), ("online-dpo", "--kl_coef"), ("dpo", "--beta"), ("kto", "--beta")):
+    for name, own in (
+        ("grpo", "--loss_mean"),
+        ("online-dpo", "--kl_coef"),
+        ("dpo", "--beta"),
+        ("kto", "--beta"),
+    ):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, name, "--help", "all")
         assert not ended.value.code
@@ -48,7 +55,9 @@ def test_the_version_and_what_is_no_command(monkeypatch, capsys):
 
 
 def test_python_m_and_hyphens(workplace):
-    told = subprocess.check_output([sys.executable, "-m", "fastp3o", "win-rate", "--help"], text=True)
+    told = subprocess.check_output(
+        [sys.executable, "-m", "fastp3o", "win-rate", "--help"], text=True
+    )
     assert told.startswith("usage: fastp3o win_rate")
 
 
@@ -56,7 +65,16 @@ def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch):
     def evaluate(*flags: str) -> dict:
         rewards = "rewards_for_tests:vowels,rewards_for_tests:varied"
         plain = f"--prompts prompts.jsonl --max_response_tokens 6 --max_prompt_tokens 64 --reward {rewards}"
-        run(monkeypatch, "evaluate", "--model", tiny_model, *plain.split(), "--output", "means.json", *flags)
+        run(
+            monkeypatch,
+            "evaluate",
+            "--model",
+            tiny_model,
+            *plain.split(),
+            "--output",
+            "means.json",
+            *flags,
+        )
         return json.loads(Path("means.json").read_text())
 
     sampled = evaluate("--responses_per_prompt", "3")

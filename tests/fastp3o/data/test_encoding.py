@@ -1,4 +1,6 @@
-"""Texts and messages as ids, with a tokenizer of one token a byte, so that expected ids can be read off the text."""
+"""Texts and messages as ids, with a tokenizer of one token a byte, so that expected ids can be read
+off the text.
+"""
 
 import pytest
 from hypothesis import given
@@ -53,8 +55,12 @@ def encode(encoder: Encoder, item: Texts) -> Encoded:
 
 def test_bos_is_found_with_a_vocabulary_of_other_letters():
     tokenizer = Tokenizer(models.BPE({BOS: 0, "ö": 1}, []))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    assert ids_added_first(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS)) == [0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    assert ids_added_first(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS)) == [
+        0
+    ]
 
 
 def test_truncation_and_padding_of_the_tokenizer_file_are_off_and_prompt_and_response_share_no_token():
@@ -67,8 +73,14 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_off_and_prompt_and_res
 
 
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
-@given(prompt=st.text(min_size=1), response=st.text(min_size=1), limits=st.tuples(*[st.integers(2, 12)] * 2))
-def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response: str, limits: tuple[int, int]):
+@given(
+    prompt=st.text(min_size=1),
+    response=st.text(min_size=1),
+    limits=st.tuples(*[st.integers(2, 12)] * 2),
+)
+def test_truncation_keeps_the_ends_that_matter(
+    adds: str, prompt: str, response: str, limits: tuple[int, int]
+):
     """A prompt begins with the tokenizer's `bos` and never ends with its `eos`."""
     tokenizer = byte_tokenizer(adds)
     first = [BOS_ID] if BOS in adds else []
@@ -84,7 +96,9 @@ def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response:
     (response_ids,) = encoded.response_ids
     assert response_ids == [*reply, EOS_ID][: limits[1]]
     assert encoded.special_texts == 0
-    assert encoded.responses_truncated == (len(reply) + 1 > limits[1]) == (response_ids[-1] != EOS_ID)
+    assert (
+        encoded.responses_truncated == (len(reply) + 1 > limits[1]) == (response_ids[-1] != EOS_ID)
+    )
 
 
 def test_the_text_of_a_special_token_is_text():
@@ -108,7 +122,9 @@ WORDS.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         (LETTER, texts("a", "é"), "'chosen': expected text that the tokenizer knows"),
     ],
 )
-def test_text_that_the_tokenizer_has_no_text_tokens_for_is_refused(tokenizer: Tokenizer, item: Texts, said: str):
+def test_text_that_the_tokenizer_has_no_text_tokens_for_is_refused(
+    tokenizer: Tokenizer, item: Texts, said: str
+):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
     (problem,) = Encoder(fast, 9, 9).encode([item])
     assert said in str(problem.at("file", 1))
@@ -123,9 +139,13 @@ def test_limits_and_tokenizers_that_cannot_work():
     assert encode(Encoder(endless, 9, None), texts("a")).prompt_ids == [0]
 
 
-def chat(template: str, *responses: dict, adds: str = "$A", longest: int = 100) -> tuple[Encoded, Texts]:
+def chat(
+    template: str, *responses: dict, adds: str = "$A", longest: int = 100
+) -> tuple[Encoded, Texts]:
     encoder = Encoder(byte_tokenizer(adds, template), longest, 100)
-    rendered = encoder.render(Part("prompt", [USER]), tuple(Part("chosen", [response]) for response in responses))
+    rendered = encoder.render(
+        Part("prompt", [USER]), tuple(Part("chosen", [response]) for response in responses)
+    )
     return encode(encoder, rendered), rendered
 
 
@@ -134,7 +154,9 @@ def test_the_response_is_what_the_template_adds():
     prompt = f"<|user|>Hi{EOS}\n<|assistant|>"
     assert (rendered.prompt, rendered.responses) == (prompt, (f"Hello{EOS}\n",))
     assert encoded.prompt_ids == token_ids(prompt)
-    assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
+    assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], (
+        "nothing is generated after the end of sequence"
+    )
     # A template without end of sequence is closed by one.
     encoded, _ = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
     assert encoded.response_ids == [[*token_ids("[Hello]"), EOS_ID]]
@@ -154,9 +176,15 @@ def test_the_template_alone_decides_on_bos():
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ messages | length }} of {{ messages[0].content }}{{ messages[-1].content }}", "the same with and without"),
+        (
+            "{{ messages | length }} of {{ messages[0].content }}{{ messages[-1].content }}",
+            "the same with and without",
+        ),
         ("{{ raise_exception('only from admins') }}", "only from admins"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "'assistant' that it drops"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "'assistant' that it drops",
+        ),
     ],
 )
 def test_a_template_that_makes_no_reply_says_why(template: str, said: str):

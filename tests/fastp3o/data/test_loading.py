@@ -1,4 +1,6 @@
-"""The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may come."""
+"""The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may
+come.
+"""
 
 import datetime
 import json
@@ -34,12 +36,21 @@ class Line(str):
 
 def jsonl(folder: Path, records: list[Any], name: str = "records.jsonl") -> str:
     path = folder / name
-    path.write_text("".join((record if isinstance(record, Line) else json.dumps(record)) + "\n" for record in records))
+    path.write_text(
+        "".join(
+            (record if isinstance(record, Line) else json.dumps(record)) + "\n"
+            for record in records
+        )
+    )
     return str(path)
 
 
-def prompts(folder: Path, records: list[Any], tokenizer: PreTrainedTokenizerFast = PLAIN, **options: Any):
-    return loading.load_prompts(jsonl(folder, records), tokenizer, **{"max_prompt_tokens": 100} | options)
+def prompts(
+    folder: Path, records: list[Any], tokenizer: PreTrainedTokenizerFast = PLAIN, **options: Any
+):
+    return loading.load_prompts(
+        jsonl(folder, records), tokenizer, **{"max_prompt_tokens": 100} | options
+    )
 
 
 def preferences(folder: Path, records: list[Any], **options: Any):
@@ -60,13 +71,19 @@ def test_columns(tmp_path: Path):
     for load, columns in {
         loading.load_demonstrations: {"response_ids": chosen},
         loading.load_preferences: {"chosen_ids": chosen, "rejected_ids": rejected},
-        loading.load_rankings: {"ranked_ids": [chosen, rejected], "margin": 0.0, "probability": 1.0},
+        loading.load_rankings: {
+            "ranked_ids": [chosen, rejected],
+            "margin": 0.0,
+            "probability": 1.0,
+        },
     }.items():
         data, _ = load(source, PLAIN, **LENGTHS)
         assert data.to_list() == [example | columns for example in prompts]
     unpaired = [{"prompt": "Hi", "completion": " you", "label": label} for label in (True, False)]
     data, _ = loading.load_unpaired_preferences(jsonl(tmp_path, unpaired), PLAIN, **LENGTHS)
-    assert data.to_list() == [prompts[0] | {"response_ids": chosen, "desirable": label} for label in (True, False)]
+    assert data.to_list() == [
+        prompts[0] | {"response_ids": chosen, "desirable": label} for label in (True, False)
+    ]
     assert data.features["response_ids"] == datasets.List(datasets.Value("int32"))
 
 
@@ -76,7 +93,13 @@ def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path)
     replies = [[{"role": "assistant", "content": text}] for text in "dcba"]
     ranked.append({"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies})
     sources = [jsonl(tmp_path, ranked, "ranked.jsonl")]
-    sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)], "pairs.jsonl"))
+    sources.append(
+        jsonl(
+            tmp_path,
+            [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)],
+            "pairs.jsonl",
+        )
+    )
     data, _ = loading.load_rankings(",".join(sources), CHAT, **LENGTHS)
     texts = [[CHAT.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
     assert texts == [list("abc"), list("ba"), ["d;", "c;", "b;", "a;"], *[[" you", " there"]] * 4]
@@ -84,7 +107,20 @@ def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path)
     assert data["margin"][:] == [0, 0, 0, 0.5, 0, 0, 1e30]
 
 
-VALUES = ["7", 7, 7.0, 0.1 + 0.2, 2**70, "", False, [], [1, "a", None], {"a": {"b": None}}, "\ud800", "2020-01-01"]
+VALUES = [
+    "7",
+    7,
+    7.0,
+    0.1 + 0.2,
+    2**70,
+    "",
+    False,
+    [],
+    [1, "a", None],
+    {"a": {"b": None}},
+    "\ud800",
+    "2020-01-01",
+]
 
 
 def test_further_columns_are_what_the_records_have(tmp_path: Path):
@@ -95,12 +131,17 @@ def test_further_columns_are_what_the_records_have(tmp_path: Path):
     assert read == {"answer": VALUES, "id": [1] * len(VALUES)}
     assert list(map(type, read["answer"])) == list(map(type, VALUES))
     assert data._fingerprint != prompts(tmp_path, records)[0]._fingerprint
-    with pytest.raises(ValueError, match="f asks for the column 'prompt', which is the prompt itself"):
+    with pytest.raises(
+        ValueError, match="f asks for the column 'prompt', which is the prompt itself"
+    ):
         prompts(tmp_path, records, columns={"prompt": "f"})
 
 
 ASKED, GIVEN = {"columns": {"answer": "f"}}, {"as_given": True}
-NO_JSON, NO_PROMPT = "'answer': expected a value that JSON has, which f", "'prompt': expected a prompt that JSON"
+NO_JSON, NO_PROMPT = (
+    "'answer': expected a value that JSON has, which f",
+    "'prompt': expected a prompt that JSON",
+)
 DAY = datetime.date(2020, 1, 1)
 HI = {"role": "user", "content": "Hi"}
 
@@ -108,23 +149,36 @@ HI = {"role": "user", "content": "Hi"}
 @pytest.mark.parametrize(
     ("options", "record", "said"),
     [
-        (ASKED, {"id": 1}, "'answer': expected a value, which f asks for, got nothing: the record has the fields"),
+        (
+            ASKED,
+            {"id": 1},
+            "'answer': expected a value, which f asks for, got nothing: the record has the fields",
+        ),
         (ASKED, {"answer": None}, "'answer': expected a value, which f asks for, got null"),
         (ASKED, {"answer": float("nan")}, NO_JSON),
         (GIVEN, {"prompt": [HI, HI | {"when": DAY}]}, NO_PROMPT),
         (GIVEN, {"prompt": [HI, HI | {"when": ["\ud800"]}]}, NO_PROMPT),
     ],
 )
-def test_what_no_file_can_hold_or_is_not_there_is_refused_or_skipped(monkeypatch, options, record, said):
-    records = [Record("f", 1, {"prompt": "Hi", "answer": "a"}), Record("f", 2, {"prompt": "Hi"} | record)]
+def test_what_no_file_can_hold_or_is_not_there_is_refused_or_skipped(
+    monkeypatch, options, record, said
+):
+    records = [
+        Record("f", 1, {"prompt": "Hi", "answer": "a"}),
+        Record("f", 2, {"prompt": "Hi"} | record),
+    ]
     monkeypatch.setattr(loading, "read_records", lambda source, split: iter(records))
     with pytest.raises(DataError, match=f"f record 2 field {said}"):
         loading.load_prompts("f", CHAT, max_prompt_tokens=100, **options)
-    data, report = loading.load_prompts("f", CHAT, max_prompt_tokens=100, **options, skip_bad_records=True)
+    data, report = loading.load_prompts(
+        "f", CHAT, max_prompt_tokens=100, **options, skip_bad_records=True
+    )
     assert (len(data), report.skipped) == (1, 1)
 
 
-def test_data_stay_in_order_are_memory_mapped_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_data_stay_in_order_are_memory_mapped_and_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     before = pa.total_allocated_bytes()
@@ -138,8 +192,12 @@ def test_data_stay_in_order_are_memory_mapped_and_leave_no_file(tmp_path: Path, 
 
 
 def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path):
-    def fingerprint(records: list[dict[str, str]], name: str = "records.jsonl", **options: Any) -> str:
-        return loading.load_demonstrations(jsonl(tmp_path, records, name), PLAIN, **LENGTHS | options)[0]._fingerprint
+    def fingerprint(
+        records: list[dict[str, str]], name: str = "records.jsonl", **options: Any
+    ) -> str:
+        return loading.load_demonstrations(
+            jsonl(tmp_path, records, name), PLAIN, **LENGTHS | options
+        )[0]._fingerprint
 
     same = fingerprint([PAIR] * 3)
     assert same == fingerprint([PAIR] * 5, "others.jsonl", limit=3)
@@ -149,9 +207,18 @@ def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path):
 
 
 BAD_RECORDS = [
-    ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
-    ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
-    ({**PAIR, "chosen": "o" * 2000}, "record 2 field 'chosen': expected at most 1000 characters, got 2000 of them"),
+    (
+        {"prompt": "Hi", "chosen": "a"},
+        "record 2 field 'rejected': expected text, got nothing: the field is missing",
+    ),
+    (
+        {**PAIR, "rejected": " you"},
+        "record 2 field 'rejected': expected another response than 'chosen', got the same",
+    ),
+    (
+        {**PAIR, "chosen": "o" * 2000},
+        "record 2 field 'chosen': expected at most 1000 characters, got 2000 of them",
+    ),
     (Line("{"), "record 2: expected valid JSON in UTF-8, got text that is not"),
     ([PAIR], "record 2: expected an object, got a list of 1"),
 ]
@@ -161,7 +228,8 @@ def test_bad_records_stop_the_run_or_are_skipped_and_counted(tmp_path: Path):
     for bad, said in BAD_RECORDS:
         with pytest.raises(DataError, match=f"records.jsonl {said}"):
             preferences(tmp_path, [PAIR, bad])
-    # The first record that has a layout decides: the record without `rejected` is bad for one reason before and after.
+    # The first record that has a layout decides: the record without `rejected` is bad for one
+    # reason before and after.
     bad = [record for record, _ in BAD_RECORDS]
     records = [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}]
     data, report = preferences(tmp_path, records, skip_bad_records=True)
@@ -169,13 +237,17 @@ def test_bad_records_stop_the_run_or_are_skipped_and_counted(tmp_path: Path):
     assert (report.examples, report.skipped) == (2, 2 * len(bad) + 1)
     assert sum(report.reasons.values()) == report.skipped
     assert report.reasons["field 'rejected': expected another response than 'chosen'"] == 2
-    assert str(report).startswith("2 examples, 0 prompts and 0 responses truncated, 11 records skipped (")
+    assert str(report).startswith(
+        "2 examples, 0 prompts and 0 responses truncated, 11 records skipped ("
+    )
     none = r"got none \(0 examples, .* 3 records skipped \(3 × field 'prompt': expected text\)\)"
     with pytest.raises(DataError, match=none):
         prompts(tmp_path, [{"prompt": 1}] * 3, skip_bad_records=True)
 
 
-def test_what_no_record_can_mend_stops_the_run_whatever_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_no_record_can_mend_stops_the_run_whatever_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(encoding, "TIME_LIMIT", 0.2)
     hangs = byte_tokenizer(template="{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4)
     for tokenizer, said in (
@@ -197,13 +269,19 @@ def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path):
 
 
 def test_truncations_and_texts_of_special_tokens_are_counted(tmp_path: Path):
-    records = [PAIR, {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"}, {**PAIR, "chosen": "abcdefgh"}]
+    records = [
+        PAIR,
+        {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"},
+        {**PAIR, "chosen": "abcdefgh"},
+    ]
     data, report = preferences(tmp_path, records, max_prompt_tokens=4, max_response_tokens=6)
     assert data[1]["prompt"] == "6789"
     assert PLAIN.decode(data[2]["chosen_ids"]) == "abcdef"
     assert (report.truncated_prompts, report.truncated_responses) == (1, 5)
     same = {"prompt": "Hi", "chosen": "same start", "rejected": "same end"}  # once truncated
-    with pytest.raises(DataError, match="field 'rejected': expected another response than 'chosen'"):
+    with pytest.raises(
+        DataError, match="field 'rejected': expected another response than 'chosen'"
+    ):
         preferences(tmp_path, [same], max_response_tokens=4)
     said = str(preferences(tmp_path, [PAIR, {**PAIR, "chosen": f" you{EOS}"}])[1])
     assert "truncated, 1 texts with the name of a special token, which is text, 0 records" in said
@@ -221,7 +299,9 @@ def test_limit_takes_usable_records_and_reads_no_further(tmp_path: Path):
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 NAMES = st.text(max_size=5) | st.sampled_from(["prompt", "label", "chosen", "margin", "role"])
 NESTED = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=5
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
 )
 AWKWARD = st.sampled_from(["", " ", "\ud800", EOS, f"a{EOS}b", "\n\nAssistant:"]) | NESTED
 
@@ -245,7 +325,11 @@ RECORDS = [
     {"messages": [HI, *REPLIES[0]]},
     {"chosen": DIALOGUES[0], "rejected": DIALOGUES[1]},
     {"chosen": [HI, *REPLIES[0]], "rejected": [HI, *REPLIES[1]]},
-    {"info": {"post": "I ran.", "title": "A run"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 1},
+    {
+        "info": {"post": "I ran.", "title": "A run"},
+        "summaries": [{"text": "a"}, {"text": "b"}],
+        "choice": 1,
+    },
 ]
 FILES = st.sampled_from(RECORDS).flatmap(lambda record: st.lists(mostly(record), max_size=5))
 
@@ -262,7 +346,9 @@ FILES = st.sampled_from(RECORDS).flatmap(lambda record: st.lists(mostly(record),
 )
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
-def test_any_json_gives_usable_records_or_a_data_error(tmp_path_factory, load: Any, records: list[Any], skip: bool):
+def test_any_json_gives_usable_records_or_a_data_error(
+    tmp_path_factory, load: Any, records: list[Any], skip: bool
+):
     lengths = LENGTHS if load is not loading.load_prompts else {"max_prompt_tokens": 100}
     source = jsonl(tmp_path_factory.mktemp("fuzz"), records)
     try:

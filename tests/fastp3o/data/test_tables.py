@@ -1,4 +1,6 @@
-"""Records are what their author wrote, whatever holds them: tables fill fields in with nulls, files of JSON do not."""
+"""Records are what their author wrote, whatever holds them: tables fill fields in with nulls, files
+of JSON do not.
+"""
 
 import json
 from collections.abc import Callable
@@ -40,21 +42,31 @@ RECORDS: list[dict] = [
         "info": {"first": {"deep": [{"a": 1}]}},
     },
     {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "add"}]}, calling("add", a=1, b=[{"c": 2}])],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "add"}]},
+            calling("add", a=1, b=[{"c": 2}]),
+        ],
         "tools": [tool("add", a={"type": "integer"}, b={"type": "array"}), tool("halt")],
         "chat_template_kwargs": {"date_string": "1 May"},
         "info": {"second": [], "text": "x"},
     },
     {
-        "messages": [{"role": "user", "content": "Hi", "name": "Eve"}, {"role": "assistant", "content": "Ho"}],
+        "messages": [
+            {"role": "user", "content": "Hi", "name": "Eve"},
+            {"role": "assistant", "content": "Ho"},
+        ],
         "info": {"first": {"deep": [{"b": 2}, {}]}},
     },
 ]
-# As typed columns must have it: one type for the content of all messages, and no field without fields.
+# As typed columns must have it: one type for the content of all messages, and no field without
+# fields.
 TYPED: list[dict] = [
     RECORDS[0],
     RECORDS[1]
-    | {"messages": [{"role": "user", "content": "add"}, RECORDS[1]["messages"][1]], "tools": [RECORDS[1]["tools"][0]]},
+    | {
+        "messages": [{"role": "user", "content": "add"}, RECORDS[1]["messages"][1]],
+        "tools": [RECORDS[1]["tools"][0]],
+    },
     RECORDS[2] | {"info": {"first": {"deep": [{"b": 2}]}}},
 ]
 
@@ -77,7 +89,9 @@ def parquet(records: list[dict], folder: Path) -> str:
 
 def from_json(records: list[dict], folder: Path) -> Dataset:
     lines = jsonl(folder, records)
-    return datasets.load_dataset("json", data_files=lines, split="train", cache_dir=str(folder / "cache"))
+    return datasets.load_dataset(
+        "json", data_files=lines, split="train", cache_dir=str(folder / "cache")
+    )
 
 
 def parquet_of_json(records: list[dict], folder: Path) -> str:
@@ -106,7 +120,9 @@ JSON_SOURCES: dict[str, Callable[[list[dict], Path], str]] = {
 TABLES: dict[str, Callable[[list[dict], Path], str]] = {
     "parquet": parquet,
     "Dataset.from_list": lambda records, folder: in_memory(Dataset.from_list(rows(records))),
-    "a stream": lambda records, folder: in_memory(Dataset.from_list(rows(records)).to_iterable_dataset()),
+    "a stream": lambda records, folder: in_memory(
+        Dataset.from_list(rows(records)).to_iterable_dataset()
+    ),
     "a stream without types": lambda records, folder: in_memory(
         Dataset.from_list(rows(records)).to_iterable_dataset().map(lambda record: record)
     ),
@@ -130,7 +146,9 @@ def test_a_table_has_the_records_that_were_put_in(tmp_path: Path, name: str):
 
 
 def test_a_hub_data_set_is_a_table_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: Dataset.from_list(rows(TYPED)))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *name, **options: Dataset.from_list(rows(TYPED))
+    )
     assert contents("owner/name") == TYPED
 
 
@@ -150,8 +168,12 @@ def test_the_same_examples_come_of_every_source(tmp_path: Path, family: Family):
 
 @pytest.mark.parametrize("name", [*JSON_SOURCES, *TABLES])
 def test_columns_that_a_reward_asks_for_have_no_nulls_of_a_table(tmp_path: Path, name: str):
-    source = (JSON_SOURCES | TABLES)[name]([{"prompt": "Hi", "info": one["info"]} for one in TYPED], tmp_path)
-    examples, _ = load_prompts(source, byte_tokenizer(), max_prompt_tokens=9, columns={"info": "a reward"})
+    source = (JSON_SOURCES | TABLES)[name](
+        [{"prompt": "Hi", "info": one["info"]} for one in TYPED], tmp_path
+    )
+    examples, _ = load_prompts(
+        source, byte_tokenizer(), max_prompt_tokens=9, columns={"info": "a reward"}
+    )
     assert column_values(examples[:])["info"] == [one["info"] for one in TYPED]
 
 
@@ -203,6 +225,8 @@ def test_a_message_of_an_api_may_have_fields_that_are_null(tmp_path: Path):
 def test_json_in_parquet_that_is_none_is_named(tmp_path: Path):
     kind = pa.json_()
     rows = pa.array(["{", '{"a": 1}'], pa.string()).cast(pa.string())
-    pq.write_table(pa.table({"info": pa.ExtensionArray.from_storage(kind, rows)}), tmp_path / "bad.parquet")
+    pq.write_table(
+        pa.table({"info": pa.ExtensionArray.from_storage(kind, rows)}), tmp_path / "bad.parquet"
+    )
     with pytest.raises(DataError, match=r"bad\.parquet: cannot be read"):
         contents(str(tmp_path / "bad.parquet"))

@@ -1,5 +1,5 @@
-"""What continues a text is its tokens and no more, and the text of what was sampled is what was sampled: for tokenizers
-with and without a dummy prefix, and any text.
+"""What continues a text is its tokens and no more, and the text of what was sampled is what was
+sampled: for tokenizers with and without a dummy prefix, and any text.
 """
 
 from unicodedata import is_normalized
@@ -25,9 +25,24 @@ from tests.fastp3o.families import FAMILIES, Family, every_chat_family, every_fa
 
 LIMITS = {"max_prompt_tokens": 900, "max_response_tokens": 900}
 # Some tokenizers compose letters, and all of SentencePiece read its own sign for a space as one.
-anything = st.text(min_size=1, max_size=12).filter(lambda text: "▁" not in text and is_normalized("NFC", text))
+anything = st.text(min_size=1, max_size=12).filter(
+    lambda text: "▁" not in text and is_normalized("NFC", text)
+)
 pieces = st.sampled_from(
-    ["2", "oak", " oak", "  x", "\n", "\n\n", "\t", "    return 1\n", "é", "🎈👩‍👩‍👧", "def f():\n", "'s"]
+    [
+        "2",
+        "oak",
+        " oak",
+        "  x",
+        "\n",
+        "\n\n",
+        "\t",
+        "    return 1\n",
+        "é",
+        "🎈👩‍👩‍👧",
+        "def f():\n",
+        "'s",
+    ]
 )
 texts = (anything | st.lists(pieces, min_size=1, max_size=4).map("".join)).filter(
     lambda text: any(character.isalnum() for character in text)
@@ -35,25 +50,34 @@ texts = (anything | st.lists(pieces, min_size=1, max_size=4).map("".join)).filte
 
 
 def sentence_piece(scheme: str, *, strips: bool = True) -> PreTrainedTokenizerBase:
-    """With words of several letters, behind a space and without. scheme: "normalizer", as Llama 2 has it before its
-    tokenizer is loaded as one of transformers' own, or when Metaspace puts the prefix.
+    """With words of several letters, behind a space and without. scheme: "normalizer", as Llama 2
+    has it before its tokenizer is loaded as one of transformers' own, or when Metaspace puts the
+    prefix.
     """
     letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     merges = [("o", "a"), ("oa", "k"), ("▁", "oak"), ("▁", "▁"), ("1", "+")]
     vocabulary = {token: number for number, token in enumerate([*letters, *map("".join, merges)])}
-    own = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    own = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if scheme == "normalizer":
-        own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        own.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         own.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     own.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strips else [])])
-    return PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=own, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def without_bytes() -> PreTrainedTokenizerBase:
     """Of letters alone: all others are one unknown token."""
-    own = Tokenizer(models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "ab": 5}, [("▁", "a"), ("a", "b")]))
+    own = Tokenizer(
+        models.BPE({"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "ab": 5}, [("▁", "a"), ("a", "b")])
+    )
     own.model.unk_token, own.model.fuse_unk = "<unk>", True
     own.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     own.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
@@ -105,17 +129,24 @@ def test_the_text_of_sampled_tokens_is_what_they_add_to_their_prompt(tokenizer, 
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=8))
     (prompt,) = tokenize(tokenizer, ["Say a:"], control=False)
     expected = text_of_ids(tokenizer, prompt + ids)
-    assert text_of_ids(tokenizer, prompt) + Continuation(tokenizer).text(ids, prompt[-1]) == expected
+    assert (
+        text_of_ids(tokenizer, prompt) + Continuation(tokenizer).text(ids, prompt[-1]) == expected
+    )
 
 
 @pytest.mark.parametrize("tokenizer", PREFIXED.values(), ids=PREFIXED)
 def test_a_prefix_is_found_and_is_put_where_a_text_begins(tokenizer):
     continuation = Continuation(tokenizer)
-    (begun,), (continued,) = (continuation.ids(["oak"], last, control=False) for last in (BEGINNING, INSIDE))
+    (begun,), (continued,) = (
+        continuation.ids(["oak"], last, control=False) for last in (BEGINNING, INSIDE)
+    )
     assert begun == tokenize(tokenizer, ["oak"], control=False)[0] != continued
     assert tokenize(tokenizer, ["1oak"], control=False)[0][-len(continued) :] == continued
     assert continuation.moved(begun) == continued
-    assert continuation.moved([tokenizer.eos_token_id, *continued]) == [tokenizer.eos_token_id, *continued]
+    assert continuation.moved([tokenizer.eos_token_id, *continued]) == [
+        tokenizer.eos_token_id,
+        *continued,
+    ]
     # A text behind a special token begins where the tokenizer sees it so.
     name, end = tokenizer.eos_token, tokenizer.eos_token_id
     (whole,) = tokenize(tokenizer, [name + "oak"], control=True)
@@ -138,7 +169,9 @@ def test_tokenizers_without_a_prefix_are_as_they_are(family: Family):
     continuation = Continuation(tokenizer)
     assert bool(continuation.anchors) == bool(continuation.letter) == family.dummy_prefix
     if not family.dummy_prefix:
-        assert continuation.ids([" a", "b"], INSIDE, control=True) == tokenize(tokenizer, [" a", "b"], control=True)
+        assert continuation.ids([" a", "b"], INSIDE, control=True) == tokenize(
+            tokenizer, [" a", "b"], control=True
+        )
 
 
 @every_chat_family
@@ -180,7 +213,9 @@ def test_what_is_put_before_prompts_is_one_text_with_them(name: str, tmp_path):
     """A --prefix, and a teacher's context."""
     tokenizer = PREFIXED[name]
     (tmp_path / "examples.txt").write_text("Q: 1\nA:")
-    given, whole = (tokenize(tokenizer, [text], control=False)[0] for text in ("oak", "Q: 1\nA:oak"))
+    given, whole = (
+        tokenize(tokenizer, [text], control=False)[0] for text in ("oak", "Q: 1\nA:oak")
+    )
     prefix = Prefix(tokenizer, str(tmp_path / "examples.txt"))
     assert prefix.before(Prompt("oak", given)).ids == whole
     bos = tokenizer.bos_token_id
@@ -196,7 +231,9 @@ def test_what_is_put_before_prompts_is_one_text_with_them(name: str, tmp_path):
 def test_a_reward_model_reads_a_response_behind_its_prompt(tokenizer, response):
     policy = byte_tokenizer()
     prompt = Prompt("Say a:", policy("Say a:").input_ids)
-    (prompt_ids,), ((ids,),) = Translation(policy, tokenizer)([Group(prompt, [Response([1], response, False)])])
+    (prompt_ids,), ((ids,),) = Translation(policy, tokenizer)(
+        [Group(prompt, [Response([1], response, False)])]
+    )
     assert (prompt_ids[-len(ids) :], ids) != (ids, [])
     assert text_of_ids(tokenizer, prompt_ids + ids) == text_of_ids(tokenizer, prompt_ids) + response
 
@@ -204,5 +241,7 @@ def test_a_reward_model_reads_a_response_behind_its_prompt(tokenizer, response):
 def test_no_space_is_cleaned_up():
     own = Tokenizer(models.WordLevel({"x": 0, "=": 1, ",": 2, "1": 3, "</s>": 4}, unk_token="x"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", clean_up_tokenization_spaces=True)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=own, eos_token="</s>", clean_up_tokenization_spaces=True
+    )
     assert Continuation(tokenizer).text([0, 1, 3, 2, 3], INSIDE) == "x = 1 , 1"

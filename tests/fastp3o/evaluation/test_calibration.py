@@ -18,7 +18,10 @@ def test_pairs_count_from_the_side_of_the_higher_score_and_equal_scores_as_half_
     differences = np.array([sure, sure, -sure, unsure, -unsure, unsure, unsure])
     expected = (4 * abs(0.61 - 3 / 4) + 3 * abs(0.92 - 2 / 3)) / 7
     assert calibration_error(differences, (np.sign(differences) + 1) / 2) == pytest.approx(expected)
-    assert judged([(0, 0.0, 1.0), (1, 0.0, 1.0), (2, 1e3, 1.0), (3, 800.0, 1.0)])["calibration_error"] == 0
+    assert (
+        judged([(0, 0.0, 1.0), (1, 0.0, 1.0), (2, 1e3, 1.0), (3, 800.0, 1.0)])["calibration_error"]
+        == 0
+    )
 
 
 def test_prompts_count_alike_and_are_units_of_the_interval():
@@ -27,5 +30,7 @@ def test_prompts_count_alike_and_are_units_of_the_interval():
     assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (0, 1)
     metrics = judged([(number, 1.0 if number % 4 else -1.0, 1.0) for number in range(400)])
     half = 1.96 * (0.75 * 0.25 / 400) ** 0.5
-    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == pytest.approx((0.75 - half, 0.75 + half), abs=0.01)
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == pytest.approx(
+        (0.75 - half, 0.75 + half), abs=0.01
+    )
     assert judged([(0, float("nan"), 1.0), (1, 1.0, 1.0)]) == {}

@@ -16,7 +16,9 @@ from tests.fastp3o.models.model_families import logprobs_alone
 K = 3
 
 
-def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_and_all_are_means_over_prompts(tiny_model, tokenizer):
+def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_and_all_are_means_over_prompts(
+    tiny_model, tokenizer
+):
     """The policy has moved away from its reference; one reward is the response's length."""
     policy, sampled = load_policy(tiny_model), []
     with torch.no_grad():
@@ -45,7 +47,9 @@ def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_and_all_are_means_over
 
     def logprobs(model) -> torch.Tensor:
         with torch.no_grad(), model.with_own_attention() as alone:
-            pairs = [(group.prompt.ids, response.ids) for group in groups for response in group.responses]
+            pairs = [
+                (group.prompt.ids, response.ids) for group in groups for response in group.responses
+            ]
             sums = [logprobs_alone(alone, *pair).sum() for pair in pairs]
         return torch.stack(sums).view(-1, K)
 

@@ -1,4 +1,6 @@
-"""Judges: what an endpoint is asked, what becomes of its answers and which of them are kept; and functions."""
+"""Judges: what an endpoint is asked, what becomes of its answers and which of them are kept; and
+functions.
+"""
 
 import json
 import re
@@ -25,7 +27,9 @@ def longer(prompts, firsts, seconds):
 
 
 def says(text: str | None, **more) -> bytes:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, **more}]}).encode()
+    return json.dumps(
+        {"choices": [{"message": {"role": "assistant", "content": text}, **more}]}
+    ).encode()
 
 
 class Question(NamedTuple):
@@ -60,8 +64,12 @@ def base(server: Server) -> str:
     return server.url.removesuffix("/chat/completions")
 
 
-def judge_at(url: str, path: Path | None = None, model: str = "m", requests: int = 4) -> EndpointJudge:
-    return EndpointJudge(ChatEndpoint(url, model, timeout=5.0, retries=0), path=path, requests=requests)
+def judge_at(
+    url: str, path: Path | None = None, model: str = "m", requests: int = 4
+) -> EndpointJudge:
+    return EndpointJudge(
+        ChatEndpoint(url, model, timeout=5.0, retries=0), path=path, requests=requests
+    )
 
 
 COMPARISONS = (["p", "q", "r", "s"], ["long", "a", "ab", "same"], ["b", "longer", "cd", "same"])
@@ -71,12 +79,16 @@ RIGHT = [FIRST, SECOND, TIE, TIE]
 def test_both_orders_are_asked_and_a_judge_of_positions_gives_ties(server):
     assert judge_at(base(server))(*COMPARISONS) == RIGHT
     assert len(server.requests) == 6  # equal responses are not worth asking
-    assert all(request["temperature"] == 0 and request["model"] == "m" for request in server.requests)
+    assert all(
+        request["temperature"] == 0 and request["model"] == "m" for request in server.requests
+    )
     for mark in ("[[A]]", "[[B]]"):
         server.reply = always(body=says(mark))
         assert judge_at(base(server))(*COMPARISONS) == [TIE] * 4
     silent = Reply(body=says("Both are fine."))
-    server.reply = lambda question: silent if question.prompt == "p" else prefers_the_longer(question)
+    server.reply = lambda question: (
+        silent if question.prompt == "p" else prefers_the_longer(question)
+    )
     assert judge_at(base(server))(*COMPARISONS) == [NONE, *RIGHT[1:]]
 
 
@@ -85,7 +97,10 @@ def test_the_last_mark_of_a_finished_answer_counts(text):
     marks = [text[i : i + 5] for i in range(len(text)) if text[i : i + 5] in MARKS]
     assert parse_verdict(Answer(text, finished=True)) == (MARKS[marks[-1]] if marks else NONE)
     for mark, verdict in MARKS.items():
-        assert parse_verdict(Answer(f"{text}\n{mark} {text.replace('[', '')}", finished=True)) is verdict
+        assert (
+            parse_verdict(Answer(f"{text}\n{mark} {text.replace('[', '')}", finished=True))
+            is verdict
+        )
 
 
 def test_texts_reach_the_judge_as_they_are(server):
@@ -102,7 +117,13 @@ def test_an_answer_without_a_mark_or_an_end_has_no_verdict_and_what_is_no_answer
     refusal = b'{"choices": [{"message": {"refusal": "no"}}]}'
     for answer in (says(""), says(None), says("[[D]] [A] [[ A ]]"), cut, refusal):
         assert parse_verdict(endpoint.read_answer(answer)) is NONE
-    for body in (b'{"choices": []}', b'["choices"]', b'{"choices": [{"message": "a"}]}', b"[" * 99_999, b"\xff"):
+    for body in (
+        b'{"choices": []}',
+        b'["choices"]',
+        b'{"choices": [{"message": "a"}]}',
+        b"[" * 99_999,
+        b"\xff",
+    ):
         with pytest.raises(ValueError, match="which is not a chat completion") as refused:
             endpoint.read_answer(body)
         assert type(refused.value) is ValueError
@@ -148,19 +169,28 @@ def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
 
 def test_verdicts_of_another_model_or_question_are_not_taken(server, tmp_path):
     pair = ["long"], ["b"]
-    for model, texts, asked in (("m", pair, 2), ("other", pair, 4), ("m", pair, 4), ("m", pair[::-1], 6)):
+    for model, texts, asked in (
+        ("m", pair, 2),
+        ("other", pair, 4),
+        ("m", pair, 4),
+        ("m", pair[::-1], 6),
+    ):
         judge_at(base(server), tmp_path / "verdicts.jsonl", model)(["p"], *texts)
         assert len(server.requests) == asked
 
 
-def test_equal_comparisons_are_asked_once_and_again_by_the_next_run_if_they_have_no_verdict(server, tmp_path, capsys):
+def test_equal_comparisons_are_asked_once_and_again_by_the_next_run_if_they_have_no_verdict(
+    server, tmp_path, capsys
+):
     path, comparisons = tmp_path / "v.jsonl", (["p"] * 3, ["long"] * 3, ["b"] * 3)
     server.reply = always(body=says("hm"))
     for runs in (1, 2):
         assert judge_at(base(server), path)(*comparisons) == [NONE] * 3
         assert len(server.requests) == 2 * runs
     assert "2 answers have no verdict, the first one: 'hm'" in capsys.readouterr().out
-    assert [json.loads(line)["answers"] for line in path.read_text().splitlines()] == [["hm", "hm"]] * 2
+    assert [json.loads(line)["answers"] for line in path.read_text().splitlines()] == [
+        ["hm", "hm"]
+    ] * 2
     server.reply = prefers_the_longer
     assert judge_at(base(server), path)(*comparisons) == [FIRST] * 3
     assert judge_at("http://127.0.0.1:1", path)(*comparisons) == [FIRST] * 3

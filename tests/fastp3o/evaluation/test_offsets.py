@@ -14,7 +14,9 @@ def test_both_deviations_are_those_that_the_rewards_were_made_with(within, offse
     made = torch.Generator().manual_seed(responses)
     prompts = 20_000
     shared = offset * torch.randn(prompts, 1, generator=made, dtype=torch.float64)
-    rewards = 7 + shared + within * torch.randn(prompts, responses, generator=made, dtype=torch.float64)
+    rewards = (
+        7 + shared + within * torch.randn(prompts, responses, generator=made, dtype=torch.float64)
+    )
     parts = spread(rewards)
     assert parts.within == pytest.approx(within, rel=0.03)
     # Of no offset, rounding of the estimate remains: about (2 / P)^(1/4) of the deviation of means.

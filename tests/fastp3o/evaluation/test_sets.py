@@ -15,7 +15,14 @@ def test_each_set_has_means_of_its_own_and_all_of_them_together_have_todays(tiny
     settings = {"updates": 1, "eval_responses_per_prompt": 2}
     train(config(tiny_model, "one", P3OConfig, eval_prompts="prompts.jsonl", **settings))
     result = train(
-        config(tiny_model, "two", P3OConfig, eval_greedy=True, keep_best="set/last/greedy/reward", **settings),
+        config(
+            tiny_model,
+            "two",
+            P3OConfig,
+            eval_greedy=True,
+            keep_best="set/last/greedy/reward",
+            **settings,
+        ),
         eval_prompts={"first": prompts[:3], "last": prompts[3:]},
     )
     assert result.best_model is not None
@@ -32,7 +39,10 @@ def test_each_set_has_means_of_its_own_and_all_of_them_together_have_todays(tiny
 
 def test_sets_are_named_sources_and_a_source_with_an_equals_sign_is_none(workplace):
     named = InMemory("<eval_data>", {"a": "b.jsonl"})
-    assert evaluation_sets("easy=a.jsonl,b.jsonl,hard=c/*.jsonl") == {"easy": "a.jsonl,b.jsonl", "hard": "c/*.jsonl"}
+    assert evaluation_sets("easy=a.jsonl,b.jsonl,hard=c/*.jsonl") == {
+        "easy": "a.jsonl,b.jsonl",
+        "hard": "c/*.jsonl",
+    }
     assert evaluation_sets(named) == {"a": "b.jsonl"}
     Path("a=b.jsonl").write_text("")
     for source in ("a.jsonl,b.jsonl", "data/split=test/*.parquet", "a=b.jsonl"):

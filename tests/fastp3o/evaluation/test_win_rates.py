@@ -1,4 +1,6 @@
-"""Win rates: the arithmetic on examples made by hand, their intervals, and the script on tiny models."""
+"""Win rates: the arithmetic on examples made by hand, their intervals, and the script on tiny
+models.
+"""
 
 import json
 from pathlib import Path
@@ -29,15 +31,22 @@ def test_ties_count_half_and_missing_verdicts_nowhere():
 
 def test_responses_to_one_prompt_stay_together_and_what_cannot_be_counted_is_an_error():
     verdicts = [FIRST] * 20 + [SECOND] * 20
-    alone, together = win_rate(verdicts), win_rate([v for v in verdicts for _ in range(9)], responses_per_prompt=9)
+    alone, together = (
+        win_rate(verdicts),
+        win_rate([v for v in verdicts for _ in range(9)], responses_per_prompt=9),
+    )
     assert (alone.low, alone.high) == pytest.approx((together.low, together.high))
     half = 2.02269 * (0.25 / 39) ** 0.5  # Student's, of 39 degrees of freedom
     assert (alone.low, alone.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-5)
-    # Prompts with fewer verdicts weigh less: 3 of 4 comparisons are won, with residuals of 1/2, −3/4 and 1/4 points.
+    # Prompts with fewer verdicts weigh less: 3 of 4 comparisons are won, with residuals of 1/2,
+    # −3/4 and 1/4 points.
     uneven = win_rate([FIRST, FIRST, SECOND, NONE, FIRST, NONE] * 9, responses_per_prompt=2)
     half = 2.05553 * (9 * (0.5**2 + 0.75**2 + 0.25**2) / 26 / 27) ** 0.5 / (4 / 3)
     assert (uneven.low, uneven.high) == pytest.approx((0.75 - half, 0.75 + half), abs=1e-5)
-    for verdicts, said in (([NONE] * 4, "none of 4 comparisons has a verdict"), ([TIE] * 3, "3 verdicts are not 2")):
+    for verdicts, said in (
+        ([NONE] * 4, "none of 4 comparisons has a verdict"),
+        ([TIE] * 3, "3 verdicts are not 2"),
+    ):
         with pytest.raises(ValueError, match=said):
             win_rate(verdicts, responses_per_prompt=2)
 
@@ -50,7 +59,10 @@ def test_rounding_does_not_part_equal_responses_and_rewards_must_be_finite():
     first = responses([True, True, True], [1.0, 1.0, 1.0])
     second = responses([True, False, True], [1.0, 0.5, 1.0000001])
     assert by_reward(first, second) == [TIE, FIRST, TIE]
-    with pytest.raises(ValueError, match=r"2 of 3 rewards of the second .* not finite, the first that of response 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 of 3 rewards of the second .* not finite, the first that of response 1",
+    ):
         by_reward(first, responses([True] * 3, [0.0, float("nan"), float("inf")]))
 
 
@@ -58,14 +70,20 @@ def test_a_reward_that_compares_gives_verdicts_of_its_probabilities():
     def better(prompts, firsts, seconds):
         return [{"a": 0.6, "b": 0.5, "c": None, "d": 0.1}[first] for first in firsts]
 
-    groups = [[Group(Prompt("p", [1]), [Response([2], text, True) for text in texts])] for texts in ("abcde", "xxxxe")]
+    groups = [
+        [Group(Prompt("p", [1]), [Response([2], text, True) for text in texts])]
+        for texts in ("abcde", "xxxxe")
+    ]
     first, second = (Responses(its, {}, load_function("f", None, better)) for its in groups)
     assert by_comparison(first, second) == [FIRST, TIE, NONE, SECOND, TIE]
 
 
 def save(tiny_model: str, folder: str, noise: float = 0.0, template: str | None = None) -> None:
     """The tiny model, its weights a little apart, with a chat template."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        AutoTokenizer.from_pretrained(tiny_model),
+    )
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.data += noise * torch.randn_like(parameter)
@@ -76,7 +94,11 @@ def save(tiny_model: str, folder: str, noise: float = 0.0, template: str | None 
 
 def play(**changes) -> dict:
     """Runs the script and returns what it wrote."""
-    given = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:vowels", "output": "new/o.json"}
+    given = {
+        "prompts": "prompts.jsonl",
+        "reward": "rewards_for_tests:vowels",
+        "output": "new/o.json",
+    }
     given |= {"max_response_tokens": 8, "max_prompt_tokens": 32, "seed": 3}
     win_rate_command.print_win_rates(WinRateConfig(**given | changes))
     return json.loads(Path("new/o.json").read_text())
@@ -91,14 +113,27 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
     alone = play(models=[tiny_model, "other"], **judged)
     assert alone["config"]["models"] == f"{tiny_model},other"
     asked, respond = [], win_rates.respond
-    monkeypatch.setattr(win_rates, "respond", lambda name, *given: asked.append(name) or respond(name, *given))
+    monkeypatch.setattr(
+        win_rates, "respond", lambda name, *given: asked.append(name) or respond(name, *given)
+    )
     result = play(models=f"{tiny_model},other,third", **judged)
     assert asked == list(result["tokens_per_response"]) == [tiny_model, "other", "third"]
     rates = {(pair["first"], pair["second"]): pair["win_rates"] for pair in result["pairs"]}
     assert rates[tiny_model, "other"] == alone["pairs"][0]["win_rates"]
-    even = {"win_rate": 0.5, "low": 0.5, "high": 0.5, "wins": 0, "ties": 16, "losses": 0, "missing": 0, "prompts": 8}
+    even = {
+        "win_rate": 0.5,
+        "low": 0.5,
+        "high": 0.5,
+        "wins": 0,
+        "ties": 16,
+        "losses": 0,
+        "missing": 0,
+        "prompts": 8,
+    }
     assert rates[tiny_model, "third"] == {"reward": even, "judge": even}
-    forth, back = (WinRate(**rates[pair]["reward"]) for pair in ((tiny_model, "other"), ("other", "third")))
+    forth, back = (
+        WinRate(**rates[pair]["reward"]) for pair in ((tiny_model, "other"), ("other", "third"))
+    )
     assert forth.wins + forth.losses > 0
     assert (forth.wins, forth.losses, forth.ties) == (back.losses, back.wins, back.ties)
     assert forth.win_rate + back.win_rate == pytest.approx(1)
@@ -106,7 +141,9 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
 
 
 def test_different_texts_of_a_prompt_are_refused(workplace, tiny_model):
-    Path("messages.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Say tree:"}]}) + "\n")
+    Path("messages.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Say tree:"}]}) + "\n"
+    )
     for name, end in (("plain", ""), ("same", ""), ("loud", "!")):
         save(tiny_model, name, template="{{ messages[0]['content'] }}" + end)
     (pair,) = play(models="plain,same", prompts="messages.jsonl")["pairs"]

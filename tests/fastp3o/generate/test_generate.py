@@ -20,8 +20,17 @@ from tests.fastp3o.together import together
 
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 # Of eight prompts.
-SETTINGS = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "keep_unfinished": True}
-SETTINGS |= {"responses_per_prompt": 4, "rollout_batch_size": 3, "max_prompt_tokens": 32, "max_response_tokens": 6}
+SETTINGS = {
+    "prompts": "prompts.jsonl",
+    "reward": "rewards_for_tests:varied",
+    "keep_unfinished": True,
+}
+SETTINGS |= {
+    "responses_per_prompt": 4,
+    "rollout_batch_size": 3,
+    "max_prompt_tokens": 32,
+    "max_response_tokens": 6,
+}
 
 
 def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
@@ -30,11 +39,16 @@ def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
 
 def flags(tiny_model: str, folder: str, reward: str) -> list[str]:
     settings = SETTINGS | {"model": tiny_model, "output_dir": folder, "reward": reward}
-    return ["generate", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+    return [
+        "generate",
+        *(part for name, value in settings.items() for part in (f"--{name}", str(value))),
+    ]
 
 
 def records(folder: str, name: str = "kept.jsonl") -> list[dict]:
-    return [json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def contents(folder: str) -> list[bytes]:
@@ -45,9 +59,13 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
     done = generate(config(tiny_model, "best"))
     assert (done.prompts, done.responses, done.records, done.prompts_kept) == (8, 32, 8, 8)
-    assert [line["prompt"] for line in records("best")] == [line["prompt"] for line in records(".", "prompts.jsonl")]
+    assert [line["prompt"] for line in records("best")] == [
+        line["prompt"] for line in records(".", "prompts.jsonl")
+    ]
     samples = records("best", "samples.jsonl")
-    assert [line["reward"] for line in records("best")] == [max(line["rewards"]) for line in samples]
+    assert [line["reward"] for line in records("best")] == [
+        max(line["rewards"]) for line in samples
+    ]
     assert done.mean_reward == pytest.approx(sum(sum(line["rewards"]) for line in samples) / 32)
     examples, _ = load_demonstrations("best/kept.jsonl", tokenizer, **limits)
     completions = [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]]
@@ -57,7 +75,9 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer):
     assert len(examples) == pairs.records > 8
     assert min(line["margin"] for line in records("pairs")) > 0.5
     Path("judges_by_length.py").write_text(JUDGES)
-    judged = generate(config(tiny_model, "judged", judge="judges_by_length:longer", keep="judged", reward=None))
+    judged = generate(
+        config(tiny_model, "judged", judge="judges_by_length:longer", keep="judged", reward=None)
+    )
     assert judged.records + judged.ties == 16
     assert all(len(line["chosen"]) > len(line["rejected"]) for line in records("judged"))
     examples, _ = load_preferences("judged/kept.jsonl", tokenizer, **limits)
@@ -84,7 +104,9 @@ def test_comparisons_choose_the_best_of_n_and_the_winner_of_a_tournament(workpla
         generate(config(tiny_model, "scores", keep="tournament"))
 
 
-def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):
+def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(
+    workplace, tiny_model, monkeypatch, capsys
+):
     """It ends with the bits of an unbroken one."""
     generate(config(tiny_model, "run"))
     samples, kept = contents("run")
@@ -97,14 +119,21 @@ def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny
     marked = samples.replace(b'"rewards": [', b'"rewards": [ ', 3)
     Path("run/samples.jsonl").write_bytes(marked[: fourth + 3] + b"no line\n")
     generate(config(tiny_model, "run", resume=True))
-    assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
+    assert (
+        "--resume: 3 of 8 prompts have their responses in run/samples.jsonl"
+        in capsys.readouterr().out
+    )
     assert contents("run") == [marked, kept]
     # Samples of something else, or of nothing known, are not gone on with.
     for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
-        with pytest.raises(ResumeError, match=f"this would be a different run: --{next(iter(changes))}"):
+        with pytest.raises(
+            ResumeError, match=f"this would be a different run: --{next(iter(changes))}"
+        ):
             generate(config(tiny_model, "run", resume=True, **changes))
     manifest = Path("run/manifest.json").rename("elsewhere")
-    with pytest.raises(CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "):
+    with pytest.raises(
+        CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json "
+    ):
         generate(config(tiny_model, "run", resume=True))
     manifest.rename("run/manifest.json")
     assert contents("run") == [marked, kept]
@@ -113,7 +142,9 @@ def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(workplace, tiny
     assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
 
 
-def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):
+def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(
+    workplace, tiny_model
+):
     with pytest.raises(NotFiniteError, match="a reward is NaN or infinite"):
         generate(config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call"))
     assert [line["number"] for line in records("run", "samples.jsonl")] == list(range(6))
@@ -140,7 +171,10 @@ def kills(prompts, responses):
 def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
     """Eight prompts are three batches: two processes share them unevenly."""
     Path("killing.py").write_text(KILLS)
-    begun, fresh = (flags(tiny_model, *run) for run in (("begun", "killing:kills"), ("fresh", SETTINGS["reward"])))
+    begun, fresh = (
+        flags(tiny_model, *run)
+        for run in (("begun", "killing:kills"), ("fresh", SETTINGS["reward"]))
+    )
     killed = together(RUNS, *begun, processes=1)
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6

@@ -1,4 +1,6 @@
-"""What is kept of samples is read as the tokens that were sampled, or is left out and counted, in every family."""
+"""What is kept of samples is read as the tokens that were sampled, or is left out and counted, in
+every family.
+"""
 
 import json
 from pathlib import Path
@@ -29,7 +31,9 @@ CHAT = [{"role": "user", "content": "Say a tree."}]
 
 
 def last_of(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    data, _ = load_prompts(InMemory("<prompts>", [{"prompt": prompt}]), tokenizer, max_prompt_tokens=400)
+    data, _ = load_prompts(
+        InMemory("<prompts>", [{"prompt": prompt}]), tokenizer, max_prompt_tokens=400
+    )
     return data[0]["prompt_ids"][-1]
 
 
@@ -43,7 +47,9 @@ def learnt(prompt: Any, text: str, tokenizer: PreTrainedTokenizerBase) -> list[i
     return data[0]["response_ids"]
 
 
-def assert_told_apart(tokenizer: PreTrainedTokenizerBase, prompt: Any, sampled: list[list[int]]) -> list[bool]:
+def assert_told_apart(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, sampled: list[list[int]]
+) -> list[bool]:
     last, continuation = last_of(prompt, tokenizer), Continuation(tokenizer)
     responses = [Response(ids, continuation.text(ids, last), False) for ids in sampled]
     told = reads_back(Encoder(tokenizer, 400, None))({"prompt": prompt}, responses)
@@ -66,7 +72,9 @@ def test_every_response_is_told_apart(family: Family, form: str, data: st.DataOb
     tokenizer = family.tokenizer()
     token = st.integers(0, len(tokenizer) - 1)
     of_texts = texts.map(lambda text: tokenizer(text, add_special_tokens=False).input_ids)
-    sampled = data.draw(st.lists(st.lists(token, min_size=1, max_size=6) | of_texts, min_size=1, max_size=3))
+    sampled = data.draw(
+        st.lists(st.lists(token, min_size=1, max_size=6) | of_texts, min_size=1, max_size=3)
+    )
     assert_told_apart(tokenizer, "Say a tree: " if form == "text" else CHAT, sampled)
 
 
@@ -80,7 +88,9 @@ def test_what_a_policy_says_plainly_is_kept(family: Family):
     (told,) = assert_told_apart(tokenizer, CHAT, [sampled])
     assert told == (not family.name.startswith("gptoss"))
     ended = [*sampled, tokenizer.eos_token_id]
-    finished = Response(ended, Continuation(tokenizer).text(sampled, last_of(CHAT, tokenizer)), True)
+    finished = Response(
+        ended, Continuation(tokenizer).text(sampled, last_of(CHAT, tokenizer)), True
+    )
     assert reads_back(Encoder(tokenizer, 400, None))({"prompt": CHAT}, [finished]) == [told]
 
 
@@ -118,9 +128,13 @@ def by_tool(prompts, responses, completion_ids):
 """
 
 
-@pytest.mark.parametrize("keep", ["all", "best", "rest", "rs_dpo", "judged", "revised", "revised_pairs"])
+@pytest.mark.parametrize(
+    "keep", ["all", "best", "rest", "rs_dpo", "judged", "revised", "revised_pairs"]
+)
 @pytest.mark.parametrize("form", ["text", "messages"])
-def test_no_record_lacks_the_token_that_earned_its_reward(tmp_path, monkeypatch, capsys, keep, form):
+def test_no_record_lacks_the_token_that_earned_its_reward(
+    tmp_path, monkeypatch, capsys, keep, form
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     family = BY_NAME["qwen_tuned"]
@@ -131,13 +145,19 @@ def test_no_record_lacks_the_token_that_earned_its_reward(tmp_path, monkeypatch,
     Path("prompts.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     name = f"tools_{form}_{keep}"  # modules are imported once
     Path(f"{name}.py").write_text(TOOLS % tokenizer.convert_tokens_to_ids("<|im_start|>"))
-    Path(f"judge_{name}.py").write_text("def longer(prompts, firsts, seconds):\n    return ['first'] * len(firsts)\n")
+    Path(f"judge_{name}.py").write_text(
+        "def longer(prompts, firsts, seconds):\n    return ['first'] * len(firsts)\n"
+    )
     Path("principles.txt").write_text("Be brief.\n")
     more: dict[str, Any] = {"reward": f"{name}:by_tool"}
     more = {"principles": "principles.txt"} if keep.startswith("revised") else more
     more = {"judge": f"judge_{name}:longer"} if keep == "judged" else more
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 12}
-    options = {"prompts": "prompts.jsonl", "responses_per_prompt": 24, "output_dir": "out"} | limits | more
+    options = (
+        {"prompts": "prompts.jsonl", "responses_per_prompt": 24, "output_dir": "out"}
+        | limits
+        | more
+    )
     done = generate(GenerateConfig(model=policy, keep=keep, **options))
     assert 0 < done.not_read_back < 24
     assert f"{done.not_read_back} that as data would be other tokens" in capsys.readouterr().out
@@ -150,4 +170,6 @@ def test_no_record_lacks_the_token_that_earned_its_reward(tmp_path, monkeypatch,
     data, _ = load("out/kept.jsonl", tokenizer, **LIMITS)
     assert len(data) == done.records == len(kept) > 0
     assert all(record.get("reward", 0) < 1 for record in kept)
-    assert tokenizer.convert_tokens_to_ids("<|im_start|>") not in {n for c in columns for ids in data[c] for n in ids}
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") not in {
+        n for c in columns for ids in data[c] for n in ids
+    }

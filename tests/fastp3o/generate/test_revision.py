@@ -25,7 +25,12 @@ from tests.fastp3o.rollouts.environments import LETTERS
 from tests.fastp3o.test_examples import TEMPLATE
 
 PAGE = Path(loop.__file__).parents[1] / "data" / "README.md"
-REVISED = {"reward": None, "keep": "revised", "principles": "principles.txt", "stop_strings": LETTERS[::3]}
+REVISED = {
+    "reward": None,
+    "keep": "revised",
+    "principles": "principles.txt",
+    "stop_strings": LETTERS[::3],
+}
 REVISED |= {"max_response_tokens": 8, "keep_unfinished": False, "limit": 4}
 
 
@@ -66,13 +71,16 @@ def test_each_round_asks_by_a_principle_of_its_own(principles):
     assert played(list("abcde")) == talk
     assert len({played(["a"], seed)[0][0] for seed in range(9)}) == 3
     assert len({played([text])[0][0] for text in "abcdefghi"}) == 3
-    assert len({tuple(request for request, *_ in played("abc", seed)[::2]) for seed in range(60)}) == 9
+    assert (
+        len({tuple(request for request, *_ in played("abc", seed)[::2]) for seed in range(60)}) == 9
+    )
     assert played(["a", " "])[-1][-1], "an empty critique ends it"
 
 
 def test_a_cut_critique_is_no_revision():
     turns = [
-        [{"text": text, "read_back": True} for text in texts] for texts in ("a", "ab", "abc", "abcd", "ab ", "aba")
+        [{"text": text, "read_back": True} for text in texts]
+        for texts in ("a", "ab", "abc", "abcd", "ab ", "aba")
     ]
     one = Samples(0, "Say:", {}, ["x"] * 6, [1] * 6, [False] * 6, [], [True] * 6, turns)
     for keep, unfinished, expected in (
@@ -84,24 +92,38 @@ def test_a_cut_critique_is_no_revision():
         assert [record.get("completion", record.get("chosen")) for record in kept] == expected
 
 
-def test_revisions_come_after_critiques_and_are_data(principles, tiny_model, tokenizer, monkeypatch):
+def test_revisions_come_after_critiques_and_are_data(
+    principles, tiny_model, tokenizer, monkeypatch
+):
     """A resumed run has the same bits, and makes pairs of them without sampling."""
     done = generate(config(tiny_model, "run", revisions=2, **REVISED))
     asked = [request for pair in read_principles("principles.txt") for request in pair]
     expected, pairs = [], []
     for line in records("run", "samples.jsonl"):
-        for whole, finished, turns in zip(line["responses"], line["finished"], line["turns"], strict=True):
+        for whole, finished, turns in zip(
+            line["responses"], line["finished"], line["turns"], strict=True
+        ):
             texts = [turn["text"] for turn in turns]
-            parts = re.split(r"\n\n(?:Critique|Revision) Request: (.*)\n\n(?:Critique|Revision):", whole)
+            parts = re.split(
+                r"\n\n(?:Critique|Revision) Request: (.*)\n\n(?:Critique|Revision):", whole
+            )
             assert parts[::2] == texts
             assert set(parts[1::2]) <= set(asked)
-            assert len({request.partition(":")[2].split("one:")[-1] for request in parts[1:4:2]}) <= 1
+            assert (
+                len({request.partition(":")[2].split("one:")[-1] for request in parts[1:4:2]}) <= 1
+            )
             if finished and texts[-1].strip():
                 assert len(texts) == 5
                 expected.append((line["prompt"], texts[-1]))
                 pairs += [(texts[-1], texts[0])] if texts[0].strip() != texts[-1].strip() else []
     assert [(line["prompt"], line["completion"]) for line in records("run")] == expected
-    assert done.records == len(expected) > 2 < done.unfinished == done.responses - len(expected) - done.empty
+    assert (
+        done.records
+        == len(expected)
+        > 2
+        < done.unfinished
+        == done.responses - len(expected) - done.empty
+    )
     samples, kept = contents("run")
     Path("run/samples.jsonl").write_bytes(samples[: samples.index(b'{"number": 3') + 9])
     generate(config(tiny_model, "run", revisions=2, resume=True, **REVISED))
@@ -109,7 +131,9 @@ def test_revisions_come_after_critiques_and_are_data(principles, tiny_model, tok
     limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
     assert len(load_demonstrations("run/kept.jsonl", tokenizer, **limits)[0]) == len(expected)
     monkeypatch.setattr(loop, "load_models", None)
-    generate(config(tiny_model, "run", revisions=2, resume=True, **REVISED | {"keep": "revised_pairs"}))
+    generate(
+        config(tiny_model, "run", revisions=2, resume=True, **REVISED | {"keep": "revised_pairs"})
+    )
     assert [(line["chosen"], line["rejected"]) for line in records("run")] == pairs
     load_preferences("run/kept.jsonl", tokenizer, **limits)
     Path("principles.txt").write_text("Be long.\n")
@@ -134,8 +158,13 @@ def test_in_chats_the_template_writes_the_requests(principles, tiny_model, token
             first = next(request for request in asked if request in text)
             contents = [turns[0]["text"], first, turns[1]["text"], asked[first]]
             roles = ("assistant", "user") * 2
-            talk = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-            written = chat.apply_chat_template([user, *talk], tokenize=False, add_generation_prompt=True)
+            talk = [
+                {"role": role, "content": content}
+                for role, content in zip(roles, contents, strict=True)
+            ]
+            written = chat.apply_chat_template(
+                [user, *talk], tokenize=False, add_generation_prompt=True
+            )
             start = chat.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
             assert start + text == written.replace("<end>", "") + turns[2]["text"]
 
@@ -146,7 +175,9 @@ def test_the_recipe_from_principles_to_p3o(principles, tiny_model, monkeypatch):
     short = "--max_prompt_tokens 32 --max_response_tokens 8"
     sampled = f"{short} --responses_per_prompt 2 --stop_strings {shlex.quote(json.dumps(LETTERS))}"
     trained = f"{short} --report_to none --learning_rate 1e-3"
-    online = f"{trained} --updates 2 --prompts_per_update 4 --prompts_per_minibatch 4 --inner_epochs 1"
+    online = (
+        f"{trained} --updates 2 --prompts_per_update 4 --prompts_per_minibatch 4 --inner_epochs 1"
+    )
     more = {"generate": sampled, "sft": trained, "reward": trained, "p3o": online}
     block = PAGE.read_text().partition("### From principles to P3O")[2].split("```")[1]
     commands = [line for line in block.splitlines() if line.startswith("fastp3o ")]

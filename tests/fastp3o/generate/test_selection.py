@@ -26,7 +26,11 @@ prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
 
 def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> Samples:
     texts = [f" text {i}" for i in range(len(rewards))] if texts is None else texts
-    columns = {"lengths": [3] * len(texts), "finished": [True] * len(texts), "read_back": [True] * len(texts)}
+    columns = {
+        "lengths": [3] * len(texts),
+        "finished": [True] * len(texts),
+        "read_back": [True] * len(texts),
+    }
     columns |= {"responses": texts, "rewards": rewards, "template_fields": {}}
     return Samples(**({"number": 0, "prompt": "Say:"} | columns | changes))
 
@@ -67,7 +71,11 @@ def test_rejection_sampling_is_that_of_rso(candidates, beta, count, seed):
     assert len(chosen) == min(count, len(set(texts)))
 
 
-@given(st.permutations(range(6)), st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=6, max_size=6), st.integers(0, 9))
+@given(
+    st.permutations(range(6)),
+    st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=6, max_size=6),
+    st.integers(0, 9),
+)
 def test_random_pairs_are_disjoint_and_the_higher_reward_is_better(order, rewards, seed):
     chosen = order[:5]
     pairs = pairs_at_random(chosen, rewards, np.random.default_rng(seed))
@@ -84,15 +92,21 @@ def test_random_pairs_are_disjoint_and_the_higher_reward_is_better(order, reward
         ({"keep": "all"}, [(" a", 1.0), (" b", 3.0), (" c", 2.0), (" e", 3.0)]),
         ({"keep": "best"}, [(" b", 3.0)]),
         ({"keep": "rest", "threshold": 2.0}, [(" b", 3.0), (" e", 3.0)]),
-        ({"keep": "rejection_sampling", "beta": 1e-3, "accept": 3}, [(" b", 3.0), (" e", 3.0), (" c", 2.0)]),
+        (
+            {"keep": "rejection_sampling", "beta": 1e-3, "accept": 3},
+            [(" b", 3.0), (" e", 3.0), (" c", 2.0)],
+        ),
         ({"keep": "rso", "beta": 1e-3, "accept": 4}, [(" b", " c", 1.0), (" e", " a", 2.0)]),
         ({"keep": "rs_dpo", "min_gap": 1.0}, [(" b", " a", 2.0), (" e", " a", 2.0)]),
     ],
 )
 def test_records_are_of_the_layouts_that_training_reads(settings, expected):
     for prompt in ("Say:", [{"role": "user", "content": "Say:"}]):
-        # Without text, and without an end: neither is kept. Of the two highest the first one is the best.
-        one = samples([1.0, 3.0, 2.0, 9.0, 9.0, 3.0], [" a", " b", " c", "\n", " d", " e"], prompt=prompt)
+        # Without text, and without an end: neither is kept. Of the two highest the first one is the
+        # best.
+        one = samples(
+            [1.0, 3.0, 2.0, 9.0, 9.0, 3.0], [" a", " b", " c", "\n", " d", " e"], prompt=prompt
+        )
         one.finished[4] = False
         got = kept_records(one, SelectionConfig(**settings), seed=0)
         for record in got:
@@ -102,16 +116,26 @@ def test_records_are_of_the_layouts_that_training_reads(settings, expected):
             if prompt != "Say:":
                 texts = [message["content"] for (message,) in texts]
             record["texts"] = texts
-        assert [(*record["texts"], record.get("reward", record.get("margin"))) for record in got] == expected
+        assert [
+            (*record["texts"], record.get("reward", record.get("margin"))) for record in got
+        ] == expected
 
 
 def test_random_choices_depend_on_seed_and_prompt_alone_and_equal_texts_are_no_choice():
     config = SelectionConfig(keep="rejection_sampling", beta=5.0, accept=3)
-    one, other = samples([0.1 * i for i in range(8)]), samples([0.1 * i for i in range(8)], number=1)
+    one, other = (
+        samples([0.1 * i for i in range(8)]),
+        samples([0.1 * i for i in range(8)], number=1),
+    )
     assert kept_records(one, config, seed=0) == kept_records(one, config, seed=0)
     assert kept_records(one, config, seed=0) != kept_records(one, config, seed=1)
     assert kept_records(one, config, seed=0) != kept_records(other, config, seed=0)
-    assert kept_records(samples([1.0, 2.0, 3.0], [" a", " a", "a\n"]), SelectionConfig(keep="rs_dpo"), seed=0) == []
+    assert (
+        kept_records(
+            samples([1.0, 2.0, 3.0], [" a", " a", "a\n"]), SelectionConfig(keep="rs_dpo"), seed=0
+        )
+        == []
+    )
 
 
 def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():
@@ -128,7 +152,9 @@ def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():
     judged = judged_records(given, judge, unfinished=False, seed=1)
     assert len(asked) == 8  # two pairs of four responses, and none of "same" and "cut"
     for number in range(4):
-        assert sorted(text for prompt, *texts in asked if prompt == f"p{number}" for text in texts) == list("abcd")
+        assert sorted(
+            text for prompt, *texts in asked if prompt == f"p{number}" for text in texts
+        ) == list("abcd")
     assert (judged.ties, judged.unanswered) == (2, 2)
     (_, first, second), (_, third, fourth) = asked[:2]
     assert judged.records[0] == [
@@ -141,6 +167,9 @@ def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():
     judged_records(given, judge, unfinished=True, seed=1)
     assert {text for _, *texts in asked[before + 8 :] for text in texts} == {"x", "y"}
     # A judge reads messages as text.
-    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say tree:"}
+    system, user = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Say tree:"},
+    )
     assert plain_text("Say tree:") == plain_text([user]) == "Say tree:"
     assert plain_text([system, user]) == "system: Be brief.\n\nuser: Say tree:"

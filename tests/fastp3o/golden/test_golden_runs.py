@@ -1,9 +1,10 @@
-"""Short runs end with the weights, metrics and files that are on record in `runs.json`: every family of
-objectives, games, a run with a server, and sampling alone.
+"""Short runs end with the weights, metrics and files that are on record in `runs.json`: every
+family of objectives, games, a run with a server, and sampling alone.
 
-A change that is meant to keep the arithmetic keeps every hash. For one that is meant to move last bits,
-`python -m tests.fastp3o.golden.test_golden_runs` records them anew. Another processor, torch or choice of oneDNN's
-products rounds otherwise: where the record was made with another one, the first step's metrics are compared as numbers.
+A change that is meant to keep the arithmetic keeps every hash. For one that is meant to move last
+bits, `python -m tests.fastp3o.golden.test_golden_runs` records them anew. Another processor, torch
+or choice of oneDNN's products rounds otherwise: where the record was made with another one, the
+first step's metrics are compared as numbers.
 """
 
 import hashlib
@@ -34,24 +35,77 @@ RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 
 COMMON = ["--report_to", "none", "--learning_rate", "3e-3"]
 FP32 = ["--precision", "fp32"]
-ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--samples_every", "0"]
-ONLINE += ["--updates", "3", "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
-ONLINE += ["--max_response_tokens", "6", "--tokens_per_row", "60", "--seed", "3", "--responses_per_prompt", "2"]
+ONLINE = [
+    *COMMON,
+    "--prompts",
+    "prompts.jsonl",
+    "--reward",
+    "rewards_for_tests:varied",
+    "--samples_every",
+    "0",
+]
+ONLINE += [
+    "--updates",
+    "3",
+    "--prompts_per_update",
+    "8",
+    "--prompts_per_minibatch",
+    "4",
+    "--inner_epochs",
+    "2",
+]
+ONLINE += [
+    "--max_response_tokens",
+    "6",
+    "--tokens_per_row",
+    "60",
+    "--seed",
+    "3",
+    "--responses_per_prompt",
+    "2",
+]
 P3O = ["p3o", *ONLINE]
 AS_GIVEN = ["--reward_scaling", "none", "--reward_clip", "0"]
 FOUR = ["--responses_per_prompt", "4"]
 # In so many tokens about half of the responses end by themselves.
 MASKED = ["--mask_truncated", "True", "--max_response_tokens", "150", "--tokens_per_row", "1500"]
-FIXED = [*COMMON, "--max_prompt_tokens", "32", "--max_response_tokens", "16", "--batch_size", "6", "--epochs", "2"]
+FIXED = [
+    *COMMON,
+    "--max_prompt_tokens",
+    "32",
+    "--max_response_tokens",
+    "16",
+    "--batch_size",
+    "6",
+    "--epochs",
+    "2",
+]
 FIXED += ["--tokens_per_row", "64", "--adam_eps", "1e-2"]
 SFT = ["sft", *FIXED, "--train_data", "sft.jsonl"]
 PAIRS = ["preference", *FIXED, *FP32, "--train_data", "preferences.jsonl"]
 EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "3", "--eval_every", "1"]
 # Trajectories of one to three turns, whose keys and values the engine keeps from turn to turn.
 GAME = ["--environment", "tests.fastp3o.rollouts.environments:Echo", "--reward", "environment"]
-GAME += ["--max_turns", "3", "--max_turn_tokens", "4", "--max_response_tokens", "24", "--tokens_per_row", "120"]
+GAME += [
+    "--max_turns",
+    "3",
+    "--max_turn_tokens",
+    "4",
+    "--max_response_tokens",
+    "24",
+    "--tokens_per_row",
+    "120",
+]
 GAME += ["--stop_strings", json.dumps(LETTERS)]
-SAMPLED = ["generate", "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:varied", "--precision", "fp32"]
+SAMPLED = [
+    "generate",
+    "--prompts",
+    "prompts.jsonl",
+    "--reward",
+    "rewards_for_tests:varied",
+    "--precision",
+    "fp32",
+]
 SAMPLED += ["--responses_per_prompt", "4", "--rollout_batch_size", "3", "--keep_unfinished", "True"]
 SAMPLED += ["--max_prompt_tokens", "32", "--max_response_tokens", "6", "--seed", "3"]
 
@@ -64,13 +118,30 @@ def online(objective: str, *flags: str) -> list[str]:
 GROUPS = {
     "P3O": {
         "joint": [*P3O, *FP32, *EVALUATED, "--kl_coef", "0.1"],
-        "separate, 16 responses": [*P3O, *FP32, "--clipping", "separate", "--responses_per_prompt", "16"],
+        "separate, 16 responses": [
+            *P3O,
+            *FP32,
+            "--clipping",
+            "separate",
+            "--responses_per_prompt",
+            "16",
+        ],
         "token": [*P3O, *FP32, *FOUR, "--clipping", "token", *MASKED],
         "joint, masked": [*P3O, *FP32, *FOUR, *MASKED],
         "ppg": online("ppg", "--inner_epochs", "1", "--prompts_per_minibatch", "0"),
         "LoRA": [*P3O, *FP32, "--lora_rank", "2"],
         "stale": [*P3O, *FP32, *FOUR, "--rounds_ahead", "1", "--old_logprobs", "sampler"],
-        "capped": [*P3O, *FP32, *FOUR, "--sampler_ratio_cap", "2", "--temperature", "0.8", "--top_k", "50"],
+        "capped": [
+            *P3O,
+            *FP32,
+            *FOUR,
+            "--sampler_ratio_cap",
+            "2",
+            "--temperature",
+            "0.8",
+            "--top_k",
+            "50",
+        ],
         "moving reference": [*P3O, *FP32, "--reference_every", "2", "--ptx_data", "sft.jsonl"],
     },
     "half precision": {
@@ -87,12 +158,16 @@ GROUPS = {
         "gspo": online("gspo", *AS_GIVEN, "--sampler_ratio_cap", "2"),
         "rebel": online("rebel", *AS_GIVEN),
         "ppo": online("ppo", "--value_clip_range", "0.2"),
-        "ppo, masked": online("ppo", "--value_clip_range", "0.2", *MASKED, "--entropy_coef", "0.01"),
+        "ppo, masked": online(
+            "ppo", "--value_clip_range", "0.2", *MASKED, "--entropy_coef", "0.01"
+        ),
     },
     "one step of TRPO, distillation": {
         "trpo": online("trpo", "--max_kl", "1e-3", "--critic_learning_rate", "1e-2"),
         "distillation": online("distillation", "--teacher_context", "Be brief. "),
-        "distillation, sampled": online("distillation", "--teacher_context", "Be brief. ", "--kl", "sampled"),
+        "distillation, sampled": online(
+            "distillation", "--teacher_context", "Be brief. ", "--kl", "sampled"
+        ),
     },
     "games": {
         "P3O's game": [*P3O, *FP32, *FOUR, *GAME, *EVALUATED],
@@ -107,7 +182,15 @@ GROUPS = {
     },
     "fixed data": {
         "SFT": [*SFT, *FP32, "--eval_data", "sft.jsonl"],
-        "reward model": ["reward", *FIXED, *FP32, "--train_data", "preferences.jsonl", "--centring", "0.1"],
+        "reward model": [
+            "reward",
+            *FIXED,
+            *FP32,
+            "--train_data",
+            "preferences.jsonl",
+            "--centring",
+            "0.1",
+        ],
         "dpo": [*PAIRS, "--objective", "dpo", "--eval_data", "preferences.jsonl"],
         "simpo": [*PAIRS, "--objective", "simpo"],
         "orpo": [*PAIRS, "--objective", "orpo"],
@@ -116,16 +199,40 @@ GROUPS = {
 }
 SAMPLES = {
     "generate": [*SAMPLED],
-    "generate, pairs": [*SAMPLED, "--keep", "rs_dpo", "--min_gap", "0.5", "--temperature", "0.8", "--top_k", "50"],
+    "generate, pairs": [
+        *SAMPLED,
+        "--keep",
+        "rs_dpo",
+        "--min_gap",
+        "0.5",
+        "--temperature",
+        "0.8",
+        "--top_k",
+        "50",
+    ],
 }
-SERVED = [*P3O, *FP32, *EVALUATED, "--kl_coef", "0.1", "--rounds_ahead", "1", "--sampler", "vllm", "--vllm_url"]
+SERVED = [
+    *P3O,
+    *FP32,
+    *EVALUATED,
+    "--kl_coef",
+    "0.1",
+    "--rounds_ahead",
+    "1",
+    "--sampler",
+    "vllm",
+    "--vllm_url",
+]
 BEGUN_AND_RESUMED = [*P3O, *FP32]
 BOTH = [*P3O, *FP32, *FOUR, "--clipping", "token"]
 
 
 def arithmetic() -> str:
     """What decides on last bits: the processor, the versions and the products that are oneDNN's."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    model = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     capability = torch.backends.cpu.get_cpu_capability()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     onednn = " ".join(name for name, chosen in choice()._asdict().items() if chosen)
@@ -151,7 +258,11 @@ def result(name: str) -> dict[str, Any]:
     steps, evaluated = metrics(f"runs/{name}"), Path("runs", name, "eval.jsonl").exists()
     evaluations = metrics(f"runs/{name}", "eval.jsonl") if evaluated else []
     reported = hashlib.sha256(json.dumps([steps, evaluations], sort_keys=True).encode())
-    return {"weights": weights.hexdigest()[:16], "metrics": reported.hexdigest()[:16], "first": steps[0]}
+    return {
+        "weights": weights.hexdigest()[:16],
+        "metrics": reported.hexdigest()[:16],
+        "first": steps[0],
+    }
 
 
 def samples(name: str) -> dict[str, Any]:
@@ -159,7 +270,10 @@ def samples(name: str) -> dict[str, Any]:
     files = {file: Path(f"runs/{name}/{file}.jsonl").read_bytes() for file in ("samples", "kept")}
     hashes = {file: hashlib.sha256(content).hexdigest()[:16] for file, content in files.items()}
     first = json.loads(files["samples"].splitlines()[0])
-    return {**hashes, "first": {f"rewards/{number}": reward for number, reward in enumerate(first["rewards"])}}
+    return {
+        **hashes,
+        "first": {f"rewards/{number}": reward for number, reward in enumerate(first["rewards"])},
+    }
 
 
 def require_recorded(names: list[str], read: Callable[[str], dict[str, Any]] = result) -> None:
@@ -172,13 +286,20 @@ def require_recorded(names: list[str], read: Callable[[str], dict[str, Any]] = r
     recorded = {name: record["runs"][name] for name in names}
     if record["arithmetic"] == arithmetic():
         got, expected = (
-            {name: {key: value for key, value in run.items() if key != "first"} for name, run in runs.items()}
+            {
+                name: {key: value for key, value in run.items() if key != "first"}
+                for name, run in runs.items()
+            }
             for runs in (results, recorded)
         )
         assert got == expected, {name: run["first"] for name, run in results.items()}
     for name, one in results.items():
         # Half precision rounds a logit by so much that another token may be drawn.
-        tolerance = {"rel": 0.2, "abs": 0.1} if name in GROUPS["half precision"] else {"rel": 1e-3, "abs": 1e-4}
+        tolerance = (
+            {"rel": 0.2, "abs": 0.1}
+            if name in GROUPS["half precision"]
+            else {"rel": 1e-3, "abs": 1e-4}
+        )
         assert one["first"] == pytest.approx(recorded[name]["first"], **tolerance), name
 
 
@@ -217,7 +338,10 @@ def record() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         subprocess.run(command, env=environment, check=True)
         runs = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
-    everything = {"arithmetic": arithmetic(), "runs": {name: one for run in runs for name, one in run.items()}}
+    everything = {
+        "arithmetic": arithmetic(),
+        "runs": {name: one for run in runs for name, one in run.items()},
+    }
     RECORD.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
 
 

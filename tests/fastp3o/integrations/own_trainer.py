@@ -14,7 +14,12 @@ from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.runtime.shares import Share
-from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
+from fastp3o.training.microbatches import (
+    equal_passes,
+    make_microbatches,
+    pack_minibatches,
+    policy_logprobs,
+)
 from tests.fastp3o.groups import groups_of_ids
 
 LEARNING_RATE = 0.5
@@ -28,10 +33,14 @@ class Group(NamedTuple):
     rewards: list[float]
 
 
-def own_update(model: str, rounds: list[list[list[Group]]], inner_epochs=1, **settings) -> dict[str, torch.Tensor]:
+def own_update(
+    model: str, rounds: list[list[list[Group]]], inner_epochs=1, **settings
+) -> dict[str, torch.Tensor]:
     """The weights after gradient descent on rounds of minibatches of groups, each minibatch a step."""
     accelerator = Accelerator(cpu=True)
-    config = P3OConfig(model=model, output_dir="", prompts="", reward="", reward_scaling="none", **settings)
+    config = P3OConfig(
+        model=model, output_dir="", prompts="", reward="", reward_scaling="none", **settings
+    )
     objective = config.build()
     policy = load_policy(model)
     reference = SecondModel(load_policy(model), accelerator.device, offload=False)
@@ -39,7 +48,9 @@ def own_update(model: str, rounds: list[list[list[Group]]], inner_epochs=1, **se
     for minibatches in rounds:
         prepared = []
         for groups in minibatches:
-            rollouts = groups_of_ids([group.prompt for group in groups], [group.responses for group in groups])
+            rollouts = groups_of_ids(
+                [group.prompt for group in groups], [group.responses for group in groups]
+            )
             rewards = torch.tensor([group.rewards for group in groups])
             rows = pack_minibatches(Share(), rollouts, 1, Packing(100))
             microbatches = make_microbatches(
@@ -89,12 +100,16 @@ def varied(completions: list[str], **_) -> list[float]:
 
 
 def plain_descent(model: nn.Module) -> tuple:
-    """Optimizer and schedule: plain gradient descent does not enlarge rounding as Adam's first steps do."""
+    """Optimizer and schedule: plain gradient descent does not enlarge rounding as Adam's first
+    steps do.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def assert_own_update(found: dict, model: str, rounds: list[list[list[Group]]], *arguments, **settings) -> None:
+def assert_own_update(
+    found: dict, model: str, rounds: list[list[list[Group]]], *arguments, **settings
+) -> None:
     """The weights equal fastp3o's within rounding, and are far from those at the start."""
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     for name, expected in own_update(model, rounds, *arguments, **settings).items():

@@ -1,4 +1,6 @@
-"""P3O on padded batches is linear_p3o_loss on the responses' tokens, and the mean over single pairs."""
+"""P3O on padded batches is linear_p3o_loss on the responses' tokens, and the mean over single
+pairs.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,11 @@ def batch_of(K: int, mask: torch.Tensor = MASK) -> PaddedBatch:
 
 def random_responses(P: int, K: int) -> dict[str, torch.Tensor]:
     values = torch.randn(3, P, K, generator=GENERATOR)
-    return {"rewards": values[0], "old_logprobs": values[1] / 9 - 17, "ref_logprobs": values[2] / 9 - 17}
+    return {
+        "rewards": values[0],
+        "old_logprobs": values[1] / 9 - 17,
+        "ref_logprobs": values[2] / 9 - 17,
+    }
 
 
 def logprobs_of(model: torch.nn.Module, batch: PaddedBatch) -> torch.Tensor:
@@ -31,7 +37,9 @@ def logprobs_of(model: torch.nn.Module, batch: PaddedBatch) -> torch.Tensor:
     return (tokens * batch.response_mask[:, 1:]).sum(1).view(-1, batch.responses_per_prompt)
 
 
-@pytest.mark.parametrize(("clipping", "K"), [("joint", 2), ("joint", 4), ("separate", 4), ("none", 2)])
+@pytest.mark.parametrize(
+    ("clipping", "K"), [("joint", 2), ("joint", 4), ("separate", 4), ("none", 2)]
+)
 def test_it_is_linear_p3o_loss(clipping, K):
     batch, settings = batch_of(K), P3OSettings(clipping=clipping)
     given, tokens = random_responses(8 // K, K), batch.tokens()
@@ -44,7 +52,9 @@ def test_it_is_linear_p3o_loss(clipping, K):
         log_probs = given["old_logprobs"], given["ref_logprobs"], given["rewards"]
         at_tokens = hidden.flatten(0, 1)[tokens.predicted_at]
         head = replace(head, temperature=1.5)
-        return linear_p3o_loss(at_tokens, head, tokens.labels, tokens.cu_seqlens, *log_probs, settings)
+        return linear_p3o_loss(
+            at_tokens, head, tokens.labels, tokens.cu_seqlens, *log_probs, settings
+        )
 
     model.zero_grad()
     output = model(batch.input_ids, attention_mask=batch.attention_mask, head_loss=expected)
@@ -63,7 +73,12 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
     given = random_responses(2, K)
     model = expose_head(tiny_causal_lm("llama"))
     loss, metrics = padded_p3o_loss(model, batch, settings=settings, **given)
-    values = logprobs_of(model, batch), given["old_logprobs"], given["ref_logprobs"], given["rewards"]
+    values = (
+        logprobs_of(model, batch),
+        given["old_logprobs"],
+        given["ref_logprobs"],
+        given["rewards"],
+    )
     pairs = [
         (p, [i, j])
         for p in (0, 1)
@@ -71,7 +86,9 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
         for j in range(i + 1, K)
         if not {(0, 1), (1, 2)} & {(p, i), (p, j)}
     ]
-    losses = [p3o_loss(*(value[p, both][None] for value in values), settings).loss for p, both in pairs]
+    losses = [
+        p3o_loss(*(value[p, both][None] for value in values), settings).loss for p, both in pairs
+    ]
     torch.testing.assert_close(loss, sum(losses) / 12)
     assert metrics["pairs"] == len(pairs) / 12 == 0.5
 
@@ -99,7 +116,12 @@ def test_without_old_and_reference_logprobs_they_are_the_policys_own():
     model = expose_head(tiny_causal_lm("llama"))
     own = logprobs_of(model, batch).detach()
     found = []
-    for known in ({}, {"old_logprobs": own}, {"ref_logprobs": own}, {"old_logprobs": own, "ref_logprobs": own}):
+    for known in (
+        {},
+        {"old_logprobs": own},
+        {"ref_logprobs": own},
+        {"old_logprobs": own, "ref_logprobs": own},
+    ):
         model.zero_grad()
         loss, metrics = padded_p3o_loss(model, batch, rewards, P3OSettings(), **known)
         loss.backward()

@@ -20,7 +20,11 @@ def problem(K: int) -> list[torch.Tensor]:
     logprobs, old = -torch.rand(2, B, C, generator=generator, dtype=torch.float64)
     advantages = torch.randn(B // K, K, generator=generator, dtype=torch.float64)
     advantages = (advantages - advantages.mean(1, keepdim=True)).view(B, 1).expand(B, C) * MASK
-    return [logprobs.masked_fill(~MASK, 9.0).requires_grad_(), old.masked_fill(~MASK, -9.0), advantages]
+    return [
+        logprobs.masked_fill(~MASK, 9.0).requires_grad_(),
+        old.masked_fill(~MASK, -9.0),
+        advantages,
+    ]
 
 
 @pytest.mark.parametrize("K", [2, 3])
@@ -36,7 +40,12 @@ def test_it_is_p3o_loss_of_the_responses_also_in_microbatches(K):
     assert metrics["p3o/clip_fraction"] == pytest.approx(expected.metrics["clip_fraction"].item())
     rows = [slice(first, first + K) for first in range(0, B, K)]
     parts = [
-        p3o_policy_loss(*(values[row] for values in (logprobs, old, advantages, MASK)), K, SETTINGS, divisor=B / K)
+        p3o_policy_loss(
+            *(values[row] for values in (logprobs, old, advantages, MASK)),
+            K,
+            SETTINGS,
+            divisor=B / K,
+        )
         for row in rows
     ]
     torch.testing.assert_close(sum(part for part, _ in parts), loss)
@@ -50,7 +59,9 @@ def test_equal_logprobs_of_any_dtype_have_a_ratio_of_one(dtype):
     logprobs = -4 * torch.rand(4, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
     logprobs.masked_fill_(~mask, float("nan"))
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(4, 200)
-    loss, metrics = p3o_policy_loss(logprobs.requires_grad_(), logprobs, advantages, mask, 2, SETTINGS)
+    loss, metrics = p3o_policy_loss(
+        logprobs.requires_grad_(), logprobs, advantages, mask, 2, SETTINGS
+    )
     assert metrics["p3o/ratio_mean"] == 1
     assert metrics["p3o/kl"] == 0
     assert loss.isfinite()
@@ -63,5 +74,7 @@ def test_parted_siblings_a_second_kl_and_other_versions_are_refused(monkeypatch)
         p3o_policy_loss(*problem(2), MASK, 2, P3OSettings())
     monkeypatch.setattr(metadata, "version", lambda package: "0.8.0")
     for host, versions in (("verl", "0.9.0 and 0.9.1"), ("openrlhf", "0.11.1 and 0.11.2")):
-        with pytest.raises(ImportError, match=rf"(?i)for {host} {versions}, and 0\.8\.0 is installed"):
+        with pytest.raises(
+            ImportError, match=rf"(?i)for {host} {versions}, and 0\.8\.0 is installed"
+        ):
             import_module(f"fastp3o.integrations.{host}")

@@ -24,7 +24,10 @@ def run(title: str, names: dict) -> dict:
 @pytest.fixture
 def names(workplace, tiny_model) -> dict:
     torch.manual_seed(0)
-    prompts = [f"Say {word}:" for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean")]
+    prompts = [
+        f"Say {word}:"
+        for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean")
+    ]
     return {"MODEL": tiny_model, "PROMPTS": prompts, "reward": varied}
 
 

@@ -1,5 +1,5 @@
-"""TRL's trainers: P3O on rollouts of GRPOTrainer is fastp3o's own update, and its own trainers on `linear_logprobs`
-have the same weights and metrics as before.
+"""TRL's trainers: P3O on rollouts of GRPOTrainer is fastp3o's own update, and its own trainers on
+`linear_logprobs` have the same weights and metrics as before.
 """
 
 from itertools import chain
@@ -12,9 +12,20 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from fastp3o.integrations.trl import P3OTrainer, TRLP3OConfig, linear_logprobs, linear_logprobs_in_trl, p3o_trainer
+from fastp3o.integrations.trl import (
+    P3OTrainer,
+    TRLP3OConfig,
+    linear_logprobs,
+    linear_logprobs_in_trl,
+    p3o_trainer,
+)
 from fastp3o.integrations.trl.p3o_trainer import shuffled_groups
-from tests.fastp3o.integrations.own_trainer import assert_own_update, plain_descent, recorded, varied
+from tests.fastp3o.integrations.own_trainer import (
+    assert_own_update,
+    plain_descent,
+    recorded,
+    varied,
+)
 
 WORDS = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
 
@@ -26,8 +37,18 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(folder: str) -> dict:
-    settings = {"output_dir": folder, "report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
-    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0}
+    settings = {
+        "output_dir": folder,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+    settings |= {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.0,
+    }
     return settings | {"per_device_train_batch_size": 4, "max_steps": 2}
 
 
@@ -36,7 +57,9 @@ def parts(model_name: str, prompts: list[dict] | None = None) -> dict:
     return {
         "model": model,
         "processing_class": AutoTokenizer.from_pretrained(model_name),
-        "train_dataset": Dataset.from_list(prompts or [{"prompt": f"Say {word}:"} for word in WORDS]),
+        "train_dataset": Dataset.from_list(
+            prompts or [{"prompt": f"Say {word}:"} for word in WORDS]
+        ),
         "optimizers": plain_descent(model),
     }
 
@@ -48,7 +71,12 @@ def p3o(folder: str, model_name: str, **options) -> P3OTrainer:
     return trainer
 
 
-TWO_MINIBATCHES = {"num_generations": 4, "steps_per_generation": 2, "clipping": "separate", "max_steps": 4}
+TWO_MINIBATCHES = {
+    "num_generations": 4,
+    "steps_per_generation": 2,
+    "clipping": "separate",
+    "max_steps": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +87,9 @@ TWO_MINIBATCHES = {"num_generations": 4, "steps_per_generation": 2, "clipping": 
     ],
 )
 def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch, options, settings):
-    monkeypatch.setattr(p3o_trainer, "padded_p3o_loss", p3o_trainer.padded_p3o_loss)  # restored after the test
+    monkeypatch.setattr(
+        p3o_trainer, "padded_p3o_loss", p3o_trainer.padded_p3o_loss
+    )  # restored after the test
     microbatches = recorded(p3o_trainer)
     trainer = p3o(str(tmp_path), tiny_model, **options)
     iterations, generation = trainer.num_iterations, trainer.args.steps_per_generation
@@ -70,7 +100,9 @@ def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch, options, 
     ]
     # Each generation's steps come once an iteration.
     generation //= accumulation
-    rounds = [steps[first : first + generation] for first in range(0, len(steps), generation * iterations)]
+    rounds = [
+        steps[first : first + generation] for first in range(0, len(steps), generation * iterations)
+    ]
     assert_own_update(trainer.model.state_dict(), tiny_model, rounds, iterations, **settings)
 
 
@@ -89,7 +121,10 @@ def test_siblings_stay_together():
         ({"scale_rewards": "group"}, "same difference of rewards"),
         ({"loss_type": "dr_grpo"}, "loss_type belongs to GRPO"),
         ({"vllm_importance_sampling_correction": True}, "set it to False"),
-        ({"per_device_train_batch_size": 3, "steps_per_generation": 2}, "must hold all 2 responses"),
+        (
+            {"per_device_train_batch_size": 3, "steps_per_generation": 2},
+            "must hold all 2 responses",
+        ),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(tmp_path, options, message):
@@ -101,7 +136,13 @@ PAIRS = [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} fo
 SAMPLED = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
 TRAINERS = {
     "DPO": (DPOTrainer, DPOConfig, PAIRS, {}, {}),
-    "GRPO": (GRPOTrainer, GRPOConfig, None, SAMPLED | {"num_iterations": 3}, {"reward_funcs": varied}),
+    "GRPO": (
+        GRPOTrainer,
+        GRPOConfig,
+        None,
+        SAMPLED | {"num_iterations": 3},
+        {"reward_funcs": varied},
+    ),
 }
 
 
@@ -129,6 +170,10 @@ def test_three_steps_are_the_same(tmp_path, tiny_model, name, monkeypatch):
         assert moved > 1e-4, key
         assert (found[key] - weight).norm() < 1e-3 * moved, key
     for log, found_log in zip(logs, found_logs, strict=True):
-        names = [key for key, value in log.items() if isinstance(value, float) and "time" not in key]
+        names = [
+            key for key, value in log.items() if isinstance(value, float) and "time" not in key
+        ]
         assert "entropy" in names
-        assert [found_log[key] for key in names] == pytest.approx([log[key] for key in names], rel=1e-3, abs=1e-5)
+        assert [found_log[key] for key in names] == pytest.approx(
+            [log[key] for key in names], rel=1e-3, abs=1e-5
+        )

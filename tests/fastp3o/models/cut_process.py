@@ -1,4 +1,6 @@
-"""One of four processes that cut models: errors of gradients, in the file named by the first argument."""
+"""One of four processes that cut models: errors of gradients, in the file named by the first
+argument.
+"""
 
 import sys
 from functools import partial
@@ -17,8 +19,13 @@ from tests.fastp3o.models.sharded_process import CPU, ROWS, largest_error, plain
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 ODD = {"vocab_size": 51}
 CONFIGS["olmo2"] = lambda: hf.Olmo2Config(**UNGROUPED | HEADS)  # norms over all heads
-CONFIGS["phi"] = lambda: hf.PhiConfig(**UNGROUPED | HEADS | ODD, resid_pdrop=0.0)  # biases, of the head, too
-MODELS = {f: partial(plain, f, **HEADS) for f in ("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "gpt_neox", "phi")} | {
+CONFIGS["phi"] = lambda: hf.PhiConfig(
+    **UNGROUPED | HEADS | ODD, resid_pdrop=0.0
+)  # biases, of the head, too
+MODELS = {
+    f: partial(plain, f, **HEADS)
+    for f in ("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "gpt_neox", "phi")
+} | {
     "odd": partial(plain, "llama", **HEADS | ODD),
     "odd and tied": partial(plain, "llama", tie_word_embeddings=True, **HEADS | ODD),
     "LoRA": partial(adapted, "llama", **HEADS),
@@ -28,11 +35,21 @@ MODELS = {f: partial(plain, f, **HEADS) for f in ("qwen2", "qwen3", "gemma2", "g
 
 def main(file: str) -> None:
     accelerator = Accelerator()
-    sharding.MixedPrecisionPolicy = lambda *_, **__: MixedPrecisionPolicy()  # gradients are added up in fp64, too
-    errors = {name: largest_error(lambda m=make: m().double(), tensor_parallel=2) for name, make in MODELS.items()}
-    errors["four"] = largest_error(lambda: plain("gpt_neox", num_attention_heads=4).double(), ROWS[:1], ROWS[:1], 4)
+    sharding.MixedPrecisionPolicy = lambda *_, **__: (
+        MixedPrecisionPolicy()
+    )  # gradients are added up in fp64, too
+    errors = {
+        name: largest_error(lambda m=make: m().double(), tensor_parallel=2)
+        for name, make in MODELS.items()
+    }
+    errors["four"] = largest_error(
+        lambda: plain("gpt_neox", num_attention_heads=4).double(), ROWS[:1], ROWS[:1], 4
+    )
     shard(odd := MODELS["odd"](), CPU, process_mesh(CPU, tensor_parallel=2))
-    assert odd.model.lm_head.weight.placements == (Shard(1), Shard(0))  # torch errs in rows cut twice
+    assert odd.model.lm_head.weight.placements == (
+        Shard(1),
+        Shard(0),
+    )  # torch errs in rows cut twice
     if accelerator.is_main_process:
         torch.save(errors, file)
     accelerator.end_training()

@@ -1,4 +1,6 @@
-"""One of two processes that share models: what each case gives, in the file named by the first argument."""
+"""One of two processes that share models: what each case gives, in the file named by the first
+argument.
+"""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +18,14 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.merging import whole_weights
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.sampling_copy import SamplingCopy
-from fastp3o.models.sharding import empty, is_main_process, pad_to_longest_rank, process_mesh, shard, whole
+from fastp3o.models.sharding import (
+    empty,
+    is_main_process,
+    pad_to_longest_rank,
+    process_mesh,
+    shard,
+    whole,
+)
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer.optimizer import Optimizer
@@ -70,7 +79,9 @@ def with_critic(**changes) -> PackedModel:
 ADAPTED = {
     "LoRA": partial(adapted, "llama"),
     "LoRA of experts": partial(adapted, "qwen3_moe"),
-    "LoRA of tied embeddings": partial(adapted, "llama", "embed_tokens,q_proj", tie_word_embeddings=True),
+    "LoRA of tied embeddings": partial(
+        adapted, "llama", "embed_tokens,q_proj", tie_word_embeddings=True
+    ),
 }
 MODELS = {family: partial(plain, family) for family in FAMILIES} | {
     "tied": tied,
@@ -99,9 +110,12 @@ def given_by_main(model: PackedModel) -> PackedModel:
     return model
 
 
-def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, tensor_parallel: int = 1) -> float:
-    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process. Log-probs
-    have the same bits with and without gradients, and weights those of one process.
+def largest_error(
+    make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, tensor_parallel: int = 1
+) -> float:
+    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one
+    process. Log-probs have the same bits with and without gradients, and weights those of one
+    process.
     """
     alone = make()
     torch.stack([compute_loss(alone, row) for row in whole_rows]).mean().backward()
@@ -109,7 +123,9 @@ def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, t
     model, own = given_by_main(make()), rows[dist.get_rank() // tensor_parallel]
     ((row, _),) = pad_to_longest_rank([own], own)
     shard(model, CPU, process_mesh(CPU, tensor_parallel=tensor_parallel))
-    assert all(torch.equal(whole(model.get_parameter(name)), one) for name, one in alone.named_parameters())
+    assert all(
+        torch.equal(whole(model.get_parameter(name)), one) for name, one in alone.named_parameters()
+    )
     with torch.no_grad():
         before = labeled_logprobs(model, row)
     assert torch.equal(labeled_logprobs(model, row), before)
@@ -122,7 +138,9 @@ def largest_error(make: Callable[[], PackedModel], rows=ROWS, whole_rows=ROWS, t
 
 @torch.no_grad()
 def merged_alike(make: Callable[[], PackedModel]) -> bool:
-    """Whether a model that is spread merges its adapters to the same weights as a whole one, and into its copy."""
+    """Whether a model that is spread merges its adapters to the same weights as a whole one, and
+    into its copy.
+    """
     alone, model = make(), given_by_main(make())
     copy = SamplingCopy(model, CPU, torch.float32, merges=True)
     shard(model, CPU, process_mesh(CPU))
@@ -139,7 +157,9 @@ def merged_alike(make: Callable[[], PackedModel]) -> bool:
 
 
 def loaded_adapter(folder: Path) -> bool:
-    """Whether a policy from adapters of tied embeddings is the same on both processes once it is spread."""
+    """Whether a policy from adapters of tied embeddings is the same on both processes once it is
+    spread.
+    """
     base, name = str(folder / "of tied"), folder / "adapter"
     if is_main_process():
         random_model("llama", tie_word_embeddings=True).save_pretrained(base)
@@ -157,8 +177,9 @@ def loaded_adapter(folder: Path) -> bool:
 
 
 def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
-    """A step in fp16 in which one process has non-finite numbers, in its pass or in its part of the gradients: whether
-    nothing moved, the loss scale, and whether the next step moves something again.
+    """A step in fp16 in which one process has non-finite numbers, in its pass or in its part of the
+    gradients: whether nothing moved, the loss scale, and whether the next step moves something
+    again.
     """
     mesh, precision = process_mesh(CPU), choose_precision("fp16", "fp32")
     config = StageConfig(model="", output_dir="", learning_rate=1e-2)
@@ -174,7 +195,9 @@ def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
         if fails and within == "part":
             optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
         scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
-        return any(not torch.equal(whole(t), before[name]) for name, t in optimizer.tensors().items()), scale
+        return any(
+            not torch.equal(whole(t), before[name]) for name, t in optimizer.tensors().items()
+        ), scale
 
     step(fails=False)
     moved, scale = step(fails=here)
@@ -182,18 +205,26 @@ def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
 
 
 def as_stored(folder: Path, name: str) -> tuple[set[torch.dtype], bool]:
-    """A bf16 checkpoint: the main process's dtypes before it is spread, and whether it becomes the fp32 model then."""
+    """A bf16 checkpoint: the main process's dtypes before it is spread, and whether it becomes the
+    fp32 model then.
+    """
     if is_main_process():
-        plain("gemma3" if name == "tied" else "llama").model.bfloat16().save_pretrained(folder / name)
+        plain("gemma3" if name == "tied" else "llama").model.bfloat16().save_pretrained(
+            folder / name
+        )
     dist.barrier()
-    wide, stored = (load_policy(str(folder / name), trains=True, as_stored=stored) for stored in (False, True))
+    wide, stored = (
+        load_policy(str(folder / name), trains=True, as_stored=stored) for stored in (False, True)
+    )
     if name == "critic":
         wide.critic, stored.critic = Critic(wide), Critic(stored)
     dtypes = {parameter.dtype for parameter in stored.model.parameters()}
     tensors = []
     for model in (wide, stored):
         shard(model, CPU, process_mesh(CPU))
-        tensors.append({n: whole(t.detach()) for n, t in [*model.named_parameters(), *model.named_buffers()]})
+        tensors.append(
+            {n: whole(t.detach()) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        )
     same = [
         one.dtype == other.dtype and torch.equal(one, other)
         for one, other in zip(*map(dict.values, tensors), strict=True)
@@ -205,7 +236,8 @@ def main(file: Path) -> None:
     accelerator = Accelerator()
     errors = {name: largest_error(make) for name, make in MODELS.items()}
     errors |= {
-        f"{name} in parts": largest_error(MODELS[name], CUT, WHOLE) for name in ("llama", "checkpointed", "critic")
+        f"{name} in parts": largest_error(MODELS[name], CUT, WHOLE)
+        for name in ("llama", "checkpointed", "critic")
     }
     results = {"errors": errors}
     cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]

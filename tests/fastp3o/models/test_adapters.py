@@ -30,7 +30,9 @@ def trained(model: PackedModel, precision: str = "fp32", lora: TrainableConfig =
     choose_trainable(model, lora)
     enlarge_trained(model)
     config = StageConfig(model="", output_dir="")
-    return Optimizer(Accelerator(cpu=True), model, choose_precision(precision, precision), config, 1)
+    return Optimizer(
+        Accelerator(cpu=True), model, choose_precision(precision, precision), config, 1
+    )
 
 
 def saved(optimizer: Optimizer, folder: Path) -> str:
@@ -48,14 +50,20 @@ def require_same_logprobs(model: PackedModel, folder: str) -> None:
     row = PAIRS.row()
     with torch.no_grad():
         expected = labeled_logprobs(model, row)
-        torch.testing.assert_close(labeled_logprobs(load_policy(folder), row), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            labeled_logprobs(load_policy(folder), row), expected, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
     """Embeddings that are tied to the head may be adapted, too."""
     random_model(family).save_pretrained(tmp_path / "base")
-    lora = TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj") if family == "gemma2" else LORA
+    lora = (
+        TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj")
+        if family == "gemma2"
+        else LORA
+    )
     optimizer = trained(load_policy(str(tmp_path / "base")), lora=lora)
     policy = optimizer.model
     folder = saved(optimizer, tmp_path / "adapter")
@@ -74,7 +82,9 @@ def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
     whole, weights = whole_model(policy.model)
     assert whole.generation_config.temperature == 0.6
     assert policy.model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in policy.model.state_dict().items()
+    )
     whole.generation_config.temperature = 1.0
     whole.save_pretrained(tmp_path / "whole", state_dict=weights)
     require_same_logprobs(policy, str(tmp_path / "whole"))
@@ -91,7 +101,9 @@ def test_a_reward_models_head_goes_with_its_adapter_and_may_be_new(tiny_model, t
     assert expected.abs().min() > 0
     with torch.no_grad():
         expected = scores(optimizer.model, row)
-        torch.testing.assert_close(scores(load_reward_model(folder), row), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            scores(load_reward_model(folder), row), expected, atol=1e-5, rtol=1e-5
+        )
     folder = saved(trained(load_policy(tiny_model)), tmp_path / "policy")
     begun = load_reward_model(folder, new_head=True).model.base_model.state_dict()
     for name, weight in load_policy(folder).model.base_model.state_dict().items():
@@ -121,13 +133,17 @@ def test_files_that_are_not_of_the_base_or_damaged_are_named(tiny_model, tmp_pat
         require_refused(f"{damaged} ")
 
 
-def test_the_base_is_named_wherever_it_is_loaded_from_and_has_no_adapter(tiny_model, tmp_path, monkeypatch):
+def test_the_base_is_named_wherever_it_is_loaded_from_and_has_no_adapter(
+    tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.chdir(Path(tiny_model).parent)
     optimizer = trained(load_policy(f"./{Path(tiny_model).name}"))
     folder, again = (saved(optimizer, tmp_path / name) for name in ("adapter", "again"))
     with pytest.raises(ValueError, match=f"it holds only an adapter: use {folder}$"):
         load_tokenizer(str(tmp_path))
-    contents = [{path.name: path.read_bytes() for path in Path(part).iterdir()} for part in (folder, again)]
+    contents = [
+        {path.name: path.read_bytes() for path in Path(part).iterdir()} for part in (folder, again)
+    ]
     assert contents[0] == contents[1]
     config = json.loads(contents[0]["adapter_config.json"])
     assert config["base_model_name_or_path"] == tiny_model
@@ -140,5 +156,7 @@ def test_the_base_is_named_wherever_it_is_loaded_from_and_has_no_adapter(tiny_mo
         choose_trainable(load_policy(folder), TrainableConfig(lora_rank=2, lora_save="adapter"))
     optimizer.model.model.name_or_path = folder
     second = saved(optimizer, tmp_path / "second")
-    with pytest.raises(ValueError, match=f"cannot load {second}: .*{folder}, which is itself an adapter"):
+    with pytest.raises(
+        ValueError, match=f"cannot load {second}: .*{folder}, which is itself an adapter"
+    ):
         load_policy(second)

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from benchmarks.peak_memory import PeakMemory
 from fastp3o.errors import UserError
 from fastp3o.models import attention
-from fastp3o.models.attention import choose_attention, fastest_backend, sdpa_per_segment, segment_attention
+from fastp3o.models.attention import (
+    choose_attention,
+    fastest_backend,
+    sdpa_per_segment,
+    segment_attention,
+)
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import PAIRS
 
@@ -24,19 +29,29 @@ def make_segments(lengths: list[tuple[int, int]]) -> Segments:
     return Segments(offsets(queries), offsets(keys), tuple(queries), tuple(keys), None)
 
 
-def random_tensors(segments: Segments, heads: int, groups: int, size: int, dtype=torch.float64) -> list[Tensor]:
+def random_tensors(
+    segments: Segments, heads: int, groups: int, size: int, dtype=torch.float64
+) -> list[Tensor]:
     """Queries [T, H, D], keys and values [U, Hkv, D]."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(segments.query_lengths), heads, size)] + 2 * [(sum(segments.key_lengths), heads // groups, size)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    shapes = [(sum(segments.query_lengths), heads, size)] + 2 * [
+        (sum(segments.key_lengths), heads // groups, size)
+    ]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def dense(query, key, value, segments, scale, window, softcap) -> Tensor:
     """Every query against every key of the row, most of them masked."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    segment_of_query = torch.tensor([g for g, length in enumerate(segments.query_lengths) for _ in range(length)])
-    segment_of_key = torch.tensor([g for g, length in enumerate(segments.key_lengths) for _ in range(length)])
+    segment_of_query = torch.tensor(
+        [g for g, length in enumerate(segments.query_lengths) for _ in range(length)]
+    )
+    segment_of_key = torch.tensor(
+        [g for g, length in enumerate(segments.key_lengths) for _ in range(length)]
+    )
     lengths = list(zip(segments.query_lengths, segments.key_lengths, strict=True))
     position_of_query = torch.tensor([k - q + i for q, k in lengths for i in range(q)])
     position_of_key = torch.tensor([i for _, k in lengths for i in range(k)])
@@ -54,12 +69,16 @@ def dense(query, key, value, segments, scale, window, softcap) -> Tensor:
 def with_gradients(attend, tensors, *options) -> list[Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     output = attend(*leaves, *options)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64, device=output.device).view_as(output)
+    weights = torch.linspace(
+        -1, 1, output.numel(), dtype=torch.float64, device=output.device
+    ).view_as(output)
     output.backward(weights.to(output.dtype))
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
-one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths: (lengths[0], sum(lengths)))
+one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(
+    lambda lengths: (lengths[0], sum(lengths))
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,7 +90,9 @@ one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths
     st.sampled_from([1, 24, attention.LARGEST_BLOCK]),
     st.sampled_from([0, attention.LARGEST_PADDED]),
 )
-def test_segments_one_by_one_or_padded_equal_a_dense_mask(lengths, groups, window, softcap, block, padded):
+def test_segments_one_by_one_or_padded_equal_a_dense_mask(
+    lengths, groups, window, softcap, block, padded
+):
     segments = make_segments(lengths)
     tensors = random_tensors(segments, 2, groups, 4)
     with mock.patch.multiple(attention, LARGEST_BLOCK=block, LARGEST_PADDED=padded):
@@ -86,27 +107,46 @@ def test_segments_one_by_one_or_padded_equal_a_dense_mask(lengths, groups, windo
 on_gpu = partial(pytest.param, marks=pytest.mark.gpu)
 
 
-@pytest.mark.parametrize(("kind", "softcap"), [("cpu", 30.0), on_gpu("cuda", None), on_gpu("cuda", 30.0)])
+@pytest.mark.parametrize(
+    ("kind", "softcap"), [("cpu", 30.0), on_gpu("cuda", None), on_gpu("cuda", 30.0)]
+)
 @pytest.mark.parametrize("window", [None, 20])
 def test_products_of_queries_and_keys_are_not_kept_for_the_backward_pass(kind, softcap, window):
     segments = make_segments([(64, 64), (48, 96)])
-    tensors = [tensor.to(kind).requires_grad_() for tensor in random_tensors(segments, 4, 2, 8, torch.float32)]
+    tensors = [
+        tensor.to(kind).requires_grad_()
+        for tensor in random_tensors(segments, 4, 2, 8, torch.float32)
+    ]
     with PeakMemory() as memory:
         result = sdpa_per_segment(*tensors, segments, 0.3, window, softcap)
-    assert sum(size for storage, size in memory.alive.values() if not storage.expired()) == result.nbytes
+    assert (
+        sum(size for storage, size in memory.alive.values() if not storage.expired())
+        == result.nbytes
+    )
     assert softcap or memory.largest <= 2 * result.nbytes
 
 
 def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
     row = PAIRS.row()
-    query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
+    query, key, value = torch.randn(
+        3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0)
+    )
     tensors = query, key[:, :1], value[:, :1]
     packed = {"attention_mask": None, "fastp3o_segments": row.segments}
-    scaled = [segment_attention(nn.Module(), *tensors, **packed, scaling=scale)[0] for scale in (None, 0.5, 0.7)]
+    scaled = [
+        segment_attention(nn.Module(), *tensors, **packed, scaling=scale)[0]
+        for scale in (None, 0.5, 0.7)
+    ]
     assert torch.equal(*scaled[:2])
     assert not torch.allclose(*scaled[1:])
-    for changes in ({"fastp3o_segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
-        with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
+    for changes in (
+        {"fastp3o_segments": None},
+        {"attention_mask": torch.ones(1, row.tokens)},
+        {"dropout": 0.1},
+    ):
+        with pytest.raises(
+            ValueError, match=r"one packed row with its segments|dropout of attention weights"
+        ):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
     with pytest.raises(ValueError, match="one packed row"):
         segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), **packed)
@@ -123,10 +163,14 @@ def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refu
         (torch.float32, 64, None, "sdpa_per_segment", "sdpa_per_segment"),
     ],
 )
-def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap, with_flash, without):
+def test_the_fastest_backend_that_can_is_taken(
+    monkeypatch, dtype, size, softcap, with_flash, without
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     attention.libraries_support.cache_clear()
-    query = SimpleNamespace(dtype=dtype, shape=(8, 2, size), is_cuda=True, device=torch.device("cuda", 0))
+    query = SimpleNamespace(
+        dtype=dtype, shape=(8, 2, size), is_cuda=True, device=torch.device("cuda", 0)
+    )
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
         assert fastest_backend(query, softcap).__name__ == expected
@@ -142,9 +186,13 @@ LOADED = [("hub", 8, "2"), ("hub", 9, "3"), ("fa3", 9, "FA3"), ("fa4", 10, "FA4"
 
 
 @pytest.mark.parametrize(("name", "major", "loads"), LOADED)
-def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypatch, name, major, loads):
+def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(
+    monkeypatch, name, major, loads
+):
     loaded, kernel = [], SimpleNamespace(flash_attn_varlen_func="the hub's")
-    hub = SimpleNamespace(get_kernel=lambda repository, revision: loaded.append(repository[-1]) or kernel)
+    hub = SimpleNamespace(
+        get_kernel=lambda repository, revision: loaded.append(repository[-1]) or kernel
+    )
     monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
@@ -156,20 +204,27 @@ def test_chosen_kernels_are_those_of_all_models_until_others_are_chosen(monkeypa
         restore_flash_attention_impl=loaded.clear,
     ):
         choose_attention(name, torch.device("cuda"))
-        assert (loaded, attention.flash_attn_varlen_func) == ([loads], "the hub's" if name == "hub" else None)
+        assert (loaded, attention.flash_attn_varlen_func) == (
+            [loads],
+            "the hub's" if name == "hub" else None,
+        )
         choose_attention("auto", torch.device("cuda"))
         assert (loaded, attention.flash_attn_varlen_func) == ([], attention.installed_flash_attn)
     with pytest.raises(ValueError, match=f"attention {name} needs a GPU"):
         choose_attention(name, torch.device("cpu"))
     if name == "hub":
         monkeypatch.setitem(sys.modules, "kernels", None)
-        with pytest.raises(ValueError, match=r"hub: the package `kernels` is missing .*: pip install '\.\[flash\]'"):
+        with pytest.raises(
+            ValueError, match=r"hub: the package `kernels` is missing .*: pip install '\.\[flash\]'"
+        ):
             choose_attention(name, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.14.0+cu130", "2.15.1.dev20261101", "3.0.0"])
 def test_a_torch_for_which_the_hub_has_no_build_is_told_which_it_has(monkeypatch, version):
-    hub = SimpleNamespace(get_kernel=lambda *_, **__: pytest.fail("looked for a build that does not exist"))
+    hub = SimpleNamespace(
+        get_kernel=lambda *_, **__: pytest.fail("looked for a build that does not exist")
+    )
     monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "__version__", version)
@@ -182,17 +237,24 @@ def test_a_torch_for_which_the_hub_has_no_build_is_told_which_it_has(monkeypatch
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
 
 
-def by_offsets(query, key, value, cu_queries, cu_keys, longest_query, longest_keys, scale, left, softcap) -> Tensor:
-    """A stand-in for both libraries: causal at the end of the keys, `left` further keys seen, all if negative."""
+def by_offsets(
+    query, key, value, cu_queries, cu_keys, longest_query, longest_keys, scale, left, softcap
+) -> Tensor:
+    """A stand-in for both libraries: causal at the end of the keys, `left` further keys seen, all
+    if negative.
+    """
     assert (longest_query, longest_keys) == (5, 9)
     assert cu_queries.dtype == cu_keys.dtype == torch.int32
     lengths = list(zip(cu_queries.diff().tolist(), cu_keys.diff().tolist(), strict=True))
     assert lengths == LENGTHS
-    return dense(query, key, value, make_segments(lengths), scale, None if left < 0 else left + 1, softcap)
+    return dense(
+        query, key, value, make_segments(lengths), scale, None if left < 0 else left + 1, softcap
+    )
 
 
 @pytest.mark.parametrize(
-    ("library", "softcap"), [("flash_attn", None), ("flash_attn", 30.0), ("varlen_attn", None), ("older", None)]
+    ("library", "softcap"),
+    [("flash_attn", None), ("flash_attn", 30.0), ("varlen_attn", None), ("older", None)],
 )
 @pytest.mark.parametrize("window", [None, 3, 1])
 def test_libraries_are_called_as_they_document(monkeypatch, window, library, softcap):
@@ -230,7 +292,9 @@ def test_libraries_are_called_as_they_document(monkeypatch, window, library, sof
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(("backend", "softcap"), [("varlen", None), ("flash", None), ("flash", 20.0)])
+@pytest.mark.parametrize(
+    ("backend", "softcap"), [("varlen", None), ("flash", None), ("flash", 20.0)]
+)
 def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, device):
     library = {"varlen": "varlen_attn", "flash": "flash_attn_varlen_func"}[backend]
     if getattr(attention, library) is None:

@@ -1,4 +1,6 @@
-"""Layers that torch compiles. The suite traces them as for the compiler; `-m compiled` compiles them."""
+"""Layers that torch compiles. The suite traces them as for the compiler; `-m compiled` compiles
+them.
+"""
 
 import copy
 from itertools import chain
@@ -12,8 +14,9 @@ from fastp3o.models.packed_model import PackedModel, eager_forward, labeled_logp
 from tests.fastp3o.models import model_families as families
 from tests.fastp3o.rollouts.test_engine import RESPONSE_TOKENS, sample
 
-# Rows of other lengths, with segments of one token and prompts that are shared once, three times or never. Lengths are
-# equal by chance to one another, to sizes of the model and to numbers of segments.
+# Rows of other lengths, with segments of one token and prompts that are shared once, three times or
+# never. Lengths are equal by chance to one another, to sizes of the model and to numbers of
+# segments.
 RAGGED = [
     families.PAIRS,
     families.FOURS,
@@ -43,10 +46,15 @@ def trace_only(monkeypatch) -> None:
     ("family", "compiles"),
     [
         *(pytest.param(family, False, marks=pytest.mark.nightly) for family in families.FAMILIES),
-        *(pytest.param(f, True, marks=pytest.mark.compiled) for f in ("llama", "qwen3", "gemma2", "gemma3", "gpt2")),
+        *(
+            pytest.param(f, True, marks=pytest.mark.compiled)
+            for f in ("llama", "qwen3", "gemma2", "gemma3", "gpt2")
+        ),
     ],
 )
-def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(family, compiles, monkeypatch):
+def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(
+    family, compiles, monkeypatch
+):
     """Their errors against fp64 are at most twice those of plain layers, over all gradients."""
     if not compiles:
         trace_only(monkeypatch)
@@ -58,12 +66,16 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
     assert counters["stats"]["unique_graphs"]
     families.assert_equal(got, eager)
     errors = [
-        sum((outcome.gradients[name] - gradient).square().sum().item() for name, gradient in exact.gradients.items())
+        sum(
+            (outcome.gradients[name] - gradient).square().sum().item()
+            for name, gradient in exact.gradients.items()
+        )
         for outcome in (got, eager)
     ]
     assert 0 < errors[0] <= 4 * errors[1]
     assert abs(got.loss - exact.loss) <= 2 * abs(eager.loss - exact.loss) + 1e-6
-    # Rows have the same bits with and without gradients, and those of other lengths take no further graphs.
+    # Rows have the same bits with and without gradients, and those of other lengths take no further
+    # graphs.
     for rows in (RAGGED, OTHERS):
         before = counters["stats"]["unique_graphs"]
         for groups in rows:
@@ -82,21 +94,33 @@ def test_compiled_layers_are_as_exact_as_plain_ones_for_rows_of_any_length(famil
     ("family", "static", "compiles"),
     [
         ("llama", True, False),
-        *(pytest.param(family, False, False, marks=pytest.mark.nightly) for family in ("LoRA", "gemma2", "gpt2")),
-        *(pytest.param("LoRA", static, True, marks=pytest.mark.compiled) for static in (True, False)),
+        *(
+            pytest.param(family, False, False, marks=pytest.mark.nightly)
+            for family in ("LoRA", "gemma2", "gpt2")
+        ),
+        *(
+            pytest.param("LoRA", static, True, marks=pytest.mark.compiled)
+            for static in (True, False)
+        ),
     ],
 )
 def test_rollouts_take_no_further_graphs_for_other_shapes(family, static, compiles, monkeypatch):
     if not compiles:
         trace_only(monkeypatch)
-    policy = families.adapted("llama") if family == "LoRA" else PackedModel(families.random_model(family))
+    policy = (
+        families.adapted("llama")
+        if family == "LoRA"
+        else PackedModel(families.random_model(family))
+    )
     expected, exact = sample(policy)
     policy.compile_layers()
     sample(policy, static=static)
     graphs = counters["stats"]["unique_graphs"]
     ids, logprobs = sample(policy, static=static, slots=18 - 11 * static, room_beyond=2)
     assert ids == expected
-    assert torch.allclose(*(torch.tensor([*chain(*chain(*numbers))]) for numbers in (logprobs, exact)), atol=2e-5)
+    assert torch.allclose(
+        *(torch.tensor([*chain(*chain(*numbers))]) for numbers in (logprobs, exact)), atol=2e-5
+    )
     with policy.with_own_attention() as inner:
         inner.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
     assert counters["stats"]["unique_graphs"] == graphs > 0

@@ -1,5 +1,6 @@
-"""What a trial recognizes in a model's layers, and what comes of it: on a CPU the same bits in fp32, a stream in fp32
-for half precision, and with kernels, in Triton's interpreter, the same numbers within rounding.
+"""What a trial recognizes in a model's layers, and what comes of it: on a CPU the same bits in
+fp32, a stream in fp32 for half precision, and with kernels, in Triton's interpreter, the same
+numbers within rounding.
 """
 
 import copy
@@ -77,7 +78,10 @@ def test_a_trial_draws_no_random_numbers_and_needs_no_weights():
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_fp32_keeps_every_bit_on_a_cpu(family, monkeypatch):
-    found = [results(make(families.random_model(family))) for make in (PackedModel, lambda m: unfused(monkeypatch, m))]
+    found = [
+        results(make(families.random_model(family)))
+        for make in (PackedModel, lambda m: unfused(monkeypatch, m))
+    ]
     for fused, plain in zip(*found, strict=True):
         assert torch.equal(fused, plain)
 
@@ -99,7 +103,9 @@ def test_kernels_are_as_exact_as_plain_layers(family, dtype, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_autocast_takes_norms_of_the_stream_in_the_dtype_of_its_products(family, monkeypatch):
-    """Rounded by the norm's kernel, and not once more by each product; gradients are as exact as plain layers'."""
+    """Rounded by the norm's kernel, and not once more by each product; gradients are as exact as
+    plain layers'.
+    """
     exact = results(PackedModel(families.random_model(family).double()))
     taken = set()
 
@@ -128,7 +134,9 @@ def test_a_stream_beyond_fp16_is_finite_and_right(family, kernels, monkeypatch):
     for layer in model.base_model.layers:
         layer.post_feedforward_layernorm.weight.data.add_(4e4)
     exact = labeled_logprobs(PackedModel(copy.deepcopy(model).double()), families.FOURS.row())
-    plain = labeled_logprobs(unfused(monkeypatch, copy.deepcopy(model).half()), families.FOURS.row())
+    plain = labeled_logprobs(
+        unfused(monkeypatch, copy.deepcopy(model).half()), families.FOURS.row()
+    )
     assert not plain.isfinite().all()
     model = PackedModel(model.half())
     if kernels:
@@ -139,12 +147,15 @@ def test_a_stream_beyond_fp16_is_finite_and_right(family, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float16), ("llama", torch.bfloat16), ("gemma3", torch.bfloat16)]
+    ("family", "dtype"),
+    [("llama", torch.float16), ("llama", torch.bfloat16), ("gemma3", torch.bfloat16)],
 )
 def test_a_finer_stream_makes_logprobs_more_exact(family, dtype, monkeypatch):
     """Of a deep model, in which half precision rounds the stream with every block."""
     deep = {"num_hidden_layers": 16, "layer_types": 8 * ["sliding_attention", "full_attention"]}
-    model = families.random_model(family, **deep if family == "gemma3" else {"num_hidden_layers": 16})
+    model = families.random_model(
+        family, **deep if family == "gemma3" else {"num_hidden_layers": 16}
+    )
     row = families.FOURS.row()
     with torch.no_grad():
         exact = labeled_logprobs(PackedModel(copy.deepcopy(model).double()), row)
@@ -218,7 +229,9 @@ class WithGate(Norm):
 
 def test_a_norm_of_any_name_is_recognized_and_no_other_function():
     assert norm_of(Norm()).kind == (1e-6, 0.0, False)
-    assert [norm_of(other()) for other in (Constant, OtherEps, Centred, Biased, WithGate, nn.Identity)] == 6 * [None]
+    assert [
+        norm_of(other()) for other in (Constant, OtherEps, Centred, Biased, WithGate, nn.Identity)
+    ] == 6 * [None]
     assert norm_of(nn.LayerNorm(8, bias=False)) is None
 
 
@@ -268,7 +281,9 @@ def test_dropout_in_a_layer_leaves_it_as_it_is():
     torch.manual_seed(0)
     model = PackedModel(hf.AutoModelForCausalLM.from_config(hf.Phi3Config(**config)))
     assert not any(hasattr(layer, "fastp3o_wiring") for layer in model.layers())
-    model = PackedModel(hf.AutoModelForCausalLM.from_config(hf.Phi3Config(**config | {"resid_pdrop": 0.0})))
+    model = PackedModel(
+        hf.AutoModelForCausalLM.from_config(hf.Phi3Config(**config | {"resid_pdrop": 0.0}))
+    )
     assert all(hasattr(layer, "fastp3o_wiring") for layer in model.layers())
 
 
@@ -290,7 +305,9 @@ LAUNCHES = "Pointer argument cannot be accessed from Triton (cpu tensor?)"
 
 
 def launching(function, launched):
-    """A function that others' kernels compute: it is counted, and takes tensors of a GPU alone until that is set."""
+    """A function that others' kernels compute: it is counted, and takes tensors of a GPU alone
+    until that is set.
+    """
 
     @wraps(function)
     def patched(*args, **kwargs):

@@ -38,7 +38,9 @@ def test_layers_with_one_input_compute_as_one_and_follow_their_weights(family, m
     products, parameters = joint_products_of(model), dict(model.named_parameters())
     assert [names(model, group) for group in products.groups] == [*GROUPS[family]] * 2
     widths, linear = [], F.linear
-    monkeypatch.setattr(joint_products.F, "linear", lambda x, *w: widths.append(len(w[0])) or linear(x, *w))
+    monkeypatch.setattr(
+        joint_products.F, "linear", lambda x, *w: widths.append(len(w[0])) or linear(x, *w)
+    )
     expected_widths = [sum(layer.out_features for layer in group) for group in products.groups]
     addresses = []
     for factor in (1.0, 1.1):
@@ -60,7 +62,11 @@ def test_layers_with_one_input_compute_as_one_and_follow_their_weights(family, m
 
 def gradients(model: PackedModel) -> dict[str, torch.Tensor]:
     labeled_logprobs(model, ROW).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
@@ -83,7 +89,10 @@ def test_nothing_that_trains_or_saves_sees_it(family, tmp_path):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     # safetensors itself refuses weights that share memory.
-    save_file({name: weight for name, weight in model.state_dict().items() if "layers" in name}, tmp_path / "alone")
+    save_file(
+        {name: weight for name, weight in model.state_dict().items() if "layers" in name},
+        tmp_path / "alone",
+    )
 
 
 def test_adapters_and_compiled_layers_compute_as_ever(monkeypatch):
@@ -136,10 +145,14 @@ def test_parameters_that_others_have_moved_come_together_again():
     parameters = [layer.weight for layer in products.groups[0]]
     first = products.side_by_side(0, "weight")
     assert products.side_by_side(0, "weight") is first
-    assert [part.untyped_storage().nbytes() for part in parameters] == [part.nbytes for part in parts]
+    assert [part.untyped_storage().nbytes() for part in parameters] == [
+        part.nbytes for part in parts
+    ]
     with torch.no_grad():
         first.mul_(2.0)
-    assert all(torch.equal(part, 2 * before) for part, before in zip(parameters, parts, strict=True))
+    assert all(
+        torch.equal(part, 2 * before) for part, before in zip(parameters, parts, strict=True)
+    )
     parameters[1].data = parts[1].clone()
     again = products.side_by_side(0, "weight")
     assert torch.equal(again, torch.cat([2 * parts[0], parts[1]]))
@@ -153,12 +166,18 @@ def test_a_sampled_copy_has_such_weights_side_by_side_in_its_own_memory(family):
     sampled = SamplingCopy(model, torch.device("cpu"), torch.bfloat16)
     copied = sampled.model
     with sampled.gathered(model):
-        expected, addresses = logprobs(copied), [parameter.data_ptr() for parameter in copied.parameters()]
+        expected, addresses = (
+            logprobs(copied),
+            [parameter.data_ptr() for parameter in copied.parameters()],
+        )
         products = joint_products_of(copied)
         assert len(products.groups) == 4
         for group in products.groups:
             assert in_shared_memory([layer.weight for layer in group]) is not None
-            assert group[0].bias is None or in_shared_memory([layer.bias for layer in group]) is not None
+            assert (
+                group[0].bias is None
+                or in_shared_memory([layer.bias for layer in group]) is not None
+            )
         with products.used():
             torch.testing.assert_close(logprobs(copied), expected, atol=0.05, rtol=0)
         assert [parameter.data_ptr() for parameter in copied.parameters()] == addresses

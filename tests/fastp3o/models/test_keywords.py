@@ -28,10 +28,16 @@ TO_THE_MODEL = keyword_only(with_head_loss(lambda: None))
 
 
 def forward_parameters(source: str) -> set[str]:
-    """Names of the parameters of all functions `forward` in a module's source, of layers and of whole models."""
+    """Names of the parameters of all functions `forward` in a module's source, of layers and of
+    whole models.
+    """
     functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
     arguments = (node.args for node in functions if node.name == "forward")
-    return {one.arg for given in arguments for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    return {
+        one.arg
+        for given in arguments
+        for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)
+    }
 
 
 def taken(names: set[str], folder: Path) -> Iterator[tuple[str, str]]:
@@ -45,7 +51,9 @@ def taken(names: set[str], folder: Path) -> Iterator[tuple[str, str]]:
 
 def test_no_layer_of_transformers_takes_our_keywords_for_its_own():
     llama = TRANSFORMERS / "models" / "llama"
-    assert ("modeling_llama.py", "position_embeddings") in set(taken({"position_embeddings"}, llama))
+    assert ("modeling_llama.py", "position_embeddings") in set(
+        taken({"position_embeddings"}, llama)
+    )
     assert not list(taken(TO_ATTENTION | TO_THE_MODEL, TRANSFORMERS))
 
 
@@ -53,7 +61,9 @@ def test_what_a_model_gets_of_ours_is_what_the_test_above_looks_for(tokenizer):
     """In passes over packed rows, and in rollouts, which fill a cache and then continue it."""
     policy = PackedModel(random_model("llama", vocab_size=len(tokenizer)))
     body, seen = policy.model.base_model, set()
-    body.register_forward_pre_hook(lambda module, args, options: seen.update(options), with_kwargs=True)
+    body.register_forward_pre_hook(
+        lambda module, args, options: seen.update(options), with_kwargs=True
+    )
     labeled_logprobs(policy, PAIRS.row())
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=3, batch_size=2)
     sampler(tokenized(tokenizer, ["one", "other"], range(2)), 2, 0)

@@ -1,4 +1,6 @@
-"""Checkpoints that are not whole and tokenizers that do not fit are refused by name; every whole family loads."""
+"""Checkpoints that are not whole and tokenizers that do not fit are refused by name; every whole
+family loads.
+"""
 
 import logging
 import shutil
@@ -8,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy, load_reward_model
@@ -31,7 +38,9 @@ def untied(tmp_path: Path, tiny_model: str) -> Path:
 
 
 def change_weights(folder: Path, *, without: str = "\n", **more: torch.Tensor) -> None:
-    weights = {name: weight for name, weight in load_file(folder / WEIGHTS).items() if without not in name}
+    weights = {
+        name: weight for name, weight in load_file(folder / WEIGHTS).items() if without not in name
+    }
     save_file(weights | more, folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -47,7 +56,9 @@ def change_weights(folder: Path, *, without: str = "\n", **more: torch.Tensor) -
 )
 def test_weights_that_are_not_the_models_are_named(untied: Path, changes: dict, said: str):
     change_weights(untied, **changes)
-    with pytest.raises(ValueError, match=f"the checkpoint {untied} does not hold the weights of its model: {said}"):
+    with pytest.raises(
+        ValueError, match=f"the checkpoint {untied} does not hold the weights of its model: {said}"
+    ):
         load_policy(str(untied))
 
 
@@ -64,7 +75,10 @@ def test_the_table_of_others_who_load_is_shown(untied: Path, caplog: pytest.LogC
         assert "LOAD REPORT" in caplog.text
     finally:
         logger.removeHandler(caplog.handler)
-    with pytest.raises(ValueError, match=f"{untied} does not hold the weights of its model: it lacks lm_head.weight"):
+    with pytest.raises(
+        ValueError,
+        match=f"{untied} does not hold the weights of its model: it lacks lm_head.weight",
+    ):
         load_model(untied)
 
 
@@ -74,10 +88,14 @@ def test_weights_that_can_hold_code_are_refused(tmp_path: Path, untied: Path):
     save_adapter(policy, tmp_path / "adapters")
     for folder, name in ((tmp_path / "adapters", "adapter_model"), (untied, "model")):
         safe = folder / f"{name}.safetensors"
-        torch.save(load_file(safe), folder / {"model": "pytorch_model.bin"}.get(name, f"{name}.bin"))
+        torch.save(
+            load_file(safe), folder / {"model": "pytorch_model.bin"}.get(name, f"{name}.bin")
+        )
         safe.unlink()
         for load in (load_policy, lambda name: load_reward_model(name, new_head=True)):
-            with pytest.raises(ValueError, match=f"cannot load {folder}: it has no weights in safetensors"):
+            with pytest.raises(
+                ValueError, match=f"cannot load {folder}: it has no weights in safetensors"
+            ):
                 load(str(folder))
 
 
@@ -94,7 +112,9 @@ def test_a_file_that_was_cut_off_and_a_folder_without_one_are_named(untied: Path
         load_policy(str(untied.parent))
 
 
-def test_a_language_model_is_no_reward_model_unless_a_head_is_asked_for(tmp_path: Path, untied: Path, tiny_model: str):
+def test_a_language_model_is_no_reward_model_unless_a_head_is_asked_for(
+    tmp_path: Path, untied: Path, tiny_model: str
+):
     for name in (tiny_model, str(untied)):
         with pytest.raises(ValueError, match="it has no head `score`"):
             load_reward_model(name)
@@ -107,8 +127,13 @@ def test_a_language_model_is_no_reward_model_unless_a_head_is_asked_for(tmp_path
 
 
 def test_a_reward_model_has_one_output_and_is_whole(tmp_path: Path, tiny_model: str):
-    for outputs, said in ((2, "has 2 outputs; a reward model has one"), (1, r"it lacks model\.norm\.weight")):
-        AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=outputs).save_pretrained(tmp_path)
+    for outputs, said in (
+        (2, "has 2 outputs; a reward model has one"),
+        (1, r"it lacks model\.norm\.weight"),
+    ):
+        AutoModelForSequenceClassification.from_pretrained(
+            tiny_model, num_labels=outputs
+        ).save_pretrained(tmp_path)
         change_weights(tmp_path, without="model.norm")
         for new_head in (False, True):
             with pytest.raises(ValueError, match=said):
@@ -127,17 +152,25 @@ def test_a_tokenizer_fits_the_model_and_has_an_end(untied: Path):
     tokenizer.eos_token = "<end>"
     tokenizer.add_tokens([AddedToken("<new>", special=True)])
     tokenizer.save_pretrained(untied)
-    with pytest.raises(ValueError, match=r"has tokens that the model's 258 embeddings lack: '<new>'"):
+    with pytest.raises(
+        ValueError, match=r"has tokens that the model's 258 embeddings lack: '<new>'"
+    ):
         load_tokenizer(str(untied))
 
 
-def test_no_tokenizer_is_made_up_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_tokenizer_is_made_up_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     random_model("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"cannot load {tmp_path}: no tokenizer files found"):
         load_tokenizer(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fastp3o.models.checkpoint_files.cached_file", lambda *_, **__: None)  # as without a network
-    with pytest.raises(ValueError, match="cannot load owner/name: it is neither a folder nor in the cache"):
+    monkeypatch.setattr(
+        "fastp3o.models.checkpoint_files.cached_file", lambda *_, **__: None
+    )  # as without a network
+    with pytest.raises(
+        ValueError, match="cannot load owner/name: it is neither a folder nor in the cache"
+    ):
         load_tokenizer("owner/name")
 
 
@@ -148,6 +181,8 @@ def test_a_reference_has_the_vocabulary_of_the_policy(untied: Path, tiny_model: 
         file.unlink()
     require_same_vocabulary(str(untied), tiny_model, own)
     shutil.rmtree(untied)
-    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model, vocab_size=300)).save_pretrained(untied)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model, vocab_size=300)).save_pretrained(
+        untied
+    )
     with pytest.raises(ValueError, match="300 tokens instead of 258"):
         require_same_vocabulary(str(untied), tiny_model, own)

@@ -1,4 +1,6 @@
-"""What trains with adapters is one policy in memory, in its files, on servers and in the copy that is sampled."""
+"""What trains with adapters is one policy in memory, in its files, on servers and in the copy that
+is sampled.
+"""
 
 import json
 from pathlib import Path
@@ -25,11 +27,23 @@ from fastp3o.models import mergeable, merging, trainable
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs, scores
 from fastp3o.models.sampling_copy import SamplingCopy
-from fastp3o.models.save import adapter_config, adapter_weights, hub_weights, write_adapter, write_model
+from fastp3o.models.save import (
+    adapter_config,
+    adapter_weights,
+    hub_weights,
+    write_adapter,
+    write_model,
+)
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.rollouts.plan import sampled_model
-from tests.fastp3o.models.model_families import EXPERTS, FAMILIES, PAIRS, enlarge_trained, random_model
+from tests.fastp3o.models.model_families import (
+    EXPERTS,
+    FAMILIES,
+    PAIRS,
+    enlarge_trained,
+    random_model,
+)
 
 ROW = PAIRS.row()
 CPU = torch.device("cpu")
@@ -57,7 +71,9 @@ class NoTokenizer:
 
 def adapted(model: PackedModel, targets: str, **changes) -> PackedModel:
     """A model with adapters that are far from zero."""
-    choose_trainable(model, TrainableConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets, **changes))
+    choose_trainable(
+        model, TrainableConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets, **changes)
+    )
     enlarge_trained(model)
     return model
 
@@ -72,7 +88,9 @@ def logprobs(model: PackedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "targets", "changes"), CASES)
-def test_all_that_is_saved_served_and_sampled_is_the_policy_that_trains(family, targets, changes, tmp_path):
+def test_all_that_is_saved_served_and_sampled_is_the_policy_that_trains(
+    family, targets, changes, tmp_path
+):
     random_model(family, **changes).save_pretrained(tmp_path / "base")
     before = logprobs(load_policy(str(tmp_path / "base")))
     policy = adapted(load_policy(str(tmp_path / "base"), trains=True), targets)
@@ -81,14 +99,29 @@ def test_all_that_is_saved_served_and_sampled_is_the_policy_that_trains(family, 
     found = {}
     write_model(Accelerator(cpu=True), policy, NoTokenizer(), tmp_path / "model", None)
     found["model/"] = logprobs(load_policy(str(tmp_path / "model")))
-    write_adapter(tmp_path / "adapter", adapter_config(policy.model), adapter_weights(dict(policy.named_parameters())))
+    write_adapter(
+        tmp_path / "adapter",
+        adapter_config(policy.model),
+        adapter_weights(dict(policy.named_parameters())),
+    )
     found["adapter/"] = logprobs(load_policy(str(tmp_path / "adapter")))
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation=policy.own_attention)
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation=policy.own_attention
+    )
     by_peft = PeftModel.from_pretrained(base, tmp_path / "adapter")
     found["adapter/ by peft"] = logprobs(packed(by_peft.base_model.model))
-    served = {name: weight for layer in hub_weights(policy.model, torch.float32) for name, weight in layer.items()}
-    options = {"config": type(base.config).from_pretrained(tmp_path / "model"), "attn_implementation": "eager"}
-    found["served"] = logprobs(packed(type(base).from_pretrained(None, state_dict=served, **options)))
+    served = {
+        name: weight
+        for layer in hub_weights(policy.model, torch.float32)
+        for name, weight in layer.items()
+    }
+    options = {
+        "config": type(base.config).from_pretrained(tmp_path / "model"),
+        "attn_implementation": "eager",
+    }
+    found["served"] = logprobs(
+        packed(type(base).from_pretrained(None, state_dict=served, **options))
+    )
     assert served.keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
     copied = SamplingCopy(policy, CPU, torch.float32, merges=True)
     with copied.gathered(policy):
@@ -102,7 +135,11 @@ def test_reward_models_can_be_read_again(family, tmp_path):
     random_model(family).save_pretrained(tmp_path / "base")
     model = adapted(load_reward_model(str(tmp_path / "base"), new_head=True), "all-linear")
     write_model(Accelerator(cpu=True), model, NoTokenizer(), tmp_path / "model", None)
-    write_adapter(tmp_path / "adapter", adapter_config(model.model), adapter_weights(dict(model.named_parameters())))
+    write_adapter(
+        tmp_path / "adapter",
+        adapter_config(model.model),
+        adapter_weights(dict(model.named_parameters())),
+    )
     with torch.no_grad():
         expected = scores(model, ROW)
         assert expected.std() > 0.1
@@ -112,7 +149,9 @@ def test_reward_models_can_be_read_again(family, tmp_path):
             )
 
 
-def add_adapters(family: str, targets: str, monkeypatch: pytest.MonkeyPatch | None = None, **changes) -> PackedModel:
+def add_adapters(
+    family: str, targets: str, monkeypatch: pytest.MonkeyPatch | None = None, **changes
+) -> PackedModel:
     """New adapters, without the trial if there is a `monkeypatch` to leave it out."""
     if monkeypatch:
         monkeypatch.setattr(trainable, "require_mergeable", lambda *_: None)
@@ -128,9 +167,14 @@ def test_the_trial_leaves_nothing_behind(family, monkeypatch):
     state = torch.get_rng_state()
     expected = add_adapters(family, "all-linear", monkeypatch)
     assert torch.equal(torch.get_rng_state(), state)
-    assert [type(module) for module in tried.modules()] == [type(module) for module in expected.modules()]
+    assert [type(module) for module in tried.modules()] == [
+        type(module) for module in expected.modules()
+    ]
     assert all(module.training for module in tried.modules())
-    weights, trained = tried.state_dict(), {n for n, p in tried.named_parameters() if p.requires_grad}
+    weights, trained = (
+        tried.state_dict(),
+        {n for n, p in tried.named_parameters() if p.requires_grad},
+    )
     assert trained == {name for name, p in expected.named_parameters() if p.requires_grad}
     assert all(torch.equal(weight, weights[name]) for name, weight in expected.state_dict().items())
     replaced = [name for name, module in expected.named_modules() if "forward" in vars(module)]
@@ -140,48 +184,77 @@ def test_the_trial_leaves_nothing_behind(family, monkeypatch):
 def test_adapters_that_a_model_reads_around_are_refused_by_name_or_never_merged():
     """Gemma 3n reads the weight of one layer without its adapter, in training mode."""
     said = "adapters of correction_coefs give other results .*; name other layers, or --lora_save adapter$"
-    with pytest.raises(ValueError, match=f"^--lora_targets all-linear: merged into the weights, {said}"):
+    with pytest.raises(
+        ValueError, match=f"^--lora_targets all-linear: merged into the weights, {said}"
+    ):
         add_adapters("gemma3n", "all-linear")
     model = PackedModel(random_model("gemma3n"))
     model.model.name_or_path = "organization/model"
     choose_trainable(model, TrainableConfig(lora_rank=3, lora_save="adapter"))
     assert not model.mergeable
-    config = P3OConfig(model="", output_dir="", prompts="", reward="", sampler="vllm", vllm_url="http://a:1")
-    with pytest.raises(ValueError, match="--sampler vllm gets merged adapters, and those of --lora_targets cannot be"):
+    config = P3OConfig(
+        model="", output_dir="", prompts="", reward="", sampler="vllm", vllm_url="http://a:1"
+    )
+    with pytest.raises(
+        ValueError,
+        match="--sampler vllm gets merged adapters, and those of --lora_targets cannot be",
+    ):
         sampled_model(config, model, None)
 
 
 def test_servers_that_tie_what_is_two_matrices_by_now_are_refused():
     model = PackedModel(random_model("llama", tie_word_embeddings=True))
     choose_trainable(model, TrainableConfig(lora_rank=3, lora_targets="embed_tokens"))
-    config = P3OConfig(model="", output_dir="", prompts="", reward="", sampler="vllm", vllm_url="http://a:1")
-    with pytest.raises(ValueError, match=r"^--sampler vllm: .* and --lora_targets adapts one of these: name other"):
+    config = P3OConfig(
+        model="", output_dir="", prompts="", reward="", sampler="vllm", vllm_url="http://a:1"
+    )
+    with pytest.raises(
+        ValueError, match=r"^--sampler vllm: .* and --lora_targets adapts one of these: name other"
+    ):
         sampled_model(config, model, None)
 
 
 def test_layers_that_peft_takes_for_others_are_refused():
     """A router that is a linear layer with several results."""
-    with pytest.raises(ValueError, match=r"^--lora_targets router: a trial failed with: .*; name other layers$"):
+    with pytest.raises(
+        ValueError, match=r"^--lora_targets router: a trial failed with: .*; name other layers$"
+    ):
         add_adapters("phimoe", "router")
 
 
 @pytest.mark.parametrize(
     ("place", "name", "wrong", "said"),
     [
-        (merging, "lora_delta", lambda *given: 2 * LORA_DELTA(*given), "adapters of q_proj give other results"),
-        (merging, "adapted_parameter", lambda _: "bias", "lora_A.default.weight cannot be merged into a weight"),
+        (
+            merging,
+            "lora_delta",
+            lambda *given: 2 * LORA_DELTA(*given),
+            "adapters of q_proj give other results",
+        ),
+        (
+            merging,
+            "adapted_parameter",
+            lambda _: "bias",
+            "lora_A.default.weight cannot be merged into a weight",
+        ),
         (merging, "wraps", lambda _: False, "merging would add, remove or resize the weight"),
         (
             mergeable,
             "revert_weight_conversion",
-            lambda _, weights: {name.replace("mlp", "mlp.base_layer"): weight for name, weight in weights.items()},
+            lambda _, weights: {
+                name.replace("mlp", "mlp.base_layer"): weight for name, weight in weights.items()
+            },
             r"transformers would not read the merged weights as they are written: it lacks model\.layers\.0\.mlp",
         ),
     ],
 )
-def test_whatever_would_make_another_policy_is_found_when_adapters_are_added(monkeypatch, place, name, wrong, said):
+def test_whatever_would_make_another_policy_is_found_when_adapters_are_added(
+    monkeypatch, place, name, wrong, said
+):
     monkeypatch.setattr(place, name, wrong)
-    with pytest.raises(ValueError, match=f"^--lora_targets q_proj: .*{said}.*; name other layers, or --lora_save"):
+    with pytest.raises(
+        ValueError, match=f"^--lora_targets q_proj: .*{said}.*; name other layers, or --lora_save"
+    ):
         add_adapters("llama", "q_proj")
 
 
@@ -194,7 +267,10 @@ def test_an_adapters_file_is_pefts_own_and_has_the_same_bytes_in_every_process(f
     expected = get_peft_model_state_dict(model.model, save_embedding_layers=False)
     weights = adapter_weights(dict(model.named_parameters()))
     assert weights.keys() == {f"base_model.model.{name}" for name in expected}
-    assert all(torch.equal(weights[f"base_model.model.{name}"], weight) for name, weight in expected.items())
+    assert all(
+        torch.equal(weights[f"base_model.model.{name}"], weight)
+        for name, weight in expected.items()
+    )
     write_adapter(tmp_path, config, weights)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     if family == "qwen3_moe":  # gate and up are one parameter
@@ -214,7 +290,9 @@ KINDS = {
     "embeddings and head": {"target_modules": ["embed_tokens", "lm_head"]},
     "DoRA of embeddings": {"use_dora": True, "target_modules": ["embed_tokens"]},
     "trained tokens": {"trainable_token_indices": [5, 9]},
-    "trained tokens, others in the head": {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 12]}},
+    "trained tokens, others in the head": {
+        "trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 12]}
+    },
     "trained tokens of the embeddings": {"trainable_token_indices": {"embed_tokens": [5, 9]}},
     "whole head": {"modules_to_save": ["lm_head"]},
     "whole embeddings": {"modules_to_save": ["embed_tokens"]},
@@ -264,16 +342,25 @@ def test_adapters_of_other_programs_give_what_peft_gives(kind, tied, tmp_path):
 )
 def test_other_kinds_of_adapters_are_refused_for_what_they_are(config, kind, tmp_path):
     random_model("llama").save_pretrained(tmp_path / "base")
-    folder = adapter_by_peft(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config, tmp_path / "adapter")
-    with pytest.raises(ValueError, match=f"cannot load {folder}: it is an adapter of the kind {kind}, and only those"):
+    folder = adapter_by_peft(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config, tmp_path / "adapter"
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"cannot load {folder}: it is an adapter of the kind {kind}, and only those",
+    ):
         load_policy(folder)
 
 
 def test_adapters_that_no_weights_stand_for_are_refused(tmp_path):
     """As those that begin to act at certain tokens."""
     random_model("llama").save_pretrained(tmp_path / "base")
-    config = LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[7, 2], task_type="CAUSAL_LM")
-    folder = adapter_by_peft(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config, tmp_path / "adapter")
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], alora_invocation_tokens=[7, 2], task_type="CAUSAL_LM"
+    )
+    folder = adapter_by_peft(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config, tmp_path / "adapter"
+    )
     with pytest.raises(ValueError, match=f"cannot load {folder}: "):
         load_policy(folder)
 
@@ -281,8 +368,14 @@ def test_adapters_that_no_weights_stand_for_are_refused(tmp_path):
 def test_modules_that_were_trained_whole_are_missed(tmp_path):
     random_model("llama").save_pretrained(tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    folder = adapter_by_peft(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config, tmp_path / "adapter")
+    folder = adapter_by_peft(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config, tmp_path / "adapter"
+    )
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    save_file({name: weight for name, weight in load_file(file).items() if "lm_head" not in name}, file)
-    with pytest.raises(ValueError, match=f"cannot load {folder}: {file} lacks base_model.model.lm_head.weight$"):
+    save_file(
+        {name: weight for name, weight in load_file(file).items() if "lm_head" not in name}, file
+    )
+    with pytest.raises(
+        ValueError, match=f"cannot load {folder}: {file} lacks base_model.model.lm_head.weight$"
+    ):
         load_policy(folder)

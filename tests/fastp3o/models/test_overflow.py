@@ -1,4 +1,6 @@
-"""Each family in each precision, with activations as large as trained models have: it holds, or is told and served."""
+"""Each family in each precision, with activations as large as trained models have: it holds, or is
+told and served.
+"""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,13 +42,20 @@ def logprobs(model: PackedModel, autocast: torch.dtype | None = None) -> Tensor:
 
 
 def holds_its_stream(model: PackedModel) -> bool:
-    """Whether large values are in a residual stream in fp32 alone: norms behind the blocks make them there."""
-    return all(hasattr(layer, "fastp3o_wiring") and len(layer.fastp3o_wiring.norms) == 4 for layer in model.layers())
+    """Whether large values are in a residual stream in fp32 alone: norms behind the blocks make
+    them there.
+    """
+    return all(
+        hasattr(layer, "fastp3o_wiring") and len(layer.fastp3o_wiring.norms) == 4
+        for layer in model.layers()
+    )
 
 
 @pytest.mark.parametrize("reach", [0.0, REACH], ids=["plain", "large"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_holds_in_a_precision_or_is_told_and_served(family: str, reach: float, tmp_path: Path, capsys):
+def test_a_family_holds_in_a_precision_or_is_told_and_served(
+    family: str, reach: float, tmp_path: Path, capsys
+):
     name = saved(tmp_path, family, reach)
     policy = load_policy(name)
     expected, overflows = logprobs(policy), bool(reach) and not holds_its_stream(policy)
@@ -54,7 +63,9 @@ def test_a_family_holds_in_a_precision_or_is_told_and_served(family: str, reach:
     assert expected.isfinite().all()
     for precision in map(named_precision, ("fp32", "bf16-autocast", "bf16", "fp16")):
         if precision.name == "fp16" and overflows:
-            with pytest.raises(ValueError, match=rf"{name} overflows fp16: .* maximum is 65,504: --precision auto"):
+            with pytest.raises(
+                ValueError, match=rf"{name} overflows fp16: .* maximum is 65,504: --precision auto"
+            ):
                 load_held(context_in(precision), load_policy, name, dtype=precision.weights)
             precision = precision._replace(automatic=True)
         model = load_held(context_in(precision), load_policy, name, dtype=precision.weights)
@@ -66,10 +77,14 @@ def test_a_family_holds_in_a_precision_or_is_told_and_served(family: str, reach:
         assert (got - expected).abs().mean() < TOLERANCE[torch.bfloat16]
 
 
-def test_a_weight_beyond_fp16_is_told_by_its_value_and_one_that_is_broken_is_no_overflow(tmp_path: Path, capsys):
+def test_a_weight_beyond_fp16_is_told_by_its_value_and_one_that_is_broken_is_no_overflow(
+    tmp_path: Path, capsys
+):
     model = random_model("llama")
     with torch.no_grad():
-        model.model.embed_tokens.weight[21, 7] = -70_000.0  # which the tokens of a trial do not read
+        model.model.embed_tokens.weight[
+            21, 7
+        ] = -70_000.0  # which the tokens of a trial do not read
     model.save_pretrained(tmp_path / "large")
     says = r".* overflows fp16: the weight model.embed_tokens.weight reaches 70,000, and fp16's maximum is 65,504: "
     fp16 = named_precision("fp16")
@@ -78,13 +93,22 @@ def test_a_weight_beyond_fp16_is_told_by_its_value_and_one_that_is_broken_is_no_
     with pytest.raises(ValueError, match=says + "--precision auto"):
         load_held(context_in(fp16), load_policy, str(tmp_path / "large"), dtype=torch.float16)
     automatic = context_in(fp16._replace(automatic=True))
-    assert load_held(automatic, load_policy, str(tmp_path / "large"), dtype=torch.float16).model.dtype != torch.float16
-    assert "in a trial the weight model.embed_tokens.weight reaches 70,000" in capsys.readouterr().out
-    assert "the weight model.embed_tokens.weight" in str(trial_overflow(load_policy(str(tmp_path / "large"))))
+    assert (
+        load_held(automatic, load_policy, str(tmp_path / "large"), dtype=torch.float16).model.dtype
+        != torch.float16
+    )
+    assert (
+        "in a trial the weight model.embed_tokens.weight reaches 70,000" in capsys.readouterr().out
+    )
+    assert "the weight model.embed_tokens.weight" in str(
+        trial_overflow(load_policy(str(tmp_path / "large")))
+    )
     with torch.no_grad():
         model.model.embed_tokens.weight[21, 7] = torch.inf
     model.save_pretrained(tmp_path / "broken")
-    with pytest.raises(ValueError, match=r"weights that are NaN or infinite in torch.float16: model.embed"):
+    with pytest.raises(
+        ValueError, match=r"weights that are NaN or infinite in torch.float16: model.embed"
+    ):
         load_held(automatic, load_policy, str(tmp_path / "broken"), dtype=torch.float16)
 
 
@@ -103,7 +127,10 @@ def test_what_a_model_computes_in_fp32_does_not_overflow():
 
 def test_the_engine_tells_where_a_policy_is_not_finite_and_names_no_other_cause():
     policy = PackedModel(with_large_stream(random_model("llama"), REACH).half())
-    with pytest.raises(ValueError, match=r"^LlamaForCausalLM overflows fp16: .* maximum is 65,504: use another --pre"):
+    with pytest.raises(
+        ValueError,
+        match=r"^LlamaForCausalLM overflows fp16: .* maximum is 65,504: use another --pre",
+    ):
         decodable_shapes(policy)
     decodable_shapes(PackedModel(with_large_stream(random_model("gemma3"), REACH).half()))
     with torch.no_grad():

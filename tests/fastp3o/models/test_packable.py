@@ -7,10 +7,23 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy, noise_off
-from fastp3o.models.packable import TOLERANCE, require_packable, require_trainable, run_trial, within_vocabulary
+from fastp3o.models.packable import (
+    TOLERANCE,
+    require_packable,
+    require_trainable,
+    run_trial,
+    within_vocabulary,
+)
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
-from tests.fastp3o.models.model_families import GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
+from tests.fastp3o.models.model_families import (
+    GROUPED,
+    PAIRS,
+    UNGROUPED,
+    VOCABULARY,
+    enlarge,
+    random_model,
+)
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 REFUSED = {
@@ -32,7 +45,10 @@ def test_models_that_do_not_keep_sequences_apart_are_refused(config, reason):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config())
     enlarge(model)
-    with pytest.raises(ValueError, match=rf"some/model \({type(model).__name__}\) cannot be run on packed.*{reason}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"some/model \({type(model).__name__}\) cannot be run on packed.*{reason}",
+    ):
         require_packable(PackedModel(model), "some/model")
 
 
@@ -90,10 +106,25 @@ def test_noise_that_a_configuration_names_is_off_and_any_other_is_refused(tmp_pa
     assert torch.equal(rows[0], labeled_logprobs(policy.eval(), PAIRS.row()))
     inside = {"top_k": 2, "moe_jitter_eps": 0.5}
     off = {"embd_pdrop": 0.0, "ffn_config": {"top_k": 2, "moe_jitter_eps": 0.0}}
-    assert noise_off({"embd_pdrop": 0.1, "eps": 0.1, "dropout": None, "ffn_config": inside, "plain": {"n": 1}}) == off
+    assert (
+        noise_off(
+            {
+                "embd_pdrop": 0.1,
+                "eps": 0.1,
+                "dropout": None,
+                "ffn_config": inside,
+                "plain": {"n": 1},
+            }
+        )
+        == off
+    )
     # A training mode that is random all the same is refused.
-    folder = with_noise(hf.PhimoeConfig, tmp_path / "all_the_same", router_jitter_noise=0.1, input_jitter_noise=0.1)
-    with pytest.raises(ValueError, match=rf"{folder} \(PhimoeForCausalLM\) cannot be trained: its training mode"):
+    folder = with_noise(
+        hf.PhimoeConfig, tmp_path / "all_the_same", router_jitter_noise=0.1, input_jitter_noise=0.1
+    )
+    with pytest.raises(
+        ValueError, match=rf"{folder} \(PhimoeForCausalLM\) cannot be trained: its training mode"
+    ):
         load_policy(folder, trains=True)
     load_policy(folder)
 
@@ -114,7 +145,11 @@ def test_a_window_must_be_seen_unless_no_sequence_leaves_it():
         assert run_trial(require_packable(model, family)).windows == {32}
     sizes = GROUPED | EXPERTS | {"sliding_window": 128}
     short, long = (
-        PackedModel(AutoModelForCausalLM.from_config(hf.PhimoeConfig(**(sizes | {"max_position_embeddings": reach}))))
+        PackedModel(
+            AutoModelForCausalLM.from_config(
+                hf.PhimoeConfig(**(sizes | {"max_position_embeddings": reach}))
+            )
+        )
         for reach in (128, 256)
     )
     require_packable(short, "phimoe")

@@ -36,8 +36,8 @@ def test_layers_but_the_head_are_quantized_and_saved_whole(tiny_model, bits):
     layers = quantized_layers(policy)
     assert len(layers) == 14
     assert all("proj" in name for name in layers)
-    # Half the widest step of NF4, from 0.696 to 1, and of 8 bits, to which fp16 is rounded: shares of a block's or a
-    # row's largest number.
+    # Half the widest step of NF4, from 0.696 to 1, and of 8 bits, to which fp16 is rounded: shares
+    # of a block's or a row's largest number.
     steps = {"4bit": 0.152, "8bit": 0.5 / 127 + 2**-11}
     for name, layer in layers.items():
         weight = plain.get_submodule(name).weight
@@ -50,7 +50,9 @@ def test_layers_but_the_head_are_quantized_and_saved_whole(tiny_model, bits):
     assert len(quantized_layers(reward_model)) == 14
     assert reward_model.model.score.weight.dtype == torch.float32
     with torch.no_grad():
-        assert torch.equal(labeled_logprobs(policy.train(), ROW), labeled_logprobs(policy.eval(), ROW))
+        assert torch.equal(
+            labeled_logprobs(policy.train(), ROW), labeled_logprobs(policy.eval(), ROW)
+        )
     choose_trainable(policy, TrainableConfig(lora_rank=2, lora_targets="q_proj", quantize=bits))
     saved_weights = whole_model(policy.model)[1]
     assert saved_weights.keys() == plain.model.state_dict().keys()

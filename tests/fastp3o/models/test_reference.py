@@ -34,11 +34,15 @@ def test_a_second_model_and_a_policy_without_adapters_agree_and_it_trains_on(fam
     assert all(torch.equal(*both) for both in zip(before, after, strict=True))
     assert policy.training
     after[0].sum().backward()
-    assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
+    assert {
+        name for name, parameter in policy.named_parameters() if parameter.grad is not None
+    } == trained
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back(monkeypatch, fails):
+def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back(
+    monkeypatch, fails
+):
     model = PackedModel(random_model("llama"))
     frozen = FrozenModel(model, CPU, None, offload=True)
     weight = model.model.lm_head.weight
@@ -66,7 +70,9 @@ def test_a_moving_reference_is_the_fp32_mean_of_policies_or_a_copy(dtype, every,
     """A copy waits for its update."""
     policy, start = (PackedModel(random_model("llama").to(dtype)) for _ in range(2))
     moving = MovingReference(SecondModel(start, CPU, offload=False), every=every, decay=decay)
-    expected = {name: parameter.detach().float().clone() for name, parameter in start.named_parameters()}
+    expected = {
+        name: parameter.detach().float().clone() for name, parameter in start.named_parameters()
+    }
     for update in (1, 2):
         with torch.no_grad():
             for parameter in policy.parameters():
@@ -74,5 +80,10 @@ def test_a_moving_reference_is_the_fp32_mean_of_policies_or_a_copy(dtype, every,
         moving.follow(policy, update)
         if not every or update == every:
             share = 1 - decay
-            expected = {name: expected[name].lerp(p.float(), share) for name, p in policy.named_parameters()}
-        assert all(torch.equal(parameter, expected[name].to(dtype)) for name, parameter in start.named_parameters())
+            expected = {
+                name: expected[name].lerp(p.float(), share) for name, p in policy.named_parameters()
+            }
+        assert all(
+            torch.equal(parameter, expected[name].to(dtype))
+            for name, parameter in start.named_parameters()
+        )

@@ -1,4 +1,6 @@
-"""The copy that is sampled, of a model in one process. `test_sharding.py` copies models that are spread over two."""
+"""The copy that is sampled, of a model in one process. `test_sharding.py` copies models that are
+spread over two.
+"""
 
 import pytest
 import torch
@@ -39,7 +41,10 @@ def test_a_copy_in_half_precision_is_the_rounded_model_and_follows_it_in_place(f
         with sampled.gathered(model):
             assert torch.equal(logprobs(sampled.model), logprobs(rounded(expected, torch.bfloat16)))
             assert sampled.model.model.dtype == torch.bfloat16
-            assert all(ours is theirs for ours, theirs in zip(kept, sampled.model.parameters(), strict=True))
+            assert all(
+                ours is theirs
+                for ours, theirs in zip(kept, sampled.model.parameters(), strict=True)
+            )
         assert sampled.memory.untyped_storage().nbytes() == 0
         assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -49,7 +54,9 @@ def test_adapters_are_merged(family):
     model = adapted(family)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sampled = SamplingCopy(model, CPU, torch.float32, merges=True)
-    assert [type(m) for m in sampled.model.modules()] == [type(m) for m in PackedModel(random_model(family)).modules()]
+    assert [type(m) for m in sampled.model.modules()] == [
+        type(m) for m in PackedModel(random_model(family)).modules()
+    ]
     with sampled.gathered(model):
         torch.testing.assert_close(logprobs(sampled.model), logprobs(model), atol=2e-5, rtol=1e-5)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -59,8 +66,8 @@ def test_adapters_are_merged(family):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_adapters_are_not_rounded_off(dtype):
-    """As after the first steps: what they add is less than half a step of half precision, so that rounding to the
-    nearest number would leave the model without them.
+    """As after the first steps: what they add is less than half a step of half precision, so that
+    rounding to the nearest number would leave the model without them.
     """
     model = adapted("llama")
     for name, parameter in model.named_parameters():
@@ -72,7 +79,9 @@ def test_small_adapters_are_not_rounded_off(dtype):
     copies = []
     for _ in range(2):
         with sampled.gathered(model):
-            copies.append(sampled.model.model.base_model.layers[0].mlp.down_proj.weight.float().clone())
+            copies.append(
+                sampled.model.model.base_model.layers[0].mlp.down_proj.weight.float().clone()
+            )
     assert ((base + added).to(dtype).float() != base).float().mean() < 0.2
     # Random rounding errors have a mean of zero: along the adapter's own direction they cancel.
     along = ((copies[0] - base) * added).sum() / added.square().sum()

@@ -7,7 +7,13 @@ from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.merging import whole_model
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
-from fastp3o.models.trainable import SwitchedDropout, add_lora, choose_trainable, dropout_on, freeze_below
+from fastp3o.models.trainable import (
+    SwitchedDropout,
+    add_lora,
+    choose_trainable,
+    dropout_on,
+    freeze_below,
+)
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
 
 # The beginnings of names in the top layer, and in the norm above it.
@@ -27,7 +33,9 @@ def test_frozen_layers_leave_the_top_and_the_last_norm(family):
     model = PackedModel(random_model(family))
     parts = LAYERS.get(family, ("model.layers.1.", "model.norm."))
     freeze_below(model, 1)
-    assert trained(model) == {name for name in dict(model.model.named_parameters()) if name.startswith(parts)}
+    assert trained(model) == {
+        name for name in dict(model.model.named_parameters()) if name.startswith(parts)
+    }
     assert all(any(name.startswith(part) for name in trained(model)) for part in parts)
 
 
@@ -50,7 +58,10 @@ def test_the_configuration_chooses_and_what_cannot_train_is_refused():
         freeze_below(PackedModel(random_model("llama")), 3)
     for targets in ("lm_head,down_proj", "no_such_layer"):
         with pytest.raises(ValueError, match=f"--lora_targets {targets}: "):
-            add_lora(PackedModel(random_model("llama")), TrainableConfig(lora_rank=2, lora_targets=targets))
+            add_lora(
+                PackedModel(random_model("llama")),
+                TrainableConfig(lora_rank=2, lora_targets=targets),
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,7 +84,9 @@ def test_what_is_small_beside_a_weight_in_half_precision_is_saved(dtype, tmp_pat
     torch.testing.assert_close(saved[name].double() - base.double(), delta, atol=4e-8, rtol=0)
     loaded = load_policy(str(tmp_path)).model
     assert loaded.dtype == torch.float32
-    assert all(torch.equal(weight.float(), loaded.state_dict()[name]) for name, weight in saved.items())
+    assert all(
+        torch.equal(weight.float(), loaded.state_dict()[name]) for name, weight in saved.items()
+    )
     assert model.model.config.dtype != "float32"
 
 
@@ -108,10 +121,14 @@ def test_adapters_have_dropout_within_passes_that_train_and_nowhere_else():
         with pytest.raises(RuntimeError, match="inside"), dropout_on(model):
             raise RuntimeError("inside")
         assert torch.equal(labeled_logprobs(model, row), expected)
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert len(gradients[0]) == len(gradients[1]) == 28
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-    (layer,) = [module for name, module in model.named_modules() if name.endswith("layers.0.mlp.up_proj")]
+    (layer,) = [
+        module for name, module in model.named_modules() if name.endswith("layers.0.mlp.up_proj")
+    ]
     with dropout_on(model):
         dropped = layer.lora_dropout["default"](torch.ones(100_000))
     assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)

@@ -1,4 +1,6 @@
-"""The reverse KL to a teacher in its context: loss and gradients, the sampled estimate, and runs that learn."""
+"""The reverse KL to a teacher in its context: loss and gradients, the sampled estimate, and runs
+that learn.
+"""
 
 from copy import deepcopy
 from functools import partial
@@ -22,14 +24,25 @@ from fastp3o.run import log
 from fastp3o.run.names import ROLLOUTS
 from fastp3o.runtime.shares import Share
 from fastp3o.training.loop import train
-from fastp3o.training.microbatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
+from fastp3o.training.microbatches import (
+    equal_passes,
+    make_microbatches,
+    pack_minibatches,
+    policy_logprobs,
+)
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import enlarge, random_model
 from tests.fastp3o.objectives.test_runs import train_and_resume
 from tests.fastp3o.runs import config, metrics
 
 BOS, CPU = 1, torch.device("cpu")
-RUN = {"inner_epochs": 1, "prompts_per_minibatch": 0, "reward": "", "responses_per_prompt": 4, "updates": 2}
+RUN = {
+    "inner_epochs": 1,
+    "prompts_per_minibatch": 0,
+    "reward": "",
+    "responses_per_prompt": 4,
+    "updates": 2,
+}
 
 
 def models(**changes) -> tuple[PackedModel, PreTrainedModel, PreTrainedModel]:
@@ -39,7 +52,9 @@ def models(**changes) -> tuple[PackedModel, PreTrainedModel, PreTrainedModel]:
     return PackedModel(policy), student, teacher
 
 
-def minibatch(kl: str, policy, teacher, context: list[int], groups: list[Group], packing: Packing, mask=None):
+def minibatch(
+    kl: str, policy, teacher, context: list[int], groups: list[Group], packing: Packing, mask=None
+):
     """The objective and its passes over all groups."""
     objective = DistillationConfig(model="m", output_dir="o", prompts="p", kl=kl).build()
     reference = SecondModel(PackedModel(deepcopy(teacher)), CPU, offload=False)
@@ -51,11 +66,19 @@ def minibatch(kl: str, policy, teacher, context: list[int], groups: list[Group],
     return objective, equal_passes(accelerator, made, mask, objective)[0]
 
 
-def kls_and_logprobs(student, teacher, prompt: list[int], context: list[int], ids: list[int]) -> tuple[Tensor, ...]:
+def kls_and_logprobs(
+    student, teacher, prompt: list[int], context: list[int], ids: list[int]
+) -> tuple[Tensor, ...]:
     """Of each token of a response, [n]: its dense KL, and its log-prob by student and teacher."""
     first = int(prompt[0] == BOS)
-    each, at = ((student, prompt), (teacher, [*prompt[:first], *context, *prompt[first:]])), torch.tensor(ids)[:, None]
-    s, t = (model(torch.tensor([x + ids])).logits[0, len(x) - 1 : -1].log_softmax(-1) for model, x in each)
+    each, at = (
+        ((student, prompt), (teacher, [*prompt[:first], *context, *prompt[first:]])),
+        torch.tensor(ids)[:, None],
+    )
+    s, t = (
+        model(torch.tensor([x + ids])).logits[0, len(x) - 1 : -1].log_softmax(-1)
+        for model, x in each
+    )
     kls = kl_div(t.detach(), s, reduction="none", log_target=True).sum(1)
     return kls, s.gather(1, at)[:, 0], t.gather(1, at)[:, 0].detach()
 
@@ -73,17 +96,25 @@ def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("packing", [Packing(30, True), Packing(1000, True), Packing(1000, False)])
 @pytest.mark.parametrize("context", [[], [40, 41, 42, 43, 44]])
-@pytest.mark.parametrize("mask", [None, torch.tensor([[True, True], [False, True], [True, False], [True, True]])])
+@pytest.mark.parametrize(
+    "mask", [None, torch.tensor([[True, True], [False, True], [True, False], [True, True]])]
+)
 def test_the_exact_loss_and_its_gradients_are_those_of_dense_kls(packing, context, mask):
-    """Ragged groups, which the teacher's longer rows hold in another order; with and without a first token `bos`."""
+    """Ragged groups, which the teacher's longer rows hold in another order; with and without a
+    first token `bos`.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[int]:
         return torch.randint(3, 40, (length,), generator=generator).tolist()
 
     prompts = [[BOS, *ids(2)], ids(9), ids(1), [BOS, *ids(5)]]
-    groups = groups_of_ids(prompts, [[ids(n) for n in lengths] for lengths in ((7, 1), (2, 5), (12, 3), (4, 4))])
-    groups[1].responses[1] = Response(ids(6), "", True, turns=(Turn(0, 2), Turn(4, 6)))  # with an observation
+    groups = groups_of_ids(
+        prompts, [[ids(n) for n in lengths] for lengths in ((7, 1), (2, 5), (12, 3), (4, 4))]
+    )
+    groups[1].responses[1] = Response(
+        ids(6), "", True, turns=(Turn(0, 2), Turn(4, 6))
+    )  # with an observation
     policy, student, teacher = models()
     kls, of_teacher = [], [[] for _ in groups]
     for p, k in product(range(4), range(2)):
@@ -105,20 +136,33 @@ def test_the_exact_loss_and_its_gradients_are_those_of_dense_kls(packing, contex
 
 
 def test_the_sampled_gradient_is_on_average_the_exact_one_and_not_that_of_whole_responses():
-    """Over all responses of two tokens. Whole responses add what a first token does to the second one's KL."""
+    """Over all responses of two tokens. Whole responses add what a first token does to the second
+    one's KL.
+    """
     prompt, context, held, whole, means = [3, 4], [4, 3, 3], 0.0, 0.0, {}
     policy, student, teacher = models(vocab_size=5)
     for response in map(list, product(range(5), repeat=2)):
         kls, logprobs, _ = kls_and_logprobs(student, teacher, prompt, context, response)
-        held, whole = held + logprobs.sum().detach().exp() * kls.sum(), whole + logprobs.sum().exp() * kls.sum()
+        held, whole = (
+            held + logprobs.sum().detach().exp() * kls.sum(),
+            whole + logprobs.sum().exp() * kls.sum(),
+        )
         for kl in ("exact", "sampled"):
             groups = groups_of_ids([prompt], [[response]])
-            objective, (((one, _),), _) = minibatch(kl, policy, teacher, context, groups, Packing(99))
-            means[kl] = means.get(kl, 0.0) + one.old_logprobs.exp().squeeze() * objective.loss(policy, one, 1.0)[0]
+            objective, (((one, _),), _) = minibatch(
+                kl, policy, teacher, context, groups, Packing(99)
+            )
+            means[kl] = (
+                means.get(kl, 0.0)
+                + one.old_logprobs.exp().squeeze() * objective.loss(policy, one, 1.0)[0]
+            )
     target, of_whole = gradients(held, student), gradients(whole, student)
     for mean in means.values():
         assert_close(gradients(mean, policy.model), target)
-    assert max((other - own).norm() / own.norm() for other, own in zip(of_whole, target, strict=True)) > 0.1
+    assert (
+        max((other - own).norm() / own.norm() for other, own in zip(of_whole, target, strict=True))
+        > 0.1
+    )
 
 
 @pytest.fixture
@@ -134,14 +178,20 @@ def outspoken(tiny_model, workplace) -> str:
 
 def test_a_teacher_without_context_is_the_start_and_moves_nothing(outspoken):
     train(config(outspoken, "run", DistillationConfig, **RUN))
-    assert [(m["teacher_kl"], m["kl"], m["reward"], m["grad_norm"]) for m in metrics("run")] == [(0, 0, 0, 0)] * 2
+    assert [(m["teacher_kl"], m["kl"], m["reward"], m["grad_norm"]) for m in metrics("run")] == [
+        (0, 0, 0, 0)
+    ] * 2
 
 
 @pytest.mark.parametrize("kl", ["exact", "sampled"])
 def test_a_student_learns_what_a_context_makes_the_teacher_do_and_resumes(outspoken, kl):
     """Without a reward, minus the KL is logged. Evaluations are of the teacher in its context, too."""
     evaluated = {"eval_prompts": "prompts.jsonl", "eval_responses_per_prompt": 16}
-    settings = RUN | evaluated | {"kl": kl, "teacher_context": "Be brief. ", "updates": 16, "save_every": 10}
+    settings = (
+        RUN
+        | evaluated
+        | {"kl": kl, "teacher_context": "Be brief. ", "updates": 16, "save_every": 10}
+    )
     steps = train_and_resume(outspoken, "run", DistillationConfig, **settings)
     before, after = (evaluation["kl"] for evaluation in metrics("run", "eval.jsonl"))
     assert 0 < after < 0.5 * before
@@ -153,10 +203,16 @@ def test_a_student_learns_what_a_context_makes_the_teacher_do_and_resumes(outspo
 def test_what_does_not_fit_is_refused(outspoken):
     for changes, message in (
         ({"kl": "sampled", "top_k": 5}, "--kl sampled needs samples of the policy: no --top_k"),
-        ({"length_penalty": 0.1}, "--length_penalty has no effect without another objective: distillation reads"),
+        (
+            {"length_penalty": 0.1},
+            "--length_penalty has no effect without another objective: distillation reads",
+        ),
         ({"sampler_ratio_cap": 2.0}, "--sampler_ratio_cap has no effect without another objective"),
         ({"teacher_context": "  "}, "--teacher_context must not be empty"),
-        ({"teacher_context": "<end>" * 2000}, "a context of 2000 tokens, prompt and response take up to 2518 tokens"),
+        (
+            {"teacher_context": "<end>" * 2000},
+            "a context of 2000 tokens, prompt and response take up to 2518 tokens",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             train(config(outspoken, "refused", DistillationConfig, **RUN, **changes))

@@ -1,4 +1,6 @@
-"""Each objective's loss of a packed row, and its gradient, against its formula of whole responses' logits in fp64."""
+"""Each objective's loss of a packed row, and its gradient, against its formula of whole responses'
+logits in fp64.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,13 +17,21 @@ from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9
-NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": LONGEST}
+NAMES = {
+    "model": "m",
+    "output_dir": "o",
+    "prompts": "p",
+    "reward": "r",
+    "max_response_tokens": LONGEST,
+}
 CAP = 1.2  # of importance weights
 
 
 @dataclass
 class Response:
-    """One response: its tokens' log-probs now, old policy, what sampled, the reference; entropy, reward, mask."""
+    """One response: its tokens' log-probs now, old policy, what sampled, the reference; entropy,
+    reward, mask.
+    """
 
     now: Tensor
     old: Tensor
@@ -64,9 +74,13 @@ def less_others(rewards: list[float]) -> list[float]:
     return [r - (sum(rewards) - r) / (K - 1) for r in rewards]
 
 
-def of_responses(advantages: Callable[[list[Response]], list[float]], loss: Callable[..., Tensor]) -> Formula:
+def of_responses(
+    advantages: Callable[[list[Response]], list[float]], loss: Callable[..., Tensor]
+) -> Formula:
     """The mean over responses."""
-    return lambda groups: sum(loss(y, a) for g in groups for y, a in zip(g, advantages(g), strict=True)) / (P * K)
+    return lambda groups: (
+        sum(loss(y, a) for g in groups for y, a in zip(g, advantages(g), strict=True)) / (P * K)
+    )
 
 
 def grpo(y: Response, a: float) -> Tensor:
@@ -93,7 +107,9 @@ def oapl(y: Response, a: float) -> Tensor:
 
 
 def less_optimal_value(rewards: list[float]) -> list[float]:
-    return [r - 0.5 * math.log(sum(math.exp(other / 0.5) for other in rewards) / K) for r in rewards]
+    return [
+        r - 0.5 * math.log(sum(math.exp(other / 0.5) for other in rewards) / K) for r in rewards
+    ]
 
 
 def masked_rloo(y: Response, a: float) -> Tensor:
@@ -110,15 +126,22 @@ def rloo_of_tokens(y: Response, a: float) -> Tensor:
 
 def grpo_plus(groups: Groups) -> Tensor:
     """The mean over the tokens of all responses that count; with an entropy bonus."""
-    counted = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True) if y.counts]
-    losses = [token_weights(y) * clip_loss(y.now - y.old, a, 0.2, 0.28) - 0.03 * y.entropy for y, a in counted]
+    counted = [
+        (y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True) if y.counts
+    ]
+    losses = [
+        token_weights(y) * clip_loss(y.now - y.old, a, 0.2, 0.28) - 0.03 * y.entropy
+        for y, a in counted
+    ]
     return torch.cat(losses).mean()
 
 
 def cispo(groups: Groups) -> Tensor:
     every = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True)]
     clipped = [(y.now - y.old).exp().detach().clamp(0.8, 1.1) for y, _ in every]
-    return -torch.cat([token_weights(y) * w * a * y.now for (y, a), w in zip(every, clipped, strict=True)]).mean()
+    return -torch.cat(
+        [token_weights(y) * w * a * y.now for (y, a), w in zip(every, clipped, strict=True)]
+    ).mean()
 
 
 def reinforce(groups: Groups) -> Tensor:
@@ -126,14 +149,21 @@ def reinforce(groups: Groups) -> Tensor:
     every = [y for group in groups for y in group]
     mean = sum(y.reward for y in every) / (P * K)
     further = [(0.1 * (y.now - y.ref).square() / 2 - 0.02 * y.entropy).sum() for y in every]
-    return sum(-(y.reward - mean) * y.now.sum() * weight(y) + f for y, f in zip(every, further, strict=True)) / (P * K)
+    return sum(
+        -(y.reward - mean) * y.now.sum() * weight(y) + f
+        for y, f in zip(every, further, strict=True)
+    ) / (P * K)
 
 
-def of_pairs(loss: Callable[[Response, Response], Tensor], *, labeled: bool = True, weighs: bool = True) -> Formula:
+def of_pairs(
+    loss: Callable[[Response, Response], Tensor], *, labeled: bool = True, weighs: bool = True
+) -> Formula:
     """The mean over all pairs. labeled: the first has the higher reward; ties are 0."""
 
     def formula(groups: Groups) -> Tensor:
-        pairs = [(group[i], group[j]) for group in groups for i in range(K) for j in range(i + 1, K)]
+        pairs = [
+            (group[i], group[j]) for group in groups for i in range(K) for j in range(i + 1, K)
+        ]
         total = 0.0
         for first, second in pairs:
             if labeled and first.reward < second.reward:
@@ -160,7 +190,11 @@ def masked_rebel(first: Response, second: Response) -> Tensor:
 
 def masked_copg(first: Response, second: Response) -> Tensor:
     gained = (first.now - first.ref).sum() - (second.now - second.ref).sum()
-    return -(first.reward - second.reward - 0.3 / 2 * gained) * gained * (first.counts and second.counts)
+    return (
+        -(first.reward - second.reward - 0.3 / 2 * gained)
+        * gained
+        * (first.counts and second.counts)
+    )
 
 
 def ppg(first: Response, second: Response) -> Tensor:
@@ -174,7 +208,9 @@ def nash(groups: Groups) -> Tensor:
     total = 0.0
     for *own, third, fourth in groups:
         for y in own:
-            preferred = sum(1 / (1 + math.exp(other.reward - y.reward)) for other in (third, fourth)) / 2
+            preferred = (
+                sum(1 / (1 + math.exp(other.reward - y.reward)) for other in (third, fourth)) / 2
+            )
             total += -(preferred - 0.5 - 0.1 * (y.now - y.ref).sum().item()) * y.now.sum()
     return total / (P * 2)
 
@@ -183,11 +219,17 @@ WEIGHTED = {"sampler_ratio_cap": CAP}
 K1 = {"kl_estimator": "k1", "kl_coef": 0.05}
 K2 = {"kl_estimator": "k2", "kl_coef": 0.1}
 CASES = {
-    "grpo": (WEIGHTED | {"kl_estimator": "k3"}, of_responses(lambda g: less_mean(rewards(g)), grpo)),
+    "grpo": (
+        WEIGHTED | {"kl_estimator": "k3"},
+        of_responses(lambda g: less_mean(rewards(g)), grpo),
+    ),
     "dr_grpo": ({}, of_responses(lambda g: less_mean(rewards(g), scale=False), dr_grpo)),
     "grpo_plus": (WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
     "gspo": (WEIGHTED | K1, of_responses(lambda g: less_mean(rewards(g, 0.05)), gspo)),
-    "rloo": (WEIGHTED | {"mask_truncated": True}, of_responses(lambda g: less_others(rewards(g, 0.05)), masked_rloo)),
+    "rloo": (
+        WEIGHTED | {"mask_truncated": True},
+        of_responses(lambda g: less_others(rewards(g, 0.05)), masked_rloo),
+    ),
     "rloo responses": (
         WEIGHTED | {"clipping": "response", "clip_low": 0.3, "clip_high": 0.4},
         of_responses(lambda g: less_others(rewards(g, 0.05)), rloo_of_responses),
@@ -197,13 +239,19 @@ CASES = {
         of_responses(lambda g: less_others(rewards(g, 0.05)), rloo_of_tokens),
     ),
     "reinforce": (WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
-    "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labeled=False)),
+    "rebel": (
+        WEIGHTED | {"mask_truncated": True, "eta": 3.0},
+        of_pairs(masked_rebel, labeled=False),
+    ),
     "cispo": (WEIGHTED | {"clip_low": 0.2, "clip_high": 0.1}, cispo),
     "vespo": (
         WEIGHTED | {"mask_truncated": True, "k_pos": 1.5, "lambda_neg": 0.5},
         of_responses(lambda g: less_mean(rewards(g)), vespo),
     ),
-    "copg": (WEIGHTED | {"mask_truncated": True, "kl_coef": 0.3}, of_pairs(masked_copg, labeled=False)),
+    "copg": (
+        WEIGHTED | {"mask_truncated": True, "kl_coef": 0.3},
+        of_pairs(masked_copg, labeled=False),
+    ),
     "oapl": (
         WEIGHTED | K1 | {"old_logprobs": "policy", "beta1": 0.5, "beta2": 0.2},
         of_responses(lambda g: less_optimal_value(rewards(g, 0.05)), oapl),
@@ -212,18 +260,27 @@ CASES = {
         WEIGHTED | {"kl_coef": 0.3},
         of_pairs(lambda y, n: dpo(0.3 * ((y.now - y.ref).sum() - (n.now - n.ref).sum()))),
     ),
-    "bpo": (WEIGHTED, of_pairs(lambda y, n: dpo(0.1 * ((y.now - y.old).sum() - (n.now - n.old).sum())))),
+    "bpo": (
+        WEIGHTED,
+        of_pairs(lambda y, n: dpo(0.1 * ((y.now - y.old).sum() - (n.now - n.old).sum()))),
+    ),
     "online_ipo": (
         WEIGHTED | {"tau": 0.2},
-        of_pairs(lambda y, n: ((y.now - y.ref).mean() - (n.now - n.ref).mean() - 1 / (2 * 0.2)) ** 2),
+        of_pairs(
+            lambda y, n: ((y.now - y.ref).mean() - (n.now - n.ref).mean() - 1 / (2 * 0.2)) ** 2
+        ),
     ),
     "online_simpo": (
         {"beta": 2.5, "gamma": 0.4, "label_smoothing": 0.2},
-        of_pairs(lambda y, n: smoothed_dpo(2.5 * (y.now.mean() - n.now.mean()) - 0.4), weighs=False),
+        of_pairs(
+            lambda y, n: smoothed_dpo(2.5 * (y.now.mean() - n.now.mean()) - 0.4), weighs=False
+        ),
     ),
     "online_cpo": (
         {"beta": 0.3, "label_smoothing": 0.2},
-        of_pairs(lambda y, n: smoothed_dpo(0.3 * (y.now.sum() - n.now.sum())) - y.now.sum(), weighs=False),
+        of_pairs(
+            lambda y, n: smoothed_dpo(0.3 * (y.now.sum() - n.now.sum())) - y.now.sum(), weighs=False
+        ),
     ),
     "nash_md": ({"responses_per_prompt": K}, nash),
     "ppg": (WEIGHTED, of_pairs(ppg, labeled=False)),
@@ -245,7 +302,10 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
         return torch.randn(length, generator=generator, dtype=torch.float64) * 0.3
 
     prompts = [ids(3), ids(1), ids(5)]
-    responses = [[ids(int(torch.randint(1, LONGEST + 1, (), generator=generator))) for _ in range(K)] for _ in prompts]
+    responses = [
+        [ids(int(torch.randint(1, LONGEST + 1, (), generator=generator))) for _ in range(K)]
+        for _ in prompts
+    ]
     rewards = torch.randn(P, K, generator=generator, dtype=torch.float64)
     rewards[1, 2] = rewards[1, 0]
     counts = torch.rand(P, K, generator=generator) < 0.6
@@ -258,12 +318,16 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
     for p, prompt in enumerate(prompts):
         groups.append([])
         for k, y in enumerate(responses[p]):
-            logits = model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logits = (
+                model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            )
             now = logits.gather(1, torch.tensor(y)[:, None]).squeeze(1)
             old = now.detach() + (0 if on_policy else noise(len(y)))
             ref, sampler = now.detach() + noise(len(y)), old + noise(len(y))
             entropy = -(logits.exp() * logits).sum(-1)
-            groups[-1].append(Response(now, old, sampler, ref, entropy, rewards[p, k].item(), bool(counts[p, k])))
+            groups[-1].append(
+                Response(now, old, sampler, ref, entropy, rewards[p, k].item(), bool(counts[p, k]))
+            )
     expected = formula(groups)
     wanted = torch.autograd.grad(expected, weights)
 
@@ -274,15 +338,26 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
     every = [y for g in order for y in groups[g]]
     objective = config.build()
     old, ref, sampler = ([getattr(y, name) for y in every] for name in ("old", "ref", "sampler"))
-    more = {"sampler_token_logprobs": torch.cat(sampler), "loss_mask": counts[order] if config.mask_truncated else None}
-    microbatch = Microbatch(row, objective.scaler(rewards)[order], torch.cat(old), torch.cat(ref), **more)
+    more = {
+        "sampler_token_logprobs": torch.cat(sampler),
+        "loss_mask": counts[order] if config.mask_truncated else None,
+    }
+    microbatch = Microbatch(
+        row, objective.scaler(rewards)[order], torch.cat(old), torch.cat(ref), **more
+    )
     policy = PackedModel(model)
     ((prepared,),) = objective.prepare(policy, [[microbatch]], lambda sums: sums)
-    loss, metrics = objective.loss(policy, prepared, objective.divisor(row, prepared.loss_mask) or 1)
+    loss, metrics = objective.loss(
+        policy, prepared, objective.divisor(row, prepared.loss_mask) or 1
+    )
     if not on_policy:  # whose loss is a constant on-policy
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-8)
     found = torch.autograd.grad(loss, weights)
     for gradient, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-7)  # the norms compute in fp32
+        torch.testing.assert_close(
+            gradient, right, rtol=1e-4, atol=1e-7
+        )  # the norms compute in fp32
     assert not any(metric.requires_grad for metric in metrics.values())
-    assert all(metric.shape == (() if name.endswith("_max") else (2,)) for name, metric in metrics.items())
+    assert all(
+        metric.shape == (() if name.endswith("_max") else (2,)) for name, metric in metrics.items()
+    )

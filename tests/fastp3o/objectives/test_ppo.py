@@ -20,7 +20,9 @@ def run(model: str, folder: str, **changes) -> None:
     train(config(model, folder, PPOConfig, **changes))
 
 
-def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> Microbatch:
+def given(
+    old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor
+) -> Microbatch:
     unused = torch.empty(0)
     prepared = {"old_values": old_values, "advantages": advantages, "returns": returns}
     return Microbatch(None, unused, old_logprobs, unused, prepared=prepared)
@@ -42,7 +44,9 @@ def test_the_first_step_is_the_policy_gradient(capped):
     chosen = settings(value_coef=0.5, sampler_ratio_cap=2.0 if capped else 0.0)
     loss, metrics = ppo_loss(logprobs, values, microbatch, 4, chosen)
     policy_gradient, value_gradient = torch.autograd.grad(loss, (logprobs, values))
-    torch.testing.assert_close(policy_gradient, -advantages * (ratios.clamp(max=2) if capped else 1) / 4)
+    torch.testing.assert_close(
+        policy_gradient, -advantages * (ratios.clamp(max=2) if capped else 1) / 4
+    )
     torch.testing.assert_close(value_gradient, 0.5 * (values.detach() - returns) / 4)
     metrics = means(metrics)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
@@ -111,7 +115,9 @@ def test_a_value_that_has_moved_far_towards_its_return_stays(value, moves):
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.integers(0, 99)
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    st.integers(0, 99),
 )
 def test_ragged_responses_have_the_advantages_of_each_alone(lengths, gae_lambda, seed):
     """By the sum of equation 16 written out."""
@@ -119,7 +125,9 @@ def test_ragged_responses_have_the_advantages_of_each_alone(lengths, gae_lambda,
     rewards, values = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     result = estimate_advantages(rewards, values, cu_seqlens, max(lengths), gae_lambda=gae_lambda)
-    for T, r, v, found in zip(lengths, *(every.split(lengths) for every in (rewards, values, result)), strict=True):
+    for T, r, v, found in zip(
+        lengths, *(every.split(lengths) for every in (rewards, values, result)), strict=True
+    ):
         deltas = [r[t] + (v[t + 1] if t + 1 < T else 0) - v[t] for t in range(T)]
         expected = [sum(gae_lambda ** (u - t) * deltas[u] for u in range(t, T)) for t in range(T)]
         torch.testing.assert_close(found, torch.stack(expected))
@@ -131,7 +139,9 @@ def test_each_token_pays_for_its_kl_and_the_last_one_earns_the_reward():
     rewards = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     result = token_rewards(rewards, logprobs, ref_logprobs, cu_seqlens, kl_coef=0.5)
     penalties = -0.5 * (logprobs - ref_logprobs)
-    torch.testing.assert_close(result, penalties + torch.tensor([0, 1, 2, 0, 0, 3.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        result, penalties + torch.tensor([0, 1, 2, 0, 0, 3.0], dtype=torch.float64)
+    )
 
 
 def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
@@ -141,7 +151,9 @@ def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
     together = torch.cat(whitened)
     assert together.mean().item() == pytest.approx(0, abs=1e-6)
     assert together.std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
-    assert torch.equal(torch.cat(whiten([torch.full((4,), 2.5)], lambda sums: sums)), torch.zeros(4))
+    assert torch.equal(
+        torch.cat(whiten([torch.full((4,), 2.5)], lambda sums: sums)), torch.zeros(4)
+    )
 
 
 def test_a_run_with_a_penalty_is_resumed_with_the_critic(workplace, tiny_model):
@@ -159,7 +171,11 @@ def test_values_are_learned_beside_the_policy_and_not_by_it(workplace, tiny_mode
     run(tiny_model, "without", updates=1, value_coef=0.0)
     run(tiny_model, "with", updates=1, value_coef=100.0, critic_learning_rate=1e-2)
     assert_equal(weights("without"), weights("with"))
-    learned = {"value_coef": 1.0, "critic_learning_rate": 1e-2, "reward": "rewards_for_tests:constant"}
+    learned = {
+        "value_coef": 1.0,
+        "critic_learning_rate": 1e-2,
+        "reward": "rewards_for_tests:constant",
+    }
     for lora_rank in (0, 4):
         run(tiny_model, f"longer-{lora_rank}", updates=8, lora_rank=lora_rank, **learned)
         losses = [step["value_loss"] for step in metrics(f"longer-{lora_rank}")]

@@ -20,7 +20,14 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import kl_per_update
 from fastp3o.training.loop import train
 from fastp3o_kernels import linear_distillation
-from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
+from tests.fastp3o.runs import (
+    assert_equal,
+    assert_resumes,
+    config,
+    metrics,
+    weights,
+    weights_of_start,
+)
 
 VARIED = {"reward": "rewards_for_tests:varied"}
 NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo", "trpo"})  # those have runs of their own
@@ -34,36 +41,71 @@ SETTINGS = {
 KINDS = {"bpo", "grpo", "nash_md", "reinforce"}
 
 
-def train_and_resume(tiny_model: str, folder: str, config_class: type = P3OConfig, **settings) -> list[dict]:
+def train_and_resume(
+    tiny_model: str, folder: str, config_class: type = P3OConfig, **settings
+) -> list[dict]:
     """The metrics of a run, which ends with the same bits if it is interrupted."""
     train(run := config(tiny_model, folder, config_class, **settings))
     assert_resumes(run)
     return metrics(folder)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.nightly) for n in NEW])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.nightly) for n in NEW]
+)
 def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, tiny_model, name):
-    train_and_resume(tiny_model, "whole", OBJECTIVES[name], updates=2, save_every=1, **VARIED, **SETTINGS.get(name, {}))
+    train_and_resume(
+        tiny_model,
+        "whole",
+        OBJECTIVES[name],
+        updates=2,
+        save_every=1,
+        **VARIED,
+        **SETTINGS.get(name, {}),
+    )
     end = weights("whole")
     assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
 
 def test_rivals_where_rollouts_are_stale_move_the_adapters_of_a_policy(workplace, tiny_model):
     for name in ("cispo", "vespo", "copg", "oapl"):
-        settings = {"rounds_ahead": 1, "lora_rank": 2, "temperature": 0.8, "kl_coef": 0.01, "updates": 3, **VARIED}
+        settings = {
+            "rounds_ahead": 1,
+            "lora_rank": 2,
+            "temperature": 0.8,
+            "kl_coef": 0.01,
+            "updates": 3,
+            **VARIED,
+        }
         train(config(tiny_model, name, OBJECTIVES[name], **settings))
         moved = [abs(step["kl"]) for step in metrics(name)]
         assert moved[0] < 1e-4 < moved[2] < 10, name
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("online_dpo", {}), ("p3o", {"reward_clip": 1.0, "responses_per_prompt": 4})]
+    ("name", "changes"),
+    [("online_dpo", {}), ("p3o", {"reward_clip": 1.0, "responses_per_prompt": 4})],
 )
 def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model, name, changes):
-    """r(x, y) + δ(x) leaves every preference as it is. On a grid of powers of two, differences are exact in fp32."""
-    settings = {"updates": 4, "inner_epochs": 2, "prompts_per_update": 4, "prompts_per_minibatch": 2} | changes
+    """r(x, y) + δ(x) leaves every preference as it is. On a grid of powers of two, differences are
+    exact in fp32.
+    """
+    settings = {
+        "updates": 4,
+        "inner_epochs": 2,
+        "prompts_per_update": 4,
+        "prompts_per_minibatch": 2,
+    } | changes
     for folder, reward in (("plain", "varied"), ("shifted", "varied_and_shifted")):
-        train(config(tiny_model, folder, OBJECTIVES[name], reward=f"rewards_for_tests:{reward}", **settings))
+        train(
+            config(
+                tiny_model,
+                folder,
+                OBJECTIVES[name],
+                reward=f"rewards_for_tests:{reward}",
+                **settings,
+            )
+        )
     assert metrics("plain")[-1]["reward"] != metrics("shifted")[-1]["reward"]
     assert_equal(weights("plain"), weights("shifted"))
 
@@ -71,9 +113,14 @@ def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model
 def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
     (row,) = pack([[1]] * 2, [[[2, 3], [4]]] * 2, Packing(100))
     zeros, ends = torch.zeros(len(row.labels)), row.cu_seqlens[1:].long() - 1
-    rows = [Microbatch(row, torch.zeros(2, 2), zeros.index_fill(0, ends, kl), zeros) for kl in (1.0, 2.0, 6.0)]
+    rows = [
+        Microbatch(row, torch.zeros(2, 2), zeros.index_fill(0, ends, kl), zeros)
+        for kl in (1.0, 2.0, 6.0)
+    ]
     assert mean_kl([rows[:1], rows[1:]], lambda sums: sums) == 3.0
-    assert mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5  # of another process
+    assert (
+        mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5
+    )  # of another process
 
 
 @pytest.mark.parametrize(
@@ -132,21 +179,46 @@ def test_groups_of_equal_rewards_are_sampled_again_until_attempts_end(workplace,
         assert 0 < thrice["tied_prompts"] < never["tied_prompts"]
         # All that were tied once, and fewer in each of three attempts.
         assert never["tied_prompts"] < thrice["sampled_again"] < 3 * never["tied_prompts"]
-    train(config(tiny_model, "run", DAPOConfig, updates=1, reward="rewards_for_tests:constant", dynamic_sampling=2))
+    train(
+        config(
+            tiny_model,
+            "run",
+            DAPOConfig,
+            updates=1,
+            reward="rewards_for_tests:constant",
+            dynamic_sampling=2,
+        )
+    )
     (step,) = metrics("run")
     assert (step["tied_prompts"], step["sampled_again"]) == (1, 2)
 
 
 def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace, tiny_model):
     """The KL to the earlier policy is 0 before an update after which the reference follows."""
-    settings = {"updates": 5, "save_every": 3, "eval_prompts": "prompts.jsonl", "eval_every": 1, **VARIED}
-    steps = train_and_resume(tiny_model, "followed", reference_every=2, precision="fp16", **settings)
+    settings = {
+        "updates": 5,
+        "save_every": 3,
+        "eval_prompts": "prompts.jsonl",
+        "eval_every": 1,
+        **VARIED,
+    }
+    steps = train_and_resume(
+        tiny_model, "followed", reference_every=2, precision="fp16", **settings
+    )
     assert [step["kl"] == 0 for step in steps] == [True, False, True, False, True]
     # Evaluations tell the way from the start.
-    assert [evaluation["kl"] == 0 for evaluation in metrics("followed", "eval.jsonl")] == [True] + [False] * 5
-    mean = train_and_resume(tiny_model, "mean", reference_decay=0.2, kl_coef=0.0, precision="bf16", **settings)
-    train(config(tiny_model, "stays", kl_coef=0.0, reference=tiny_model, precision="bf16", **settings))
-    assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2  # of samples, so it may be below 0
+    assert [evaluation["kl"] == 0 for evaluation in metrics("followed", "eval.jsonl")] == [True] + [
+        False
+    ] * 5
+    mean = train_and_resume(
+        tiny_model, "mean", reference_decay=0.2, kl_coef=0.0, precision="bf16", **settings
+    )
+    train(
+        config(tiny_model, "stays", kl_coef=0.0, reference=tiny_model, precision="bf16", **settings)
+    )
+    assert (
+        0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2
+    )  # of samples, so it may be below 0
 
 
 def test_a_learning_rate_that_is_not_named_is_found():
@@ -165,18 +237,43 @@ def test_a_learning_rate_that_is_not_named_is_found():
 def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(
     workplace, tiny_model, name, monkeypatch, capsys
 ):
-    """At the schedule's peak, and by the KL to the reference. In the first update rates double from step to step."""
+    """At the schedule's peak, and by the KL to the reference. In the first update rates double from
+    step to step.
+    """
     monkeypatch.setattr(kl_per_update, "FINDING", 2)
-    changes = {"ppo": {"rounds_ahead": 1}, "rloo": {"precision": "fp16", "lora_rank": 2, **SETTINGS["ppg"]}}
-    changes |= {"p3o": {"old_logprobs": "sampler", "clipping": "none", "lr_schedule": "linear", "warmup_steps": 6}}
-    settings = {"kl_per_update": 0.02, "learning_rate": 1e-4, "target_kl": 1e-3, "kl_coef": 0.01, "save_every": 3}
+    changes = {
+        "ppo": {"rounds_ahead": 1},
+        "rloo": {"precision": "fp16", "lora_rank": 2, **SETTINGS["ppg"]},
+    }
+    changes |= {
+        "p3o": {
+            "old_logprobs": "sampler",
+            "clipping": "none",
+            "lr_schedule": "linear",
+            "warmup_steps": 6,
+        }
+    }
+    settings = {
+        "kl_per_update": 0.02,
+        "learning_rate": 1e-4,
+        "target_kl": 1e-3,
+        "kl_coef": 0.01,
+        "save_every": 3,
+    }
     settings |= {"updates": 4, **VARIED, **changes[name]}
-    steps, coefficient = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings), KLCoefficient(0.01, 1e-3)
+    steps, coefficient = (
+        train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings),
+        KLCoefficient(0.01, 1e-3),
+    )
     total = 1 if name == "rloo" else 4
     factors = [min(step / 6, (16 - step) / 10) if name == "p3o" else 1.0 for step in range(16)]
     peak = 1e-4
     for number, one in enumerate(steps, 1):
-        ends = re.search(r"the first update ends after (\d) steps", capsys.readouterr().out) if number == 1 else None
+        ends = (
+            re.search(r"the first update ends after (\d) steps", capsys.readouterr().out)
+            if number == 1
+            else None
+        )
         made = int(ends[1]) if ends else total
         doubled = [2.0 ** (step + 1 - total) if number == 1 else 1.0 for step in range(made)]
         rates = [peak * double * factors.pop(0) for double in doubled]
@@ -189,19 +286,29 @@ def test_learning_rate_and_coefficient_follow_what_updates_move_and_are_resumed(
     assert len({one["kl_coef"] for one in steps}) > 1
 
 
-def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, tiny_model, monkeypatch, capsys):
+def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(
+    workplace, tiny_model, monkeypatch, capsys
+):
     start, exact = load_policy(tiny_model), []
 
     def both(optimizer, microbatches):
         models, row = (optimizer.model, start), microbatches[0].row
         with torch.no_grad():
             states = [model(row, row.labeled_at, lambda *own: own) for model in models]
-        exact.append(linear_distillation(*states[0], *states[1], divergence="forward_kl").sum().item() / (4 * 64))
+        exact.append(
+            linear_distillation(*states[0], *states[1], divergence="forward_kl").sum().item()
+            / (4 * 64)
+        )
         return measured(optimizer, microbatches)
 
     measured = kl_per_update.kl_moved
     monkeypatch.setattr(kl_per_update, "kl_moved", both)
-    settings = {"kl_per_update": 2e-4, "learning_rate": 0.01, "responses_per_prompt": 64, "updates": 2}
+    settings = {
+        "kl_per_update": 2e-4,
+        "learning_rate": 0.01,
+        "responses_per_prompt": 64,
+        "updates": 2,
+    }
     train(config(tiny_model, "run", old_logprobs="sampler", top_p=0.9, **settings, **VARIED))
     (first, second), (*before, moved, _) = metrics("run"), exact
     made = len(before) + 1
@@ -212,12 +319,16 @@ def test_a_first_update_ends_too_far_by_the_kl_over_the_vocabulary(workplace, ti
     way = 0.01 * (2.0 ** (made - 3) - 1 / 8)
     assert second["learning_rate"] == pytest.approx(way / 4 * (2e-4 / first["kl_moved"]) ** 0.5)
     train(config(tiny_model, "tied", **settings, reward="rewards_for_tests:constant"))
-    assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [(0.0, 0.01 / 8)] * 2
+    assert [(step["kl_moved"], step["learning_rate"]) for step in metrics("tied")] == [
+        (0.0, 0.01 / 8)
+    ] * 2
 
 
 @given(norms=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5), first=st.booleans())
 def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
-    """Where the KL grows as it should, one update finds the rate, whatever steps are tied; without any it stays."""
+    """Where the KL grows as it should, one update finds the rate, whatever steps are tied; without
+    any it stays.
+    """
     rates, schedule = [], SimpleNamespace(base_lrs=[0.01])
     optimizer = SimpleNamespace(
         accelerator=SimpleNamespace(autocast=nullcontext, print=print),
@@ -225,11 +336,17 @@ def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
         next_learning_rate=lambda: schedule.base_lrs[0],
         set_peak_learning_rate=lambda rate: schedule.base_lrs.__setitem__(0, rate),
     )
-    settings = SimpleNamespace(kl_per_update=1.0, old_logprobs="policy", learning_rate=0.01 if first else 0.02)
+    settings = SimpleNamespace(
+        kl_per_update=1.0, old_logprobs="policy", learning_rate=0.01 if first else 0.02
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kl_per_update, "kl_moved", lambda *_: (70 * sum(map(operator.mul, rates, norms))) ** 2)
+        patch.setattr(
+            kl_per_update, "kl_moved", lambda *_: (70 * sum(map(operator.mul, rates, norms))) ** 2
+        )
         state = kl_per_update.Search(settings.learning_rate)
-        search = kl_per_update.LearningRateSearch(optimizer, settings, state, 1, [[None]], len(norms))
+        search = kl_per_update.LearningRateSearch(
+            optimizer, settings, state, 1, [[None]], len(norms)
+        )
         for norm in norms:
             search.before_step()
             rates.append(schedule.base_lrs[0])

@@ -1,4 +1,6 @@
-"""TRPO's step against a dense Fisher matrix, which transformers' own logits give, one response at a time."""
+"""TRPO's step against a dense Fisher matrix, which transformers' own logits give, one response at a
+time.
+"""
 
 from dataclasses import replace
 
@@ -50,19 +52,27 @@ def step(policy: PackedModel, counted: Tensor | None, **changes) -> dict[str, fl
 
 
 class Dense:
-    """Log-probs of the vocabulary [N, V] at the tokens that count as a function of all parameters, and what follows."""
+    """Log-probs of the vocabulary [N, V] at the tokens that count as a function of all parameters,
+    and what follows.
+    """
 
     def __init__(self, counted: Tensor | None):
         rows = batches(policy := tiny_policy(), counted)
         places = [(g, k) for one in rows for g in one.row.groups for k in range(4)]
         self.places = [place for place in places if counted is None or counted[place]]
-        counts = torch.tensor([place in self.places for place in places for _ in FOURS.responses[place[0]][place[1]]])
+        counts = torch.tensor(
+            [place in self.places for place in places for _ in FOURS.responses[place[0]][place[1]]]
+        )
         self.advantages = torch.cat([one.prepared["advantages"] for one in rows])[counts]
-        self.labels = torch.tensor([token for g, k in self.places for token in FOURS.responses[g][k]])
+        self.labels = torch.tensor(
+            [token for g, k in self.places for token in FOURS.responses[g][k]]
+        )
         self.policy, self.start = policy, vector_of(policy.parameters()).detach()
         self.before = self.logprobs(self.start)
         jacobian = jacrev(self.logprobs)(self.start)
-        self.fisher = torch.einsum("tvi,tv,tvj->ij", jacobian, self.before.exp(), jacobian) / len(self.labels)
+        self.fisher = torch.einsum("tvi,tv,tvj->ij", jacobian, self.before.exp(), jacobian) / len(
+            self.labels
+        )
         self.gradient = grad(self.surrogate)(self.start)
 
     def logprobs(self, at: Tensor) -> Tensor:
@@ -72,7 +82,9 @@ class Dense:
         with self.policy.with_own_attention() as model:
             for g, k in self.places:
                 ids = torch.tensor([FOURS.prompts[g] + FOURS.responses[g][k]])
-                logits.append(functional_call(model, named, (ids,)).logits[0, len(FOURS.prompts[g]) - 1 : -1])
+                logits.append(
+                    functional_call(model, named, (ids,)).logits[0, len(FOURS.prompts[g]) - 1 : -1]
+                )
         return (torch.cat(logits) / 0.7).log_softmax(1)
 
     def surrogate(self, at: Tensor) -> Tensor:
@@ -81,7 +93,9 @@ class Dense:
 
 
 @counted_or_all
-@pytest.mark.parametrize(("dtype", "near", "error"), [(torch.float64, 1e-10, 1e-6), (torch.float32, trpo.NEAR, 5e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "near", "error"), [(torch.float64, 1e-10, 1e-6), (torch.float32, trpo.NEAR, 5e-3)]
+)
 def test_fisher_products_are_those_of_the_dense_matrix(monkeypatch, counted, dtype, near, error):
     monkeypatch.setattr(trpo, "NEAR", near)
     policy, dense = tiny_policy(dtype), Dense(counted)
@@ -89,7 +103,9 @@ def test_fisher_products_are_those_of_the_dense_matrix(monkeypatch, counted, dty
     for size in (0.01, 1.0, 100.0):
         vector = size * torch.randn(len(dense.start), dtype=torch.float64)
         expected = dense.fisher @ vector
-        assert (around.fisher_product(vector.to(dtype)).double() - expected).norm() < error * expected.norm()
+        assert (
+            around.fisher_product(vector.to(dtype)).double() - expected
+        ).norm() < error * expected.norm()
 
 
 @counted_or_all
@@ -113,20 +129,35 @@ def test_a_step_is_along_the_natural_gradient_as_far_as_the_bound(monkeypatch, c
 
 def test_the_line_search_goes_back_to_the_bound_and_refuses_what_is_no_better(monkeypatch):
     plain = Neighborhood.fisher_product
-    monkeypatch.setattr(Neighborhood, "fisher_product", lambda self, vector: plain(self, vector) / 9)  # too flat
+    monkeypatch.setattr(
+        Neighborhood, "fisher_product", lambda self, vector: plain(self, vector) / 9
+    )  # too flat
     done = step(tiny_policy(), None, max_kl=1e-3)
     assert 4 <= done["line_search_steps"] <= 7
     assert 6e-4 < done["trpo_kl"] <= 1e-3
     for sign, counted in ((1, torch.zeros(2, 4, dtype=torch.bool)), (-1, None)):  # -1: downhill
-        monkeypatch.setattr(trpo, "conjugate_gradients", lambda product, target, *_, sign=sign: sign * target)
+        monkeypatch.setattr(
+            trpo, "conjugate_gradients", lambda product, target, *_, sign=sign: sign * target
+        )
         done = step(policy := tiny_policy(), counted, line_search_steps=3)
         assert (done["line_search_steps"], done["trpo_kl"], done["surrogate_gain"]) == (3, 0.0, 0.0)
         assert torch.equal(vector_of(policy.parameters()), vector_of(tiny_policy().parameters()))
 
 
-def test_what_the_step_cannot_bound_is_refused_before_data_and_models_load(workplace, tiny_model, monkeypatch):
-    refused = [{"precision": "auto"}, {"precision": "bf16-autocast"}, {"quantize": "8bit", "lora_rank": 2}]
-    for changes in [*refused, {"ptx_data": "texts"}, {"sampler_ratio_cap": 2.0}, {"kl_per_update": 1.0}]:
+def test_what_the_step_cannot_bound_is_refused_before_data_and_models_load(
+    workplace, tiny_model, monkeypatch
+):
+    refused = [
+        {"precision": "auto"},
+        {"precision": "bf16-autocast"},
+        {"quantize": "8bit", "lora_rank": 2},
+    ]
+    for changes in [
+        *refused,
+        {"ptx_data": "texts"},
+        {"sampler_ratio_cap": 2.0},
+        {"kl_per_update": 1.0},
+    ]:
         with pytest.raises(UserError, match=f"--objective trpo .*--{next(iter(changes))}"):
             config(tiny_model, "run", TRPOConfig, **changes)
     monkeypatch.setattr(sharding, "number_of_processes", lambda: 2)
@@ -135,12 +166,22 @@ def test_what_the_step_cannot_bound_is_refused_before_data_and_models_load(workp
         train(config(tiny_model, "run", TRPOConfig, prompts="missing.jsonl"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "gradient_checkpointing": True, "old_logprobs": "sampler"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora_rank": 2, "gradient_checkpointing": True, "old_logprobs": "sampler"}]
+)
 def test_a_run_stays_within_the_bound_learns_and_resumes_exactly(workplace, tiny_model, changes):
-    changes |= {"reward": "rewards_for_tests:varied", "max_kl": 0.02, "critic_learning_rate": 1e-3, "save_every": 2}
+    changes |= {
+        "reward": "rewards_for_tests:varied",
+        "max_kl": 0.02,
+        "critic_learning_rate": 1e-3,
+        "save_every": 2,
+    }
     steps = train_and_resume(tiny_model, "whole", TRPOConfig, kl_coef=0.0, **changes)
     assert all(0 < one["trpo_kl"] <= 0.02 and one["surrogate_gain"] > 0 for one in steps)
-    assert any(not torch.equal(weights("whole")[name], start) for name, start in weights_of_start(tiny_model).items())
+    assert any(
+        not torch.equal(weights("whole")[name], start)
+        for name, start in weights_of_start(tiny_model).items()
+    )
 
 
 def test_adamw_moves_the_critic_alone(workplace, tiny_model):

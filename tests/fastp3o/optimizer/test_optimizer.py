@@ -40,11 +40,18 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def optimizer_for(model: nn.Module, dtype: torch.dtype, rates: dict[str, float] | None = None, **settings) -> Optimizer:
+def optimizer_for(
+    model: nn.Module, dtype: torch.dtype, rates: dict[str, float] | None = None, **settings
+) -> Optimizer:
     """rates: learning rates of submodules."""
     settings = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings
-    config, precision = StageConfig(model="", output_dir="", **settings), choose_precision(NAMES[dtype], "fp32")
-    return Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
+    config, precision = (
+        StageConfig(model="", output_dir="", **settings),
+        choose_precision(NAMES[dtype], "fp32"),
+    )
+    return Optimizer(
+        Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates
+    )
 
 
 def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
@@ -58,7 +65,9 @@ def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
 
 
 @HALVES
-def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients_add_up_in_fp32(dtype):
+def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients_add_up_in_fp32(
+    dtype,
+):
     model = Weights([1 + 2**-12, 0.1])
     (master,) = Masters(model, dtype, torch.device("cpu")).parameters.values()
     assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
@@ -66,7 +75,9 @@ def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients
     assert model.weight.dtype == model.frozen.dtype == dtype
     assert model.fine.dtype == torch.float32  # buffers keep their precision
     small = 2**-12
-    assert torch.tensor(1.0, dtype=dtype) + small == 1  # lost where gradients are of the weights' dtype
+    assert (
+        torch.tensor(1.0, dtype=dtype) + small == 1
+    )  # lost where gradients are of the weights' dtype
     model(torch.tensor([1.0, -1.0])).backward()
     for _ in range(1000):
         model(torch.tensor([small, small])).backward()
@@ -76,7 +87,9 @@ def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients
 
 @pytest.mark.parametrize("dtype", NAMES)
 def test_steps_are_those_of_adamw_on_fp32_weights_after_clipping(dtype):
-    """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
+    """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them
+    beforehand.
+    """
     plain = nn.Parameter(torch.tensor([1.0, -3.0]))
     torchs = torch.optim.AdamW([plain], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     settings = {"max_grad_norm": 0.3, "adam_eps": 1e-8, "weight_decay": 0.1}
@@ -90,7 +103,9 @@ def test_steps_are_those_of_adamw_on_fp32_weights_after_clipping(dtype):
         torch.testing.assert_close(own.detach(), plain.detach(), atol=0.0, rtol=1e-6)
         assert torch.equal(optimizer.model.weight, own.to(dtype))
         assert own.grad is None
-    assert metrics.keys() == ({"grad_norm", "loss_scale"} if dtype == torch.float16 else {"grad_norm"})
+    assert metrics.keys() == (
+        {"grad_norm", "loss_scale"} if dtype == torch.float16 else {"grad_norm"}
+    )
 
 
 def test_a_resumed_run_takes_its_own_settings_of_adamw_and_no_state_of_another_model():
@@ -99,11 +114,15 @@ def test_a_resumed_run_takes_its_own_settings_of_adamw_and_no_state_of_another_m
     changed = {"learning_rate": 0.5, "adam_beta1": 0.5, "adam_eps": 1e-3, "lr_schedule": "linear"}
     resumed = optimizer_for(Weights([1.0, 2.0]), torch.float32, **changed)
     for name in ("exp_avg.other", "reference_mean.weight"):
-        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
+        with pytest.raises(
+            ValueError, match=rf"the state has {name}, which is nothing that this model trains"
+        ):
             resumed.fill([name], lambda tensors: None)
     assert resumed.tensors().keys() == {"weights.weight"}
     saved = first.tensors()
-    resumed.fill(saved, lambda into: torch._foreach_copy_([into[name] for name in saved], [*saved.values()]))
+    resumed.fill(
+        saved, lambda into: torch._foreach_copy_([into[name] for name in saved], [*saved.values()])
+    )
     resumed.load_state_dict(first.state_dict())
     (group,) = resumed.optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5 * 0.99, (0.5, 0.95), 1e-3)
@@ -142,7 +161,10 @@ def test_an_infinite_gradient_stops_at_once_or_once_no_scale_is_low_enough(dtype
 
     for _ in range(12 if dtype == torch.float16 else 0):
         assert step()["grad_norm"] == 0
-    with pytest.raises(NotFiniteError, match="at any scale" if dtype == torch.float16 else "the loss or the gradient"):
+    with pytest.raises(
+        NotFiniteError,
+        match="at any scale" if dtype == torch.float16 else "the loss or the gradient",
+    ):
         step()
     assert optimizer.parameters["weight"].tolist() == optimizer.model.weight.tolist() == [1.0, 2.0]
 
@@ -166,7 +188,9 @@ def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype
 
 
 @HALVES
-def test_a_policy_has_one_master_of_tied_embeddings_and_none_of_frozen_layers_which_are_rounded(tiny_model, dtype):
+def test_a_policy_has_one_master_of_tied_embeddings_and_none_of_frozen_layers_which_are_rounded(
+    tiny_model, dtype
+):
     policy, plain = load_policy(tiny_model), load_policy(tiny_model)
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -177,13 +201,19 @@ def test_a_policy_has_one_master_of_tied_embeddings_and_none_of_frozen_layers_wh
     row = PAIRS.row()
     labeled_logprobs(policy, row).sum().backward()
     labeled_logprobs(plain, row).sum().backward()
-    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad
+    }
     assert trained.keys() == optimizer.parameters.keys()
     assert len(trained) < len(list(policy.parameters()))
     for name, parameter in trained.items():
         assert torch.equal(optimizer.parameters[name].grad, parameter.grad.float()), name
     assert all(parameter.dtype == dtype for parameter in policy.parameters())
-    assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
+    assert all(
+        buffer.dtype == torch.float32
+        for name, buffer in policy.named_buffers()
+        if "inv_freq" in name
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -192,11 +222,17 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     model.critic = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.critic.weight)
     model.unused = nn.Parameter(torch.tensor([5.0]))
-    optimizer = optimizer_for(model, dtype, {"critic": 2**-1}, learning_rate=2**-3, max_grad_norm=1.0)
-    loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
+    optimizer = optimizer_for(
+        model, dtype, {"critic": 2**-1}, learning_rate=2**-3, max_grad_norm=1.0
+    )
+    loss = (
+        model.weight * torch.tensor([0.5, -0.5], dtype=dtype)
+    ).sum() + 1000 * model.critic.weight.sum()
     scaled_backward(optimizer, loss)
     metrics = optimizer.step(loss.detach())
-    assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), "of the model, and not shrunk by the critic's"
+    assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), (
+        "of the model, and not shrunk by the critic's"
+    )
     # Adam's first step is the learning rate.
     assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
     assert model.critic.weight.item() == pytest.approx(-(2**-1))
@@ -212,21 +248,45 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_run_with_8_bit_moments_is_near_adamws_and_resumes_to_the_bit(workplace, tiny_model, tokenizer, precision):
+def test_a_run_with_8_bit_moments_is_near_adamws_and_resumes_to_the_bit(
+    workplace, tiny_model, tokenizer, precision
+):
     pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # so that some tensors are large enough
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 32,
+    }  # so that some tensors are large enough
     LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, **sizes)).save_pretrained("larger")
     tokenizer.save_pretrained("larger")
-    settings = {"train_data": "sft.jsonl", "batch_size": 4, "epochs": 3, "report_to": "none", "save_every": 3}
-    settings |= {"precision": precision, "learning_rate": 0.01, "adam_eps": 1e-3, "max_grad_norm": 0.1}
+    settings = {
+        "train_data": "sft.jsonl",
+        "batch_size": 4,
+        "epochs": 3,
+        "report_to": "none",
+        "save_every": 3,
+    }
+    settings |= {
+        "precision": precision,
+        "learning_rate": 0.01,
+        "adam_eps": 1e-3,
+        "max_grad_norm": 0.1,
+    }
     config = SFTConfig(model="larger", output_dir="eight", optimizer="adamw_8bit", **settings)
     train(config)
     assert_resumes(config)
     (state,) = Path("eight-resumed").glob("state/*6/*.safetensors")
-    assert {weight.dtype for weight in load_file(state).values()} == {torch.float32, torch.int64, torch.uint8}
+    assert {weight.dtype for weight in load_file(state).values()} == {
+        torch.float32,
+        torch.int64,
+        torch.uint8,
+    }
     train(replace(config, output_dir="adamw", optimizer="adamw"))
     start, exact, eight = load_file("larger/model.safetensors"), weights("adamw"), weights("eight")
-    assert all((eight[name] - exact[name]).norm() < 0.1 * (exact[name] - start[name]).norm() for name in start)
+    assert all(
+        (eight[name] - exact[name]).norm() < 0.1 * (exact[name] - start[name]).norm()
+        for name in start
+    )
 
 
 def test_8_bit_moments_without_bitsandbytes_say_what_to_install(monkeypatch):

@@ -34,7 +34,10 @@ def test_balanced_parts_are_of_equal_counts_and_near_sums(parts, each, data):
     assert balanced([8, 1, 7, 2, 6, 3], 3) == [[0, 1], [2, 3], [4, 5]]
 
 
-@given(st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=12), min_size=1, max_size=6), st.integers(1, 6))
+@given(
+    st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=12), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
 def test_every_group_is_dealt_once_and_evenly(steps, processes):
     before = [0] * processes
     for sizes, parts in zip(steps, deal(steps, processes), strict=True):

@@ -14,31 +14,47 @@ from tests.fastp3o.counted import instructions
 from tests.fastp3o.models.model_families import FOURS
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=7)
-many_groups = st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=6)
+many_groups = st.lists(
+    st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=6
+)
 few = settings(max_examples=60, deadline=None)
 
 
 @few
 @given(many_groups, st.integers(1, 60), st.booleans())
-def test_every_response_token_is_labeled_once_from_the_token_before(groups, tokens_per_row, share_prompts):
+def test_every_response_token_is_labeled_once_from_the_token_before(
+    groups, tokens_per_row, share_prompts
+):
     prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
     rows = pack(prompts, responses, Packing(tokens_per_row, share_prompts))
     assert sorted(g for row in rows for g in row.groups) == list(range(len(groups)))
     for row in rows:
         assert row.tokens <= tokens_per_row or len(row.groups) == 1
         assert row.tokens == sum(
-            group_tokens(len(prompts[g]), list(map(len, responses[g])), share_prompts=share_prompts) for g in row.groups
+            group_tokens(len(prompts[g]), list(map(len, responses[g])), share_prompts=share_prompts)
+            for g in row.groups
         )
-        sequences = [(prompts[g], response) for g in row.groups for response in responses[g]]  # groups stay whole
+        sequences = [
+            (prompts[g], response) for g in row.groups for response in responses[g]
+        ]  # groups stay whole
         tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
-        labeled = zip(row.labeled_at.split(row.labeled_lengths), row.labels.split(row.labeled_lengths), strict=True)
+        labeled = zip(
+            row.labeled_at.split(row.labeled_lengths),
+            row.labels.split(row.labeled_lengths),
+            strict=True,
+        )
         every = zip(sequences, row.ends_at.tolist(), labeled, strict=True)
         for (prompt, response), last, (predicting, labels) in every:
             assert labels.tolist() == response
             assert [tokens[t] for t in predicting.tolist()] == [prompt[-1], *response[:-1]]
             first = len(prompt) - 1
-            assert [positions[t] for t in predicting.tolist()] == list(range(first, first + len(response)))
-            assert (tokens[last], positions[last]) == (response[-1], len(prompt) + len(response) - 1)
+            assert [positions[t] for t in predicting.tolist()] == list(
+                range(first, first + len(response))
+            )
+            assert (tokens[last], positions[last]) == (
+                response[-1],
+                len(prompt) + len(response) - 1,
+            )
         assert row.cu_seqlens.tolist() == [0, *accumulate(row.labeled_lengths)]
         assert torch.equal(row.cu_seqlens, row.cu_seqlens_on_host)
         assert (row.cu_seqlens.dtype, row.labels.dtype) == (torch.int32, torch.int64)
@@ -63,7 +79,9 @@ def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts)
     positions = row.position_ids[0][keys_of_row].split(segments.key_lengths)
     queries = torch.arange(row.tokens).split(segments.query_lengths)
     keys = keys_of_row.split(segments.key_lengths)
-    for sequence, key_ids, at, query, key in zip(sequences, ids, positions, queries, keys, strict=True):
+    for sequence, key_ids, at, query, key in zip(
+        sequences, ids, positions, queries, keys, strict=True
+    ):
         assert key_ids.tolist() == sequence
         assert at.tolist() == list(range(len(sequence)))
         assert key[-len(query) :].tolist() == query.tolist()  # aligned at the end
@@ -83,19 +101,28 @@ def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts)
 
 @few
 @given(many_groups, st.booleans(), st.data())
-def test_parts_of_responses_are_labeled_and_an_empty_one_labels_nothing(groups, share_prompts, data):
+def test_parts_of_responses_are_labeled_and_an_empty_one_labels_nothing(
+    groups, share_prompts, data
+):
     prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
 
     def spans(response):
         cuts = sorted(data.draw(st.lists(st.integers(0, len(response)), max_size=4)))
         return list(zip(cuts[::2], cuts[1::2], strict=False))
 
-    labeled = [None if data.draw(st.booleans()) else [spans(response) for response in group] for group in responses]
-    whole, parts = (pack(prompts, responses, Packing(20, share_prompts), labeled=one) for one in (None, labeled))
+    labeled = [
+        None if data.draw(st.booleans()) else [spans(response) for response in group]
+        for group in responses
+    ]
+    whole, parts = (
+        pack(prompts, responses, Packing(20, share_prompts), labeled=one) for one in (None, labeled)
+    )
     for row, one in zip(whole, parts, strict=True):
         assert torch.equal(row.input_ids, one.input_ids)
         expected: list[list] = []
-        of_responses = [values.split(row.labeled_lengths) for values in (row.labeled_at, row.labels)]
+        of_responses = [
+            values.split(row.labeled_lengths) for values in (row.labeled_at, row.labels)
+        ]
         tokens = zip(*of_responses, strict=True)
         for group in row.groups:
             for k, response in enumerate(responses[group]):
@@ -116,7 +143,9 @@ def test_python_looks_at_responses_and_arrays_at_their_tokens(kind, share_prompt
         labeled = [[[(1, 3), (4, length)]] * K] * 6 if kind == "parts of responses" else None
         options = {"label_prompts": kind == "prompts too", "labeled": labeled}
         rows = Packing(20 * length, share_prompts)
-        return instructions(lambda: pack([[5] * length] * 6, [[[5] * length] * K] * 6, rows, **options))
+        return instructions(
+            lambda: pack([[5] * length] * 6, [[[5] * length] * K] * 6, rows, **options)
+        )
 
     work(10)  # whatever a first call sets up
     assert work(1000) <= 1.02 * work(10)
@@ -149,7 +178,9 @@ def test_labeled_prompts_leave_out_the_first_token():
 def test_by_group_gives_values_back_as_the_responses_were_given(lengths, tokens_per_row):
     responses = [[[s] * length, [s]] for s, length in enumerate(lengths)]
     rows = pack([[9]] * len(lengths), responses, Packing(tokens_per_row))
-    values = [row.input_ids[0][row.ends_at] * 2 + torch.arange(2).repeat(len(row.groups)) for row in rows]
+    values = [
+        row.input_ids[0][row.ends_at] * 2 + torch.arange(2).repeat(len(row.groups)) for row in rows
+    ]
     assert by_group(rows, values).tolist() == [[2 * s, 2 * s + 1] for s in range(len(lengths))]
 
 
@@ -165,7 +196,11 @@ def test_a_group_that_is_too_long_has_a_row_of_its_own():
 def test_what_cannot_be_packed_is_refused():
     cases = [
         ([[1], []], [[[1]], [[2]]], r"group 1 has 0 prompt tokens and responses of \[1\]"),
-        ([[1], [1, 2]], [[[1]], [[2, 3], []]], r"group 1 has 2 prompt tokens and responses of \[2, 0\]"),
+        (
+            [[1], [1, 2]],
+            [[[1]], [[2, 3], []]],
+            r"group 1 has 2 prompt tokens and responses of \[2, 0\]",
+        ),
         ([[1]], [[]], r"group 0 has 1 prompt tokens and responses of \[\]"),
         ([[1], [2]], [[[3]]], "zip"),
     ]
@@ -187,10 +222,16 @@ def test_what_cannot_be_packed_is_refused():
 
 
 def test_tensors_of_every_kind_arrive_in_one_aligned_copy(monkeypatch):
-    tensors = [torch.arange(5), torch.tensor([True, False, True]), torch.empty(0, 3, dtype=torch.int32)]
+    tensors = [
+        torch.arange(5),
+        torch.tensor([True, False, True]),
+        torch.empty(0, 3, dtype=torch.int32),
+    ]
     tensors += [torch.tensor(2.5), torch.randn(4, 6).T, torch.randn(3).bfloat16()]
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options))
+    monkeypatch.setattr(
+        torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options)
+    )
     arrived = upload(tensors, torch.device("cpu"))
     assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 1
     for tensor, before in zip(arrived, tensors, strict=True):
@@ -203,7 +244,13 @@ def test_every_tensor_of_a_row_moves_to_a_device():
     row = FOURS.row()
     there = row.to(torch.device("meta"))
     repeats = [tensor for pair in there.segments.shared.repeats for tensor in pair]
-    tensors = [there.input_ids, there.labels, there.cu_seqlens, there.segments.cu_keys, there.segments.shared.own]
+    tensors = [
+        there.input_ids,
+        there.labels,
+        there.cu_seqlens,
+        there.segments.cu_keys,
+        there.segments.shared.own,
+    ]
     assert len(repeats) == 6
     assert all(tensor.is_meta for tensor in [*tensors, *repeats])
     assert there.groups == row.groups

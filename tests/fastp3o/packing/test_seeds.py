@@ -12,16 +12,22 @@ def test_every_pass_takes_every_example_once_in_another_order(batch_size, total,
     examples = [example for step in range(steps) for example in examples_of_step(step, **order)]
     assert len(examples) == steps * batch_size
     assert sorted(examples[:total]) == sorted(examples[total : 2 * total]) == list(range(total))
-    first, second, third = (examples_of_step(step, batch_size=30, total=30, seed=0) for step in range(3))
+    first, second, third = (
+        examples_of_step(step, batch_size=30, total=30, seed=0) for step in range(3)
+    )
     assert first != second != third
 
 
 def test_a_pass_is_shuffled_once_also_where_others_are_looked_at_meanwhile(monkeypatch):
-    """Rollouts may be some updates ahead; texts of a pretraining mix have passes of their own; the minibatches of each
-    inner epoch are shuffled in between.
+    """Rollouts may be some updates ahead; texts of a pretraining mix have passes of their own; the
+    minibatches of each inner epoch are shuffled in between.
     """
     counted, shuffle = [], torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda *args, **options: counted.append(args) or shuffle(*args, **options))
+    monkeypatch.setattr(
+        torch,
+        "randperm",
+        lambda *args, **options: counted.append(args) or shuffle(*args, **options),
+    )
     order_of_pass.cache_clear()
     for step in range(20):
         for ahead in (0, 3):

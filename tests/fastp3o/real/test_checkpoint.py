@@ -1,5 +1,6 @@
-"""A real pretrained model beside plain transformers: Gemma 3 270M, with a vocabulary of 262,144, windows of 512 tokens
-and a tied head. scripts/test_real.sh makes it; 5 GB of memory and two minutes of one core.
+"""A real pretrained model beside plain transformers: Gemma 3 270M, with a vocabulary of 262,144,
+windows of 512 tokens and a tied head. scripts/test_real.sh makes it; 5 GB of memory and two minutes
+of one core.
 """
 
 import os
@@ -45,7 +46,10 @@ PAIRS = [
     },
 ]
 WINDOW = 512
-LONG = " ".join(f"In year {year} the town had {year % 97} wells and {year % 13} mills." for year in range(1700, 1745))
+LONG = " ".join(
+    f"In year {year} the town had {year % 97} wells and {year % 13} mills."
+    for year in range(1700, 1745)
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +62,13 @@ def plain() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
-def examples(tokenizer: PreTrainedTokenizerBase, pairs: list[dict]) -> tuple[list[list[int]], list[list[list[int]]]]:
+def examples(
+    tokenizer: PreTrainedTokenizerBase, pairs: list[dict]
+) -> tuple[list[list[int]], list[list[list[int]]]]:
     """The ids of prompts, [P], and of their two responses, [P][2]."""
-    data, _ = load_preferences(InMemory("pairs", pairs), tokenizer, max_prompt_tokens=2000, max_response_tokens=64)
+    data, _ = load_preferences(
+        InMemory("pairs", pairs), tokenizer, max_prompt_tokens=2000, max_response_tokens=64
+    )
     loaded = data[:]
     responses = zip(loaded["chosen_ids"], loaded["rejected_ids"], strict=True)
     return loaded["prompt_ids"], [list(pair) for pair in responses]
@@ -78,8 +86,13 @@ def test_prompt_and_response_are_the_tokens_of_their_text(tokenizer: PreTrainedT
     for pair, prompt, ids in zip(PAIRS, prompts, responses, strict=True):
         for name, response in zip(("chosen", "rejected"), ids, strict=True):
             text = pair["prompt"] + pair[name]
-            assert tokenizer.decode(prompt[1:] + response[:-1], clean_up_tokenization_spaces=False) == text
-            if not pair["prompt"].endswith(" "):  # else the space would be part of a word of the response
+            assert (
+                tokenizer.decode(prompt[1:] + response[:-1], clean_up_tokenization_spaces=False)
+                == text
+            )
+            if not pair["prompt"].endswith(
+                " "
+            ):  # else the space would be part of a word of the response
                 assert tokenizer(text).input_ids == prompt + response[:-1]
 
 
@@ -94,25 +107,40 @@ def test_packed_log_probs_are_those_of_one_response_at_a_time(
     policy = load_policy(MODEL).eval()
     for row in pack(prompts, responses, Packing(tokens_per_row=8192)):
         got = labeled_logprobs(policy, row)
-        expected = [logprobs(plain, prompts[group], ids) for group in row.groups for ids in responses[group]]
+        expected = [
+            logprobs(plain, prompts[group], ids) for group in row.groups for ids in responses[group]
+        ]
         torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=2e-4)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.006), (torch.bfloat16, 0.05)])
-def test_half_precision_holds_the_residual_stream(tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, most: float):
-    """Which reaches 103,795, beyond fp16's maximum. most: root mean square of a token's error, in nats."""
+def test_half_precision_holds_the_residual_stream(
+    tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, most: float
+):
+    """Which reaches 103,795, beyond fp16's maximum. most: root mean square of a token's error, in
+    nats.
+    """
     prompts, responses = examples(tokenizer, PAIRS)
     (row,) = pack(prompts, responses, Packing(tokens_per_row=8192))
-    exact, found = (labeled_logprobs(load_policy(MODEL, dtype=one).eval(), row) for one in (torch.float32, dtype))
+    exact, found = (
+        labeled_logprobs(load_policy(MODEL, dtype=one).eval(), row)
+        for one in (torch.float32, dtype)
+    )
     assert (found - exact).square().mean().sqrt() <= most
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_generate(tokenizer: PreTrainedTokenizerBase, plain: PreTrainedModel):
-    prompts, _ = examples(tokenizer, [PAIRS[0], PAIRS[2], PAIRS[0] | {"prompt": LONG + PAIRS[0]["prompt"]}])
+def test_greedy_tokens_are_those_of_generate(
+    tokenizer: PreTrainedTokenizerBase, plain: PreTrainedModel
+):
+    prompts, _ = examples(
+        tokenizer, [PAIRS[0], PAIRS[2], PAIRS[0] | {"prompt": LONG + PAIRS[0]["prompt"]}]
+    )
     greedy = SamplingSettings(top_k=1)
-    sampler = EngineSampler(load_policy(MODEL), tokenizer, max_response_tokens=16, batch_size=8, settings=greedy)
+    sampler = EngineSampler(
+        load_policy(MODEL), tokenizer, max_response_tokens=16, batch_size=8, settings=greedy
+    )
     groups = sampler([Prompt("", ids, number) for number, ids in enumerate(prompts)], 1, 0)
     for ids, group in zip(prompts, groups, strict=True):
         generated = plain.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
@@ -120,8 +148,9 @@ def test_greedy_tokens_are_those_of_generate(tokenizer: PreTrainedTokenizerBase,
 
 
 def test_gradients_are_those_of_fp64(tokenizer: PreTrainedTokenizerBase):
-    """P3O's gradient of one pair is a number times ∇log π(y1) − ∇log π(y2). Rounding of the sums of log-probs moves the
-    number by its exponential; the vectors are nearer to the true ones than that.
+    """P3O's gradient of one pair is a number times ∇log π(y1) − ∇log π(y2). Rounding of the sums of
+    log-probs moves the number by its exponential; the vectors are nearer to the true ones than
+    that.
     """
     (prompt,), (responses,) = examples(tokenizer, PAIRS[:1])
     moved, kl_coef = torch.tensor([[0.04, -0.03]]), 0.05
@@ -136,10 +165,16 @@ def test_gradients_are_those_of_fp64(tokenizer: PreTrainedTokenizerBase):
 
     def loss(hidden: Tensor, head: torch.nn.Module) -> Tensor:
         settings = P3OSettings(kl_coef=kl_coef)
-        return linear_p3o_loss(hidden, head, row.labels, row.cu_seqlens_on_host, old, ref, rewards, settings).loss
+        return linear_p3o_loss(
+            hidden, head, row.labels, row.cu_seqlens_on_host, old, ref, rewards, settings
+        ).loss
 
     policy(row, row.labeled_at, loss).backward()
-    ours = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    ours = {
+        name.removeprefix("model."): p.grad
+        for name, p in policy.named_parameters()
+        if p.grad is not None
+    }
     del policy
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
@@ -165,7 +200,9 @@ def test_gradients_are_those_of_fp64(tokenizer: PreTrainedTokenizerBase):
     assert (rest / norm).sqrt() < 5e-5
 
 
-def test_an_update_is_saved_as_transformers_reads_it(tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+def test_an_update_is_saved_as_transformers_reads_it(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+):
     config = P3OConfig(
         model=MODEL,
         output_dir=str(tmp_path / "run"),
@@ -185,9 +222,17 @@ def test_an_update_is_saved_as_transformers_reads_it(tokenizer: PreTrainedTokeni
 
     result = train(config, prompts=[{"prompt": pair["prompt"]} for pair in PAIRS], reward=vowels)
     (prompt, *_), (responses, *_) = examples(tokenizer, PAIRS)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32).eval()
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "model", dtype=torch.float32
+    ).eval()
     with torch.no_grad():
-        saved, here = (logprobs(model, prompt, responses[0]) for model in (read, result.model.eval()))
-        before = logprobs(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(), prompt, responses[0])
+        saved, here = (
+            logprobs(model, prompt, responses[0]) for model in (read, result.model.eval())
+        )
+        before = logprobs(
+            AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval(),
+            prompt,
+            responses[0],
+        )
     torch.testing.assert_close(saved, here, rtol=0, atol=1e-5)
     assert (saved - before).abs().max() > 1e-3

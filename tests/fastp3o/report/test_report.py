@@ -1,4 +1,6 @@
-"""Runs to look at: the page of `fastp3o report`, what `fastp3o compare` shows, and what both say of incomplete runs."""
+"""Runs to look at: the page of `fastp3o report`, what `fastp3o compare` shows, and what both say of
+incomplete runs.
+"""
 
 import json
 import re
@@ -14,18 +16,24 @@ from fastp3o.__main__ import main
 from fastp3o.report.read import answers, differing_options, read_runs, short_names
 
 NASTY = "</script><script>document.title = 'taken'</script> <b>&amp; $title @@title ${name} \u2028 \\ \"quoted\""
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 def made(folder: str, *, updates: int = 4, text: str = "An answer", **options) -> Path:
     """A run's folder with what its logs hold."""
     path = Path(folder)
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.safe_dump({"model": "m", "output_dir": folder, "kl_coef": 0.1} | options))
+    (path / "config.yaml").write_text(
+        yaml.safe_dump({"model": "m", "output_dir": folder, "kl_coef": 0.1} | options)
+    )
     metrics, evaluations, rollouts = [], [], []
     for step in range(1, updates + 1):
         parts = {"reward/a:good": 0.1 * step, "reward/b:short": -0.05 * step}
-        metrics.append({"step": step, "reward": 0.05 * step, "kl": 0.2 * step, "response_length": 9.0} | parts)
+        metrics.append(
+            {"step": step, "reward": 0.05 * step, "kl": 0.2 * step, "response_length": 9.0} | parts
+        )
         for prompt in ("Why?", "How?"):
             responses = [
                 {
@@ -39,9 +47,13 @@ def made(folder: str, *, updates: int = 4, text: str = "An answer", **options) -
                 for number in range(2)
             ]
             rollouts.append({"step": step, "prompt": prompt, "kl": None, "responses": responses})
-    evaluations = [{"step": step, "reward": 0.06 * step, "kl": 0.21 * step} for step in (0, updates)]
+    evaluations = [
+        {"step": step, "reward": 0.06 * step, "kl": 0.21 * step} for step in (0, updates)
+    ]
     for name, records in (("metrics", metrics), ("eval", evaluations), ("rollouts", rollouts)):
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return path
 
 
@@ -51,7 +63,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def data(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1]
+    )
 
 
 def test_a_page_holds_all_that_a_run_has_logged(tmp_path, monkeypatch):
@@ -66,7 +80,9 @@ def test_a_page_holds_all_that_a_run_has_logged(tmp_path, monkeypatch):
     assert {row["tokens"] for row in rows} == {3, 4}
     assert page.count("<script>") == 1, "what a policy wrote is no script of the page's"
     assert "reward: a:good" in page, "each part of the reward has a panel"
-    assert not re.search(r"""(src|href)=["'](?!data:|#)""", page.split("<script")[0]), "nothing is loaded"
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", page.split("<script")[0]), (
+        "nothing is loaded"
+    )
 
 
 def test_a_page_says_what_it_leaves_out(tmp_path, monkeypatch):
@@ -134,7 +150,9 @@ def test_runs_side_by_side(tmp_path, monkeypatch, capsys):
     assert Path("compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [[], ["runs/a"], ["runs/a", "--first", "runs/a"], ["--first", "runs/a"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["runs/a"], ["runs/a", "--first", "runs/a"], ["--first", "runs/a"]]
+)
 def test_comparisons_need_two_runs_or_two_sets(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     made("runs/a")
@@ -153,9 +171,22 @@ def test_a_browser_shows_sorts_and_searches_the_page(tmp_path, monkeypatch):
     def shown(typed: str) -> list[str]:
         page = Path("page.html").read_text()
         Path("typed.html").write_text(page.replace("</body>", f"<script>{typed}</script></body>"))
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-        browser = [BROWSER, *options, f"--user-data-dir={tmp_path / 'browser'}", Path("typed.html").resolve().as_uri()]
-        left = subprocess.run(browser, capture_output=True, text=True, timeout=120, check=True).stdout
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--dump-dom",
+        ]
+        browser = [
+            BROWSER,
+            *options,
+            f"--user-data-dir={tmp_path / 'browser'}",
+            Path("typed.html").resolve().as_uri(),
+        ]
+        left = subprocess.run(
+            browser, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
         assert "<title>a, b</title>" in left
         body = left[left.index('id="responses"') :]
         return re.findall(r"<tr><td>(.*?)</tr>", body, re.S)
@@ -165,7 +196,9 @@ def test_a_browser_shows_sorts_and_searches_the_page(tmp_path, monkeypatch):
     assert "of update 4" in best[0]
     assert "of update 1" in best[-1]
     assert "&lt;/script&gt;" in "".join(best)
-    searched = shown("control('search').value = 'PLAIN 1'; control('order').value = 'worst'; draw();")
+    searched = shown(
+        "control('search').value = 'PLAIN 1'; control('order').value = 'worst'; draw();"
+    )
     assert len(searched) == 8
     assert "Plain 1 of update 1" in searched[0]
     assert len(shown("control('run').value = 'b'; control('update').value = '3'; draw();")) == 4

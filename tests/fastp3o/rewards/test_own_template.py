@@ -1,4 +1,6 @@
-"""A reward model of another family scores messages as its own chat template writes them, as in its training data."""
+"""A reward model of another family scores messages as its own chat template writes them, as in its
+training data.
+"""
 
 import json
 from pathlib import Path
@@ -26,22 +28,33 @@ BY_NAME = {family.name: family for family in WITH_TEMPLATE}
 QWEN = BY_NAME["qwen3"]
 CLOCK = Clock(EVENING)
 USER = {"role": "user", "content": "Name a tree."}
-TALK = [USER, {"role": "assistant", "content": "Oak."}, {"role": "user", "content": "Another\none?"}]
+TALK = [
+    USER,
+    {"role": "assistant", "content": "Oak."},
+    {"role": "user", "content": "Another\none?"},
+]
 RECORDS: list[dict] = [
     {"prompt": [USER]},
     {"prompt": TALK},
     {"prompt": [{"role": "system", "content": "Be kind."}, *TALK]},
     {"prompt": [USER], "chat_template_kwargs": {"enable_thinking": False}},
-    {"prompt": [USER], "tools": [{"type": "function", "function": {"name": "plant", "parameters": {}}}]},
+    {
+        "prompt": [USER],
+        "tools": [{"type": "function", "function": {"name": "plant", "parameters": {}}}],
+    },
 ]
 SAID = ["An elm.", " A fir.\n", "<think>\nHm.\n</think>\n\nA yew."]
 
 
-def asked_of(policy: PreTrainedTokenizerBase, folder: Path, records: list[dict], **options: Any) -> list[Prompt]:
+def asked_of(
+    policy: PreTrainedTokenizerBase, folder: Path, records: list[dict], **options: Any
+) -> list[Prompt]:
     """The prompts as a run has them that asks a reward model."""
     asked = asked_of_records(["runs/rm/model"], RemoteConfig())
     limits = {"max_prompt_tokens": 400, "clock": CLOCK}
-    examples, _ = load_prompts(jsonl(folder, records, "asked.jsonl"), policy, **limits, **asked, **options)
+    examples, _ = load_prompts(
+        jsonl(folder, records, "asked.jsonl"), policy, **limits, **asked, **options
+    )
     return make_prompts(examples[:])
 
 
@@ -49,8 +62,17 @@ def loaded(
     scorer: PreTrainedTokenizerBase, folder: Path, record: dict, said: str
 ) -> tuple[list[int], list[int]] | None:
     """As a stage loads the record with this response; None if the template refuses it."""
-    source = jsonl(folder, [record | {"completion": [{"role": "assistant", "content": said}]}, GOOD], "loaded.jsonl")
-    options = {"max_prompt_tokens": 400, "max_response_tokens": 400, "skip_bad_records": True, "clock": CLOCK}
+    source = jsonl(
+        folder,
+        [record | {"completion": [{"role": "assistant", "content": said}]}, GOOD],
+        "loaded.jsonl",
+    )
+    options = {
+        "max_prompt_tokens": 400,
+        "max_response_tokens": 400,
+        "skip_bad_records": True,
+        "clock": CLOCK,
+    }
     examples, _ = load_demonstrations(source, scorer, **options)
     return (examples[0]["prompt_ids"], examples[0]["response_ids"]) if len(examples) == 2 else None
 
@@ -66,7 +88,10 @@ def read_by(scorer: PreTrainedTokenizerBase, record: dict) -> dict:
 
 @every_chat_family
 def test_messages_have_the_ids_that_the_loader_makes(tmp_path: Path, family: Family):
-    scorer, policy = family.tokenizer(), (BY_NAME["gemma3"] if "qwen" in family.name else QWEN).tokenizer()
+    scorer, policy = (
+        family.tokenizer(),
+        (BY_NAME["gemma3"] if "qwen" in family.name else QWEN).tokenizer(),
+    )
     translate, compared = Translation(policy, scorer, max_prompt_tokens=400, clock=CLOCK), 0
     records = RECORDS if policy.get_vocab() == QWEN.tokenizer().get_vocab() else RECORDS[:3]
     for record in records:
@@ -75,13 +100,20 @@ def test_messages_have_the_ids_that_the_loader_makes(tmp_path: Path, family: Fam
         if None in expected:
             continue
         end = [policy.eos_token_id]
-        (ids,), (responses,) = translate([Group(prompt, [Response(end, said, True) for said in SAID])])
+        (ids,), (responses,) = translate(
+            [Group(prompt, [Response(end, said, True) for said in SAID])]
+        )
         assert [(ids, response) for response in responses] == expected
         # What was cut has no end.
         _, (cut,) = translate([Group(prompt, [Response([1], said, False) for said in SAID])])
         assert cut == [response[:-1] for _, response in expected]
         compared += 1
-    assert compared >= 2 or family.name in ("llama2", "llama2-published", "gptoss", "gptoss-published")
+    assert compared >= 2 or family.name in (
+        "llama2",
+        "llama2-published",
+        "gptoss",
+        "gptoss-published",
+    )
 
 
 @pytest.mark.parametrize("scorer", ["gemma3", "phi3"])
@@ -127,11 +159,22 @@ def test_whatever_a_policy_writes_is_text_in_its_message(tmp_path: Path, family:
     scorer, policy = family.tokenizer(), text_tokenizer()
     policy.chat_template = QWEN.template
     names = [token for token in scorer.all_special_tokens if token != scorer.unk_token]
-    hostile = [f"a{names[0]}b {names[-1]}", names[0], "", "  \n", "</think>", "\ue002", "<think>\nx", "é\x00"]
+    hostile = [
+        f"a{names[0]}b {names[-1]}",
+        names[0],
+        "",
+        "  \n",
+        "</think>",
+        "\ue002",
+        "<think>\nx",
+        "é\x00",
+    ]
     (prompt,) = asked_of(policy, tmp_path, [{"prompt": [USER]}])
     translate = Translation(policy, scorer, clock=CLOCK)
     _, ((plain,),) = translate([Group(prompt, [Response([1], "ab ", True)])])
-    (ids,), (responses,) = translate([Group(prompt, [Response([1], said, True) for said in hostile[:4]])])
+    (ids,), (responses,) = translate(
+        [Group(prompt, [Response([1], said, True) for said in hostile[:4]])]
+    )
     control = set(scorer.all_special_ids) - {scorer.unk_token_id}
     specials = [number for number in plain if number in control]
     for said, response in zip(hostile, responses, strict=False):
@@ -149,9 +192,15 @@ def test_text_goes_as_it_is_and_a_template_of_the_same_vocabulary_is_named(tmp_p
     policy, scorer = QWEN.tokenizer(), BY_NAME["gemma3"].tokenizer()
     (prompt,) = asked_of(policy, tmp_path, [{"prompt": "Name a tree:"}])
     assert json.loads(prompt.given) == {"prompt": "Name a tree:"}
-    (ids,), ((response,),) = Translation(policy, scorer)([Group(prompt, [Response([1], " oak", True)])])
+    (ids,), ((response,),) = Translation(policy, scorer)(
+        [Group(prompt, [Response([1], " oak", True)])]
+    )
     assert scorer.decode(ids + response[:-1]) == "Name a tree: oak"
-    for template, differs in ((QWEN.template, False), (BY_NAME["qwen_base"].template, True), (None, False)):
+    for template, differs in (
+        (QWEN.template, False),
+        (BY_NAME["qwen_base"].template, True),
+        (None, False),
+    ):
         other = QWEN.tokenizer()
         other.chat_template = template
         folder, _ = save_family(QWEN, tmp_path / "model", scores=True)

@@ -29,7 +29,9 @@ class EndpointConfig(RemoteConfig):
 
 
 def reward_at(url: str, **settings) -> RemoteReward:
-    return RemoteReward(url, EndpointConfig(**({"reward_timeout": 5.0, "reward_retries": 2} | settings)))
+    return RemoteReward(
+        url, EndpointConfig(**({"reward_timeout": 5.0, "reward_retries": 2} | settings))
+    )
 
 
 GROUPS = groups_of_texts(["a", "bb"], ["ccc", "dddd"], ["", "ffffff"], answer=[1, "two", [3]])
@@ -53,7 +55,9 @@ def test_responses_are_scored_beside_their_prompts_and_columns(server, monkeypat
     assert reward_at(server.url)(groups_of_texts(texts)).tolist() == [list(map(len, texts))]
     assert server.requests[-1] == {"prompts": ["prompt 0"] * 3, "responses": texts}
     server.reply = always(body=rewards([1.0] * 5))
-    with pytest.raises(EndpointError, match=r"status 200: .* — which has 5 rewards, for 6 responses"):
+    with pytest.raises(
+        EndpointError, match=r"status 200: .* — which has 5 rewards, for 6 responses"
+    ):
         reward_at(server.url)(GROUPS)
 
 
@@ -73,9 +77,13 @@ def test_batches_are_scored_at_once(server):
     assert [len(body["responses"]) for body in server.requests] == [2] * 3
 
 
-@pytest.mark.parametrize(("size", "asked"), [(1, [2, 2, 2]), (3, [2, 2, 2]), (5, [4, 2]), (16, [6])])
+@pytest.mark.parametrize(
+    ("size", "asked"), [(1, [2, 2, 2]), (3, [2, 2, 2]), (5, [4, 2]), (16, [6])]
+)
 def test_a_prompts_responses_are_never_cut_between_requests(server, size, asked):
-    assert reward_at(server.url, reward_batch_size=size, reward_requests=1)(GROUPS).tolist() == RIGHT
+    assert (
+        reward_at(server.url, reward_batch_size=size, reward_requests=1)(GROUPS).tolist() == RIGHT
+    )
     assert [len(body["responses"]) for body in server.requests] == asked
     for body in server.requests:
         assert all(body["prompts"].count(prompt) == 2 for prompt in body["prompts"])

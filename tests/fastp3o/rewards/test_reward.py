@@ -34,9 +34,16 @@ def returning(result: object) -> FunctionReward:
 
 
 @pytest.mark.parametrize(
-    "result", [(1, True, 0.5, 2), np.array([1, 1, 0.5, 2]), [np.float32(1), np.int64(1), torch.tensor(0.5), 2.0]]
+    "result",
+    [
+        (1, True, 0.5, 2),
+        np.array([1, 1, 0.5, 2]),
+        [np.float32(1), np.int64(1), torch.tensor(0.5), 2.0],
+    ],
 )
-def test_numbers_of_every_kind_are_rewards_and_none_for_a_prompt_is_one_that_does_not_apply(rollouts, result):
+def test_numbers_of_every_kind_are_rewards_and_none_for_a_prompt_is_one_that_does_not_apply(
+    rollouts, result
+):
     assert returning(result)(rollouts).tolist() == [[1.0, 1.0], [0.5, 2.0]]
     assert returning([None, None, *result[2:]])(rollouts).tolist() == [[0.0, 0.0], [0.5, 2.0]]
 
@@ -45,7 +52,10 @@ def test_numbers_of_every_kind_are_rewards_and_none_for_a_prompt_is_one_that_doe
     ("result", "said"),
     [
         ("1111", "tests:f must return a list of 4 entries, got a str"),
-        (SimpleNamespace(tolist=lambda: 1 / 0), "got a SimpleNamespace that gives no list: ZeroDivisionError"),
+        (
+            SimpleNamespace(tolist=lambda: 1 / 0),
+            "got a SimpleNamespace that gives no list: ZeroDivisionError",
+        ),
         (SimpleNamespace(tolist=sys.exit), "got a SimpleNamespace that gives no list: SystemExit"),
         ([1.0, 1.0, "1.5", 1.0], "tests:f must return a number for each response: "),
         ([1.0, None, 1.0, 1.0], "must return a number for each response: must be real number"),
@@ -62,12 +72,20 @@ def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
 # Functions by what they are given, each with the columns that it asks for, and with its rewards.
 ONCE, TWICE, NAMES = [[3, 3], [4, 4]], [[6, 6], [8, 8]], ["name", "function", "timeout"]
 TAKING = {
-    "by keyword": (lambda texts, said, *, answer, scale=2.0: [scale * a for a in answer], ["answer"], TWICE),
+    "by keyword": (
+        lambda texts, said, *, answer, scale=2.0: [scale * a for a in answer],
+        ["answer"],
+        TWICE,
+    ),
     "taking all": (lambda prompts, completions, **columns: columns["answer"], [], ONCE),
     "any number": (lambda *arguments: [len(arguments)] * 4, [], [[2, 2], [2, 2]]),
     "any name": (lambda prompts, responses, name, function, timeout: name, NAMES, ONCE),
     "by chance": (lambda prompts, responses, answer=(0, 0, 0, 0), note=None: answer, [], ONCE),
-    "TRL": (lambda completions, answer, **rest: [a * len(set(rest["prompts"])) for a in answer], ["answer"], TWICE),
+    "TRL": (
+        lambda completions, answer, **rest: [a * len(set(rest["prompts"])) for a in answer],
+        ["answer"],
+        TWICE,
+    ),
 }
 
 
@@ -76,17 +94,29 @@ def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, kind):
     function, asks, rewards = TAKING[kind]
     reward = reward_of(function)
     assert reward.columns == asks
-    columns = [dict.fromkeys(("answer", "name", "function", "timeout", "id"), answer) for answer in (3, 4)]
-    groups = [Group(g.prompt._replace(columns=own), g.responses) for g, own in zip(rollouts, columns, strict=True)]
+    columns = [
+        dict.fromkeys(("answer", "name", "function", "timeout", "id"), answer) for answer in (3, 4)
+    ]
+    groups = [
+        Group(g.prompt._replace(columns=own), g.responses)
+        for g, own in zip(rollouts, columns, strict=True)
+    ]
     assert reward(groups).tolist() == rewards
     if asks:
-        with pytest.raises(ValueError, match=rf"tests:f asks for the columns {', '.join(asks)}, which the rollouts do"):
+        with pytest.raises(
+            ValueError,
+            match=rf"tests:f asks for the columns {', '.join(asks)}, which the rollouts do",
+        ):
             reward(rollouts)
 
 
-@pytest.mark.parametrize("function", [lambda prompts, own, responses: [], lambda prompts, *, responses: [], lambda: []])
+@pytest.mark.parametrize(
+    "function", [lambda prompts, own, responses: [], lambda prompts, *, responses: [], lambda: []]
+)
 def test_a_function_of_other_arguments_is_refused(function):
-    with pytest.raises(ValueError, match="tests:f must take prompts and responses first, in this order"):
+    with pytest.raises(
+        ValueError, match="tests:f must take prompts and responses first, in this order"
+    ):
         reward_of(function)
 
 
@@ -157,7 +187,9 @@ class Panic(BaseException):
         (ValueError("\x1b[31mred"), False, r"failed in .*, line \d+: ValueError: \\x1b\[31mred"),
     ],
 )
-def test_whatever_a_function_raises_is_told_with_its_place(rollouts, monkeypatch, error, awaited, said):
+def test_whatever_a_function_raises_is_told_with_its_place(
+    rollouts, monkeypatch, error, awaited, said
+):
     def score(prompts, responses):
         raise error
 
@@ -207,7 +239,9 @@ def test_a_call_has_a_time_limit(rollouts, free_alarm, monkeypatch, function):
     for module in (event_loop, user_function):
         monkeypatch.setattr(module, "GRACE", 0.1 if function is blocking else 5.0)
     place = ": it was in .*test_reward.py" if function is sleeping else ""
-    with pytest.raises(FunctionError, match=rf"tests:f has not returned after 0\.1 s \(--reward_timeout\){place}"):
+    with pytest.raises(
+        FunctionError, match=rf"tests:f has not returned after 0\.1 s \(--reward_timeout\){place}"
+    ):
         reward_of(function, timeout=0.1)(rollouts)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -223,7 +257,9 @@ def test_a_function_that_blocks_leaves_the_next_one_another_loop(rollouts, monke
     assert reward_of(good, timeout=5.0)(rollouts).tolist() == [[1, 1], [1, 1]]
 
 
-def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(rollouts, free_alarm, monkeypatch, capsys):
+def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(
+    rollouts, free_alarm, monkeypatch, capsys
+):
     def slow(prompts, responses):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         time.sleep(0.5)
@@ -232,7 +268,10 @@ def test_a_long_call_is_told_and_one_that_nothing_interrupts_is_told_late(rollou
     monkeypatch.setattr(user_function, "LONG", 0.05)
     monkeypatch.setattr(user_function, "GRACE", 0.0)
     assert reward_of(slow, timeout=0.2)(rollouts).tolist() == [[1, 1], [1, 1]]
-    said = [f"tests:f has not returned after {late} (--reward_timeout)" for late in ("0.05 s; it has 0.2", "0.2 s")]
+    said = [
+        f"tests:f has not returned after {late} (--reward_timeout)"
+        for late in ("0.05 s; it has 0.2", "0.2 s")
+    ]
     assert capsys.readouterr().err.splitlines() == said
 
 

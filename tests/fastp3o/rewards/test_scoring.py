@@ -1,10 +1,18 @@
-"""Rewards by name, their weighted sum with its parts, the penalties that are subtracted from it, and their scale."""
+"""Rewards by name, their weighted sum with its parts, the penalties that are subtracted from it,
+and their scale.
+"""
 
 import pytest
 import torch
 
 from fastp3o.rewards.config import PenaltyConfig, cascaded, reward_names, short_names
-from fastp3o.rewards.reward import WeightedSum, penalized_rewards, penalties, repeated_share, rewarded
+from fastp3o.rewards.reward import (
+    WeightedSum,
+    penalized_rewards,
+    penalties,
+    repeated_share,
+    rewarded,
+)
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler, differences
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
@@ -36,7 +44,10 @@ def test_penalties_are_subtracted_and_told(rollouts, reward):
     values = penalized_rewards(reward, rollouts, config, longest=8)
     # " aei" and its end, " xyz" without one, " o" and " u" with theirs
     assert values["reward"].tolist() == [[1 - 1.25, 2 - 0.5 - 1], [3 - 0.75, 4 - 0.75]]
-    assert [name for name in values if name.startswith("penalty")] == ["penalty/missing_eos", "penalty/length"]
+    assert [name for name in values if name.startswith("penalty")] == [
+        "penalty/missing_eos",
+        "penalty/length",
+    ]
     assert ("reward/b:g" in values) == (reward is not first)
 
 
@@ -61,9 +72,16 @@ def test_each_penalty_by_hand():
 
 def test_a_name_is_shortened_to_its_last_part_unless_others_have_the_same():
     names = reward_names("rules:check else runs/rm/model,https://judge/score")
-    assert [cascaded(name) for name in names] == [["rules:check", "runs/rm/model"], ["https://judge/score"]]
+    assert [cascaded(name) for name in names] == [
+        ["rules:check", "runs/rm/model"],
+        ["https://judge/score"],
+    ]
     assert short_names(names) == ["check else model", "score"]
-    assert short_names(["rewards:vowels", "runs/rm/model/", "owner/name"]) == ["vowels", "model", "name"]
+    assert short_names(["rewards:vowels", "runs/rm/model/", "owner/name"]) == [
+        "vowels",
+        "model",
+        "name",
+    ]
     alike = ["runs/a/model", "runs/b/model"]
     assert short_names([*alike, "math:correct"]) == [*alike, "correct"]
     assert short_names(["/", "."]) == ["/", "."]
@@ -79,7 +97,10 @@ def test_a_shift_per_prompt_changes_differences_in_no_bit_and_absolute_rewards_i
     for _ in range(3):
         rewards = on_grid(8, K)
         assert torch.equal(plain(rewards), shifted(rewards + 1024 * on_grid(8, 1)))
-    absolute, moved = AbsoluteScaler(10.0)(rewards), AbsoluteScaler(10.0)(rewards + 16 * on_grid(8, 1))
+    absolute, moved = (
+        AbsoluteScaler(10.0)(rewards),
+        AbsoluteScaler(10.0)(rewards + 16 * on_grid(8, 1)),
+    )
     assert not torch.allclose(differences(absolute), differences(moved), atol=1e-3)
 
 
@@ -88,7 +109,9 @@ def test_no_difference_of_many_responses_exceeds_the_bound():
     scaled = DifferenceScaler(1.0)(rewards)
     assert differences(scaled).abs().max() <= 1
     loose = DifferenceScaler(100.0)(rewards)
-    torch.testing.assert_close(differences(loose), differences(rewards) / differences(rewards).square().mean().sqrt())
+    torch.testing.assert_close(
+        differences(loose), differences(rewards) / differences(rewards).square().mean().sqrt()
+    )
 
 
 def scales(
@@ -120,7 +143,9 @@ def test_one_outlier_does_not_make_all_later_rewards_small(kind, K, far, at):
 
 @pytest.mark.parametrize("kind", [DifferenceScaler, AbsoluteScaler])
 def test_a_scale_that_changes_and_a_rare_reward_enter_the_deviation(kind):
-    """What comes again and again is no outlier: neither successes in one of hundred prompts, nor another reward."""
+    """What comes again and again is no outlier: neither successes in one of hundred prompts, nor
+    another reward.
+    """
     scaler = kind(10.0)
     scaler(0.01 * torch.randn(8, 4))
     for _ in range(200):

@@ -16,7 +16,9 @@ TEMPLATE = (
 HOSTILE = f"Say {EOS}, {BOS} or <turn>:"
 
 
-def tokenizer(adds=f"{BOS} $A", own: str | None = None, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def tokenizer(
+    adds=f"{BOS} $A", own: str | None = None, template: str | None = TEMPLATE
+) -> PreTrainedTokenizerFast:
     """own: a special token that others do not have."""
     made = byte_tokenizer(adds, template)
     if own is not None:
@@ -24,17 +26,29 @@ def tokenizer(adds=f"{BOS} $A", own: str | None = None, template: str | None = T
     return made
 
 
-def loaded(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], response: str, longest: int = 999):
+def loaded(
+    tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], response: str, longest: int = 999
+):
     """(text, ids, response's ids) of a record, as a stage loads it."""
     encoder = Encoder(tokenizer, longest, 999)
     reply = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
-    (encoded,) = encoder.encode([encoder.render(Part("prompt", prompt), (Part("response", reply),))])
+    (encoded,) = encoder.encode(
+        [encoder.render(Part("prompt", prompt), (Part("response", reply),))]
+    )
     return encoded.prompt, encoded.prompt_ids, encoded.response_ids[0]
 
 
-def translated(policy: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast, prompt, response: str, longest: int = 99):
+def translated(
+    policy: PreTrainedTokenizerFast,
+    own: PreTrainedTokenizerFast,
+    prompt,
+    response: str,
+    longest: int = 99,
+):
     text, ids, response_ids = loaded(policy, prompt, response, longest)
-    prompt_ids, found = Translation(policy, own)([Group(Prompt(text, ids), [Response(response_ids, response, True)])])
+    prompt_ids, found = Translation(policy, own)(
+        [Group(Prompt(text, ids), [Response(response_ids, response, True)])]
+    )
     return prompt_ids[0], found[0][0]
 
 
@@ -42,14 +56,19 @@ def translated(policy: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast, pr
 @pytest.mark.parametrize("prompt", ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}]])
 def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
     """Names of special tokens in a response are text."""
-    own, said = tokenizer(adds, own="<turn>"), f" Ho {BOS}<turn>" if isinstance(prompt, str) else " Ho"
+    own, said = (
+        tokenizer(adds, own="<turn>"),
+        f" Ho {BOS}<turn>" if isinstance(prompt, str) else " Ho",
+    )
     for policy in (tokenizer(), tokenizer("$A", own="<sep>")):
         assert policy.get_vocab() != own.get_vocab()
         assert translated(policy, own, prompt, said) == loaded(own, prompt, said)[1:]
 
 
 @pytest.mark.parametrize(("content", "longest"), [("Say <turn>:", 999), ("Say what you like", 24)])
-def test_a_message_is_the_text_that_truncation_left_and_names_of_special_tokens_in_it_are_text(content, longest):
+def test_a_message_is_the_text_that_truncation_left_and_names_of_special_tokens_in_it_are_text(
+    content, longest
+):
     policy, other = tokenizer(), tokenizer(own="<turn>")
     asked = [{"role": "user", "content": content}]
     text, _, _ = loaded(policy, asked, " Ho", longest)
@@ -57,7 +76,10 @@ def test_a_message_is_the_text_that_truncation_left_and_names_of_special_tokens_
     assert ids[0] == other.bos_token_id
     assert other.decode(ids) == text
     assert other.convert_tokens_to_ids("<turn>") not in ids
-    assert [ids.count(token) for token in (other.bos_token_id, other.eos_token_id)] == [1, 1]  # the template's
+    assert [ids.count(token) for token in (other.bos_token_id, other.eos_token_id)] == [
+        1,
+        1,
+    ]  # the template's
 
 
 def test_an_end_that_the_policy_did_not_write_is_not_added():

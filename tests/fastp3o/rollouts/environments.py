@@ -12,7 +12,13 @@ from tests.fastp3o.runs import config
 
 # Of the tiny model's first tokens, enough end a turn.
 LETTERS = list("abcdefghijklmnopqrstuvwxyz0123456789,.;:!?-+*/ ")
-SETTINGS = {"max_turns": 3, "max_turn_tokens": 4, "max_response_tokens": 24, "reward": "", "updates": 3}
+SETTINGS = {
+    "max_turns": 3,
+    "max_turn_tokens": 4,
+    "max_response_tokens": 24,
+    "reward": "",
+    "updates": 3,
+}
 SETTINGS |= {"stop_strings": LETTERS}
 
 
@@ -21,7 +27,9 @@ def games(tiny_model, folder, config_class=P3OConfig, **changes):
 
 
 class Echo:
-    """Says how long the turn was. Trajectories have one to three turns, by their first one's length."""
+    """Says how long the turn was. Trajectories have one to three turns, by their first one's
+    length.
+    """
 
     rewards = {"turns": 1.0, "even": 0.5}  # noqa: RUF012
 

@@ -1,4 +1,6 @@
-"""Caches: as much room as memory has, all of it used; a CPU's against decode attention's oracle in fp64."""
+"""Caches: as much room as memory has, all of it used; a CPU's against decode attention's oracle in
+fp64.
+"""
 
 import random
 from contextlib import nullcontext
@@ -15,12 +17,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.host_work import host_work
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts import bundled_cache
-from fastp3o.rollouts.cache import MOST_SLOTS, SHARE, Cache, LayerShape, Room, available_memory, fitting_room
+from fastp3o.rollouts.cache import (
+    MOST_SLOTS,
+    SHARE,
+    Cache,
+    LayerShape,
+    Room,
+    available_memory,
+    fitting_room,
+)
 from fastp3o.rollouts.engine import Engine
 from tests.kernels.decoding.steps import oracle, random_step
 
 
-def room(memory: int, *, prompts: int = 8, K: int = 2, longest: int = 10, response: int = 5) -> Room:
+def room(
+    memory: int, *, prompts: int = 8, K: int = 2, longest: int = 10, response: int = 5
+) -> Room:
     return fitting_room(longest, response, K, prompts=prompts, bytes_per_token=100, memory=memory)
 
 
@@ -33,7 +45,13 @@ def test_all_at_once_where_memory_suffices_then_fewer_prompts_then_fewer_slots_t
     assert room(0) == Room(1, 10, 2, 1, 5)
 
 
-@given(st.integers(0, 10**7), st.integers(1, 300), st.integers(1, 400), st.integers(0, 600), st.integers(1, 300))
+@given(
+    st.integers(0, 10**7),
+    st.integers(1, 300),
+    st.integers(1, 400),
+    st.integers(0, 600),
+    st.integers(1, 300),
+)
 def test_never_more_than_the_memory_holds_but_one_slot(memory, prompts, K, longest, response):
     found = room(memory, prompts=prompts, K=K, longest=longest, response=response)
     assert 1 <= found.prompts <= prompts
@@ -67,10 +85,24 @@ def test_a_part_of_what_is_free_is_available_and_fragments_beside_tensors_are_no
 @pytest.mark.parametrize("seed", range(60))
 def test_bundles_attend_as_the_oracle_also_when_they_change_places(seed, monkeypatch):
     pick = random.Random(seed)
-    copies, Hkv, G, P, Lp, Lr, D = *(pick.randint(1, 3) for _ in range(3)), *(pick.randint(1, 7) for _ in range(3)), 16
+    copies, Hkv, G, P, Lp, Lr, D = (
+        *(pick.randint(1, 3) for _ in range(3)),
+        *(pick.randint(1, 7) for _ in range(3)),
+        16,
+    )
     K = copies * pick.randint(1, 3)
     settings = {"window": pick.choice([None, 1, 4]), "softcap": pick.choice([None, 1.5])}
-    shape = {"P": P, "K": K, "Hkv": Hkv, "G": G, "D": D, "Lp": Lp, "Lr": Lr, "idle": 0, "dtype": torch.float64}
+    shape = {
+        "P": P,
+        "K": K,
+        "Hkv": Hkv,
+        "G": G,
+        "D": D,
+        "Lp": Lp,
+        "Lr": Lr,
+        "idle": 0,
+        "dtype": torch.float64,
+    }
     step = random_step(**shape, left_out=pick.randrange(P * K), seed=seed, **settings)
     kv, slots, lengths = step.cache, step.slots, step.slots.cached_lengths.tolist()
     monkeypatch.setattr(bundled_cache, "prompt_copies", lambda *_: copies)
@@ -78,11 +110,18 @@ def test_bundles_attend_as_the_oracle_also_when_they_change_places(seed, monkeyp
         monkeypatch.setattr(bundled_cache, "PRODUCTS_OF_A_CALL", 0)
         monkeypatch.setattr(bundled_cache, "NEXT_WIDTH", 0.99)
     shapes = {5: LayerShape(Hkv, D, torch.float64), 6: LayerShape(1, 8, torch.float32)}
-    cache = bundled_cache.BundledCache(shapes | {7: shapes[5]}, Room(P, Lp, K, P * K, Lr), torch.device("cpu"))
+    cache = bundled_cache.BundledCache(
+        shapes | {7: shapes[5]}, Room(P, Lp, K, P * K, Lr), torch.device("cpu")
+    )
     cache.begin(lengths[:P])
     for p, length in enumerate(lengths[:P]):
-        cache.prompt_of_token, cache.position_of_token = torch.full((length,), p), torch.arange(length)
-        cache.store(7, *(t[p, :, :length].transpose(0, 1) for t in (kv.prompt_keys, kv.prompt_values)))
+        cache.prompt_of_token, cache.position_of_token = (
+            torch.full((length,), p),
+            torch.arange(length),
+        )
+        cache.store(
+            7, *(t[p, :, :length].transpose(0, 1) for t in (kv.prompt_keys, kv.prompt_values))
+        )
     for r, own in enumerate(slots.steps.tolist()):
         new = (t[r, :, :own].transpose(0, 1) for t in (kv.own_keys, kv.own_values))
         cache.store_own(7, slots.response[r].expand(own), torch.arange(own), *new)
@@ -90,34 +129,64 @@ def test_bundles_attend_as_the_oracle_also_when_they_change_places(seed, monkeyp
     cache.keep_slots(slots.response[pick.randrange(len(slots.response)) :])
     cache.keep_slots(slots.response)
     cache.begin_step(slots, int(slots.steps.max()))
-    result = cache.attend(7, *(t.transpose(0, 1)[None] for t in (step.query, step.key, step.value)), **step.settings)
+    result = cache.attend(
+        7, *(t.transpose(0, 1)[None] for t in (step.query, step.key, step.value)), **step.settings
+    )
     torch.testing.assert_close(result[0], oracle(step), atol=1e-9, rtol=0)
 
 
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 600), st.data())
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=40),
+    st.integers(1, 12),
+    st.integers(1, 600),
+    st.data(),
+)
 def test_widths_take_no_more_room_than_one_of_the_longest_prompt(lengths, K, response_tokens, data):
     spare = data.draw(st.integers(0, 3))
-    sizes = Room(len(lengths) + spare, max(1, *lengths), K, (len(lengths) + spare) * K, response_tokens)
-    cache = bundled_cache.BundledCache({0: LayerShape(1, 1, torch.int8)}, sizes, torch.device("cpu"))
+    sizes = Room(
+        len(lengths) + spare, max(1, *lengths), K, (len(lengths) + spare) * K, response_tokens
+    )
+    cache = bundled_cache.BundledCache(
+        {0: LayerShape(1, 1, torch.int8)}, sizes, torch.device("cpu")
+    )
     cache.begin(lengths)
     assert cache.widths[-1].end <= cache.tokens()
     widths = bundled_cache.by_width(lengths, sizes)
     assert sorted(prompt for prompts in widths for prompt in prompts) == list(range(sizes.prompts))
     for prompts, width in zip(widths, cache.widths, strict=True):
-        assert width.prompt_tokens == max(1, *(lengths[prompt] for prompt in prompts if prompt < len(lengths)))
+        assert width.prompt_tokens == max(
+            1, *(lengths[prompt] for prompt in prompts if prompt < len(lengths))
+        )
         assert width.copies * width.members == K
     # A bundle's keys belong to nobody else.
-    own, strides = cache.first_own(torch.arange(sizes.responses)).tolist(), cache.members_of.tolist()
-    places = [range(begin, begin + n * response_tokens, n) for begin, n in zip(own[:60], strides[:60], strict=True)]
+    own, strides = (
+        cache.first_own(torch.arange(sizes.responses)).tolist(),
+        cache.members_of.tolist(),
+    )
+    places = [
+        range(begin, begin + n * response_tokens, n)
+        for begin, n in zip(own[:60], strides[:60], strict=True)
+    ]
     assert len({place for one in places for place in one}) == len(places) * response_tokens
 
 
-def engine_of(prompts: list[list[int]], K: int, response_tokens: int, end_ids: set[int] = frozenset()) -> Engine:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+def engine_of(
+    prompts: list[list[int]], K: int, response_tokens: int, end_ids: set[int] = frozenset()
+) -> Engine:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
-    policy = PackedModel(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=10**5))).eval()
+    policy = PackedModel(
+        LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=10**5))
+    ).eval()
     room = Room(len(prompts), max(map(len, prompts)) - 1, K, len(prompts) * K, response_tokens)
-    return Engine(policy, {layer: LayerShape(4, 8, torch.float32) for layer in range(2)}, room, set(end_ids))
+    return Engine(
+        policy, {layer: LayerShape(4, 8, torch.float32) for layer in range(2)}, room, set(end_ids)
+    )
 
 
 def test_a_long_prompt_among_short_ones_costs_what_it_costs_alone(monkeypatch):
@@ -177,13 +246,25 @@ def test_the_room_for_the_longest_is_no_memory_until_it_is_used():
 
 
 def test_operations_of_a_step():
-    """Of a Llama with four layers, views counted: 284 are transformers' own (10 more in 5.17); `generate` has 341."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    """Of a Llama with four layers, views counted: 284 are transformers' own (10 more in 5.17);
+    `generate` has 341.
+    """
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     policy = PackedModel(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1024))).eval()
     calls: list[object] = []
     policy.layers()[-1].mlp.register_forward_hook(lambda *_: calls.append(0))
-    shapes, keys = {layer: LayerShape(4, 8, torch.float32) for layer in range(4)}, torch.arange(4).view(2, 2)
+    shapes, keys = (
+        {layer: LayerShape(4, 8, torch.float32) for layer in range(4)},
+        torch.arange(4).view(2, 2),
+    )
     engines = (Engine(policy, shapes, Room(2, 8, 2, 4, tokens), set()) for tokens in (8, 16))
-    few, many = (host_work(partial(engine.run, [[5] * 9, [6] * 4], keys))["operations"] for engine in engines)
+    few, many = (
+        host_work(partial(engine.run, [[5] * 9, [6] * 4], keys))["operations"] for engine in engines
+    )
     assert (many - few) / 8 <= 370
     assert len(calls) == 8 + 16  # the prompts' pass ends with the last layer's keys

@@ -15,14 +15,18 @@ K, RESPONSE_TOKENS = 3, 14
 END_IDS = {2, 5, 11}
 # One token, more than the window, and lengths between.
 PROMPTS = [
-    torch.randint(12, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    torch.randint(
+        12, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
     for length in (1, 7, 3, 12, 2, 9)
 ]
 LONGEST = max(map(len, PROMPTS)) - 1
 KEYS = response_keys(3, torch.arange(len(PROMPTS)), K)
 
 
-def make_engine(policy: PackedModel, *, slots=18, room_beyond=0, tokens_per_row=TOKENS_PER_ROW, **options) -> Engine:
+def make_engine(
+    policy: PackedModel, *, slots=18, room_beyond=0, tokens_per_row=TOKENS_PER_ROW, **options
+) -> Engine:
     room = Room(len(PROMPTS) + room_beyond, LONGEST + room_beyond, K, slots, RESPONSE_TOKENS)
     options = {"graph": False} | options
     engine = Engine(policy, layer_shapes(policy, 3), room, END_IDS, **options)
@@ -31,7 +35,9 @@ def make_engine(policy: PackedModel, *, slots=18, room_beyond=0, tokens_per_row=
 
 
 def sample(policy: PackedModel, seed: int = 3, **options):
-    return make_engine(policy, **options).run(PROMPTS, response_keys(seed, torch.arange(len(PROMPTS)), K))
+    return make_engine(policy, **options).run(
+        PROMPTS, response_keys(seed, torch.arange(len(PROMPTS)), K)
+    )
 
 
 def largest_difference(policy: PackedModel, ids, logprobs) -> float:
@@ -39,7 +45,9 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
     (row,) = pack(PROMPTS, ids, Packing(10_000))
     with torch.no_grad():
         expected = labeled_logprobs(policy, row.to(policy.model.device)).cpu()
-    got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
+    got = torch.tensor(
+        [logprob for g in row.groups for response in logprobs[g] for logprob in response]
+    )
     return (got - expected).abs().max().item()
 
 
@@ -101,7 +109,9 @@ def test_one_engine_serves_batches_smaller_than_its_room_and_follows_the_weights
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_give_the_responses_of_others_and_follow_the_weights_in_place_and_moved(family, device):
+def test_captured_steps_give_the_responses_of_others_and_follow_the_weights_in_place_and_moved(
+    family, device
+):
     """A step that waits for the device has no graph."""
     policy = PackedModel(random_model(family)).to(device)
     engine = make_engine(policy, graph=True)

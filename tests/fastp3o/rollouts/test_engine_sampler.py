@@ -1,4 +1,6 @@
-"""Responses from the engine, whatever the batch, the memory and the process; and policies that it cannot decode."""
+"""Responses from the engine, whatever the batch, the memory and the process; and policies that it
+cannot decode.
+"""
 
 from itertools import product
 
@@ -31,20 +33,32 @@ def policy(tokenizer) -> PackedModel:
 
 def peaked(tokenizer, **settings) -> PackedModel:
     """A policy with a peaked distribution, in which a tenth of the tokens end a response."""
-    model = random_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128, **settings)
+    model = random_model(
+        "llama", vocab_size=len(tokenizer), max_position_embeddings=128, **settings
+    )
     model.generation_config.eos_token_id = list(range(26))
     return PackedModel(model)
 
 
-def sample(policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options) -> dict[tuple[int, int], list[int]]:
+def sample(
+    policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options
+) -> dict[tuple[int, int], list[int]]:
     """Token ids by prompt and response."""
-    sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, **({"batch_size": P} | options))
+    sampler = EngineSampler(
+        policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, **({"batch_size": P} | options)
+    )
     groups = sampler(tokenized(tokenizer, [prompts[n] for n in numbers], numbers), K, seed)
     for group in groups:
-        texts = tokenizer.batch_decode([response.ids for response in group.responses], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(
+            [response.ids for response in group.responses], skip_special_tokens=True
+        )
         assert [response.text for response in group.responses] == texts
         assert all(sum(response.logprobs) < 0 for response in group.responses)
-    return {(n, k): group.responses[k].ids for n, group in zip(numbers, groups, strict=True) for k in range(K)}
+    return {
+        (n, k): group.responses[k].ids
+        for n, group in zip(numbers, groups, strict=True)
+        for k in range(K)
+    }
 
 
 @pytest.fixture
@@ -62,18 +76,22 @@ def rooms(monkeypatch) -> list[Room]:
 
 
 @pytest.mark.parametrize(("dtype", "full"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer, prompts, dtype, full, request):
+def test_responses_depend_on_seed_prompt_and_its_number_alone(
+    policy, tokenizer, prompts, dtype, full, request
+):
     policy = policy.to(dtype)
     expected = sample(policy, tokenizer, prompts)
     assert len({len(ids) for ids in expected.values()}) > 5
     assert sample(policy, tokenizer, prompts, seed=6) != expected
     assert sample(policy, tokenizer, prompts, batch_size=7) == expected
-    # With less memory, prompts share a cache with others of another longest one. In half precision its products round
-    # otherwise on a CPU, and now and then another token is drawn.
+    # With less memory, prompts share a cache with others of another longest one. In half precision
+    # its products round otherwise on a CPU, and now and then another token is drawn.
     narrower = sample(policy, tokenizer, prompts, memory=20_000)
     others = sum(ids != expected[number] for number, ids in narrower.items())
     assert others <= (0 if full else len(expected) // 8)
-    two_processes = [sample(policy, tokenizer, prompts, NUMBERS[process::2]) for process in range(2)]
+    two_processes = [
+        sample(policy, tokenizer, prompts, NUMBERS[process::2]) for process in range(2)
+    ]
     assert two_processes[0] | two_processes[1] == expected
     assert sample(policy, tokenizer, prompts, NUMBERS[::-1]) == expected
     # Whatever prompts are as long.
@@ -81,11 +99,14 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(bundled_cache, "PRODUCTS_OF_A_CALL", 0)
             assert sample(policy, tokenizer, prompts) == expected
-    # As on a GPU, also with rows of prompts of equal length. In half precision attention rounds otherwise there.
+    # As on a GPU, also with rows of prompts of equal length. In half precision attention rounds
+    # otherwise there.
     request.getfixturevalue("rooms")
     expected = expected if full else sample(policy, tokenizer, prompts)
     limits = ({}, {"batch_size": 5}, {"memory": 20_000})
-    for tokens_per_row, options in product((64, 2048), limits) if full else ((64, limits[1]), (2048, limits[2])):
+    for tokens_per_row, options in (
+        product((64, 2048), limits) if full else ((64, limits[1]), (2048, limits[2]))
+    ):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Engine, "tokens_per_row", tokens_per_row)
             assert sample(policy, tokenizer, prompts, **options) == expected
@@ -96,17 +117,23 @@ def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy,
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=1, batch_size=2000)
     groups = sampler(tokenized(tokenizer, ["same"] * 1500), 2, 0)
     first = torch.tensor(response_ids(groups))[:, :, 0]
-    logprobs = torch.tensor([[sum(response.logprobs) for response in group.responses] for group in groups])
+    logprobs = torch.tensor(
+        [[sum(response.logprobs) for response in group.responses] for group in groups]
+    )
     by_chance = logprobs.exp().mean().item()  # Σ p², as tokens come with probability p
     equal = (first[:, 0] == first[:, 1]).double().mean().item()
     assert abs(equal - by_chance) < 5 * (by_chance / 1500) ** 0.5
 
 
-def test_memory_limits_the_prompts_and_is_given_back_to_the_device(policy, tokenizer, prompts, rooms, monkeypatch):
+def test_memory_limits_the_prompts_and_is_given_back_to_the_device(
+    policy, tokenizer, prompts, rooms, monkeypatch
+):
     """While torch keeps it, an optimizer's moments go into it, and the next cache has no room."""
     bytes_per_token = 2 * 2 * 16 * 4  # layers, keys and values of one head of 16
     memory = 5 * bytes_per_token * (55 + K * RESPONSE_TOKENS)
-    sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, batch_size=P, memory=memory)
+    sampler = EngineSampler(
+        policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, batch_size=P, memory=memory
+    )
     held = []
 
     def returned(device):
@@ -121,7 +148,9 @@ def test_memory_limits_the_prompts_and_is_given_back_to_the_device(policy, token
     assert held == [0, 0]
 
 
-def test_an_engine_that_has_become_too_large_gives_way(policy, tokenizer, prompts, rooms, monkeypatch):
+def test_an_engine_that_has_become_too_large_gives_way(
+    policy, tokenizer, prompts, rooms, monkeypatch
+):
     """Its room was that of the first call; by the third an optimizer has taken most of it."""
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, batch_size=P)
     given = tokenized(tokenizer, prompts)
@@ -167,7 +196,9 @@ def forgets_its_keys(model):
         (forgets_its_keys, "its tokens have other log-probabilities than in a packed row"),
     ],
 )
-def test_what_the_engine_cannot_decode_is_refused_with_the_sampler_that_can(policy, tokenizer, break_model, said):
+def test_what_the_engine_cannot_decode_is_refused_with_the_sampler_that_can(
+    policy, tokenizer, break_model, said
+):
     break_model(policy.model)
     with pytest.raises(UserError, match=f"cannot decode LlamaForCausalLM; .*{said}"):
         sample(policy, tokenizer, ["same"] * P)

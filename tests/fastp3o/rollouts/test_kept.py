@@ -1,4 +1,6 @@
-"""Turns whose keys and values are kept: the tokens and log-probabilities of rounds, which compute all anew."""
+"""Turns whose keys and values are kept: the tokens and log-probabilities of rounds, which compute
+all anew.
+"""
 
 from itertools import pairwise
 
@@ -23,7 +25,11 @@ from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, random_mod
 K, TURN, LONGEST, ENDS = 3, 9, 160, [2, 5, 11]
 # One token, more than a window, and lengths between.
 PROMPTS = [
-    Prompt("", torch.randint(12, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist(), number)
+    Prompt(
+        "",
+        torch.randint(12, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist(),
+        number,
+    )
     for number, n in enumerate((1, 7, 3, 12, 2, 9))
 ]
 OBSERVED = (0, 1, 5, 20, 100)  # tokens
@@ -33,7 +39,10 @@ class Numbers(PreTrainedTokenizerFast):
     """Texts are the numbers of tokens."""
 
     def __init__(self):
-        super().__init__(tokenizer_object=Tokenizer(WordLevel({"<end>": 2}, unk_token="<end>")), eos_token="<end>")
+        super().__init__(
+            tokenizer_object=Tokenizer(WordLevel({"<end>": 2}, unk_token="<end>")),
+            eos_token="<end>",
+        )
 
     def decode(self, ids, **_) -> str:
         return " ".join(map(str, ids))
@@ -59,20 +68,35 @@ def policy_of(family: str) -> PackedModel:
 
 
 def sampler(
-    policy, *, kept: type[KeptTurns] | None = KeptTurns, make=Ragged, batch=6, memory=None, longest=LONGEST
+    policy,
+    *,
+    kept: type[KeptTurns] | None = KeptTurns,
+    make=Ragged,
+    batch=6,
+    memory=None,
+    longest=LONGEST,
 ) -> TrajectorySampler:
-    options, limits = {"max_turns": 5, "longest": longest}, {"max_response_tokens": TURN, "memory": memory}
-    first, further = (EngineSampler(policy, Numbers(), batch_size=n, **limits) for n in (batch, batch * K))
+    options, limits = (
+        {"max_turns": 5, "longest": longest},
+        {"max_response_tokens": TURN, "memory": memory},
+    )
+    first, further = (
+        EngineSampler(policy, Numbers(), batch_size=n, **limits) for n in (batch, batch * K)
+    )
     if kept is not None:
         turns = kept(first, further, longest)
         first, further, options["end"] = turns, turns.go_on, turns.end
-    return TrajectorySampler(first, further, Numbers(), Environments("Ragged", make), observe, **options)
+    return TrajectorySampler(
+        first, further, Numbers(), Environments("Ragged", make), observe, **options
+    )
 
 
 def assert_alike(mine: list[Group], rounds: list[Group]) -> None:
     for one, other in zip(flat(mine), flat(rounds), strict=True):
         assert (one.ids, one.turns, one.finished) == (other.ids, other.turns, other.finished)
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=1e-5
+        )
 
 
 class Static(KeptTurns):
@@ -83,19 +107,28 @@ class Static(KeptTurns):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_turns_are_those_of_rounds_and_their_log_probabilities_a_packed_rows(family, monkeypatch):
+def test_kept_turns_are_those_of_rounds_and_their_log_probabilities_a_packed_rows(
+    family, monkeypatch
+):
     policy = policy_of(family)
     rounds = sampler(policy, kept=None)(PROMPTS, K, 7)
     kept = sampler(policy)(PROMPTS, K, 7)
     assert_alike(kept, rounds)
     precise = policy_of(family).double()
     for row in pack_groups(kept, Packing(tokens_per_row=10_000)):
-        got = torch.tensor([value for g in row.groups for r in kept[g].responses for value in r.logprobs])
-        torch.testing.assert_close(got.double(), labeled_logprobs(precise, row).detach(), atol=1e-5, rtol=1e-5)
+        got = torch.tensor(
+            [value for g in row.groups for r in kept[g].responses for value in r.logprobs]
+        )
+        torch.testing.assert_close(
+            got.double(), labeled_logprobs(precise, row).detach(), atol=1e-5, rtol=1e-5
+        )
     monkeypatch.setattr(KeptEngine, "tokens_per_row", 32)
     static = sampler(policy, kept=Static)
     for prompts in (PROMPTS, PROMPTS[1:4], PROMPTS[::-1]):
-        assert_alike(static(prompts, K, 7), [next(g for g in rounds if g.prompt == prompt) for prompt in prompts])
+        assert_alike(
+            static(prompts, K, 7),
+            [next(g for g in rounds if g.prompt == prompt) for prompt in prompts],
+        )
 
 
 @pytest.mark.parametrize("kept", [KeptTurns, Static])
@@ -104,8 +137,12 @@ def test_trajectories_that_are_full_are_cut_as_in_rounds(kept):
     for longest in range(TURN, 20, 2):
         rounds = sampler(policy, kept=None, longest=longest)(PROMPTS, K, 7)
         assert_alike(sampler(policy, kept=kept, longest=longest)(PROMPTS, K, 7), rounds)
-        assert all(response.turns[-1].end == len(response.ids) <= longest for response in flat(rounds))
-        full += sum(len(response.ids) == longest and len(response.turns) > 1 for response in flat(rounds))
+        assert all(
+            response.turns[-1].end == len(response.ids) <= longest for response in flat(rounds)
+        )
+        full += sum(
+            len(response.ids) == longest and len(response.turns) > 1 for response in flat(rounds)
+        )
     assert full > 5
 
 

@@ -1,4 +1,6 @@
-"""A mixture of two policies: of all its weight on one, it is that one; and tokens come with the mixture's log-probs."""
+"""A mixture of two policies: of all its weight on one, it is that one; and tokens come with the
+mixture's log-probs.
+"""
 
 import pytest
 import torch
@@ -26,22 +28,36 @@ def policies(tiny_model: str) -> list[PackedModel]:
 
 @pytest.mark.parametrize("weight", [0, 1])
 def test_at_its_ends_the_mixture_is_one_of_the_two(policies, tokenizer, weight):
-    mixed = response_ids(MixtureSampler(policies[0], tokenizer, policies[1], weight, **LIMITS)(GIVEN, 3, 5))
+    mixed = response_ids(
+        MixtureSampler(policies[0], tokenizer, policies[1], weight, **LIMITS)(GIVEN, 3, 5)
+    )
     assert mixed == response_ids(EngineSampler(policies[weight], tokenizer, **LIMITS)(GIVEN, 3, 5))
-    assert mixed != response_ids(EngineSampler(policies[1 - weight], tokenizer, **LIMITS)(GIVEN, 3, 5))
+    assert mixed != response_ids(
+        EngineSampler(policies[1 - weight], tokenizer, **LIMITS)(GIVEN, 3, 5)
+    )
 
 
 @torch.no_grad()
 def test_tokens_come_with_the_log_probabilities_of_the_mixture(policies, tokenizer):
-    for prompt, responses in MixtureSampler(policies[0], tokenizer, policies[1], 0.3, **LIMITS)(GIVEN, 2, 5):
+    for prompt, responses in MixtureSampler(policies[0], tokenizer, policies[1], 0.3, **LIMITS)(
+        GIVEN, 2, 5
+    ):
         for response in responses:
             logits = []
             for policy in policies:
                 with policy.with_own_attention() as model:
-                    logits.append(model(torch.tensor([prompt.ids + response.ids])).logits[0, len(prompt.ids) - 1 : -1])
-            mixed = (0.7 * logits[0].log_softmax(-1) + 0.3 * logits[1].log_softmax(-1)).log_softmax(-1)
+                    logits.append(
+                        model(torch.tensor([prompt.ids + response.ids])).logits[
+                            0, len(prompt.ids) - 1 : -1
+                        ]
+                    )
+            mixed = (0.7 * logits[0].log_softmax(-1) + 0.3 * logits[1].log_softmax(-1)).log_softmax(
+                -1
+            )
             expected = mixed[range(len(response.ids)), response.ids]
-            torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(response.logprobs), expected, atol=1e-4, rtol=1e-4
+            )
 
 
 def test_some_responses_are_the_policys_and_the_others_the_mixtures(policies, tokenizer):

@@ -21,7 +21,9 @@ both_samplers = pytest.mark.parametrize("name", ["engine", "transformers"])
 
 
 def draw(name, policy, tokenizer, seed=0, prompts=("a", "longer prompt", "b", "cc")):
-    return make_sampler(name, policy, tokenizer, batch_size=3)(tokenized(tokenizer, prompts), 2, seed)
+    return make_sampler(name, policy, tokenizer, batch_size=3)(
+        tokenized(tokenizer, prompts), 2, seed
+    )
 
 
 def make_sampler(name, policy, tokenizer, max_response_tokens=12, batch_size=4, **settings):
@@ -34,7 +36,9 @@ def first_tokens(name, policy, tokenizer, n=3000, **settings):
     prompt = tokenizer("x").input_ids
     sampler = make_sampler(name, policy, tokenizer, 1, 1, **settings)
     (group,) = sampler([Prompt("x", prompt)], n, 0)
-    (row,) = pack([prompt] * len(tokenizer), [[[token]] for token in range(len(tokenizer))], Packing(10_000))
+    (row,) = pack(
+        [prompt] * len(tokenizer), [[[token]] for token in range(len(tokenizer))], Packing(10_000)
+    )
     logprobs = torch.empty(len(tokenizer))
     with torch.no_grad():
         logprobs[list(row.groups)] = labeled_logprobs(policy, row)
@@ -42,7 +46,9 @@ def first_tokens(name, policy, tokenizer, n=3000, **settings):
 
 
 @both_samplers
-def test_two_responses_to_each_prompt_are_cut_after_their_end_and_repeat_themselves(name, tiny_model, tokenizer):
+def test_two_responses_to_each_prompt_are_cut_after_their_end_and_repeat_themselves(
+    name, tiny_model, tokenizer
+):
     policy = load_policy(tiny_model)
     # A third of the tokens end a response.
     policy.model.generation_config.eos_token_id = ends = list(range(0, len(tokenizer), 3))
@@ -59,7 +65,10 @@ def test_two_responses_to_each_prompt_are_cut_after_their_end_and_repeat_themsel
     assert response_ids(draw(name, policy, tokenizer)) == response_ids(groups)
     assert response_ids(draw(name, policy, tokenizer, seed=1)) != response_ids(groups)
     # Processes that share a seed differ in the numbers of their prompts.
-    one, other = (make_sampler(name, policy, tokenizer)(tokenized(tokenizer, ["a"], [n]), 2, 0) for n in (0, 1))
+    one, other = (
+        make_sampler(name, policy, tokenizer)(tokenized(tokenizer, ["a"], [n]), 2, 0)
+        for n in (0, 1)
+    )
     assert response_ids(one) != response_ids(other)
 
 
@@ -67,7 +76,9 @@ def test_two_responses_to_each_prompt_are_cut_after_their_end_and_repeat_themsel
 def test_the_checkpoints_own_sampling_settings_do_not_apply(name, tiny_model, tokenizer):
     policy = load_policy(tiny_model).train()
     expected = draw(name, policy, tokenizer)
-    own = GenerationConfig(top_k=1, repetition_penalty=5.0, no_repeat_ngram_size=1, eos_token_id=tokenizer.eos_token_id)
+    own = GenerationConfig(
+        top_k=1, repetition_penalty=5.0, no_repeat_ngram_size=1, eos_token_id=tokenizer.eos_token_id
+    )
     policy.model.generation_config = own
     assert draw(name, policy, tokenizer) == expected
     assert policy.model.generation_config is own
@@ -75,7 +86,9 @@ def test_the_checkpoints_own_sampling_settings_do_not_apply(name, tiny_model, to
 
 
 @both_samplers
-def test_samples_follow_the_policys_distribution_as_the_settings_cut_it(name, tiny_model, tokenizer):
+def test_samples_follow_the_policys_distribution_as_the_settings_cut_it(
+    name, tiny_model, tokenizer
+):
     policy = load_policy(tiny_model)
     for parameter in policy.parameters():
         parameter.data *= 3.0
@@ -96,7 +109,9 @@ def test_samples_follow_the_policys_distribution_as_the_settings_cut_it(name, ti
 
 
 @both_samplers
-def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(name, tiny_model, tokenizer):
+def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(
+    name, tiny_model, tokenizer
+):
     policy = load_policy(tiny_model)
 
     def draw(stops: list[str] | None) -> list[Response]:
@@ -104,7 +119,9 @@ def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(nam
         return flat(sampler(tokenized(tokenizer, ("a", "bc")), 8, 0))
 
     whole = draw(None)
-    stop = next(pair for response in whole for pair in re.findall(r"[!-~]{2}", response.text[2:]))  # two tokens
+    stop = next(
+        pair for response in whole for pair in re.findall(r"[!-~]{2}", response.text[2:])
+    )  # two tokens
     several, single = draw([stop]), draw([stop[0]])
     for uncut, response in zip(whole, several, strict=True):
         assert response.ids == uncut.ids[: len(response.ids)]
@@ -115,13 +132,21 @@ def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(nam
         if response.logprobs is not None:
             assert response.logprobs == uncut.logprobs[: len(response.ids)]
     assert any(response.text.endswith(stop) for response in several)
-    # A token that holds one ends the response as it is sampled, so that the engine's next ones begin earlier.
+    # A token that holds one ends the response as it is sampled, so that the engine's next ones
+    # begin earlier.
     assert any(response.text.endswith(stop[0]) and response.finished for response in single)
     assert all(stop[0] not in response.text[:-1] for response in single)
 
 
-def test_a_run_learns_to_end_with_a_stop_string_and_resumes_with_rounds_ahead(tiny_model, workplace):
-    stops = {"stop_strings": list("abcdefghijklmnop"), "rounds_ahead": 1, "save_minutes": 1e-9, "updates": 3}
+def test_a_run_learns_to_end_with_a_stop_string_and_resumes_with_rounds_ahead(
+    tiny_model, workplace
+):
+    stops = {
+        "stop_strings": list("abcdefghijklmnop"),
+        "rounds_ahead": 1,
+        "save_minutes": 1e-9,
+        "updates": 3,
+    }
     train(run := config(tiny_model, "run", **stops))
     assert any(line["missing_eos"] < 1 for line in metrics("run"))
     assert_resumes(run)

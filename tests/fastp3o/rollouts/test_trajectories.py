@@ -1,4 +1,6 @@
-"""Responses of several turns: token by token what was sampled and observed, in samplers and in whole runs."""
+"""Responses of several turns: token by token what was sampled and observed, in samplers and in
+whole runs.
+"""
 
 import asyncio
 import copy
@@ -41,9 +43,16 @@ def policy(tokenizer) -> PackedModel:
 
 
 def sampler(policy, tokenizer, make, *, max_turns=4, longest=60, **options):
-    first, further = (EngineSampler(policy, tokenizer, max_response_tokens=8, batch_size=n) for n in (P, P * K))
-    environments, observe = Environments("test:Echo", make, **options), plain_observations(tokenizer)
-    return TrajectorySampler(first, further, tokenizer, environments, observe, max_turns=max_turns, longest=longest)
+    first, further = (
+        EngineSampler(policy, tokenizer, max_response_tokens=8, batch_size=n) for n in (P, P * K)
+    )
+    environments, observe = (
+        Environments("test:Echo", make, **options),
+        plain_observations(tokenizer),
+    )
+    return TrajectorySampler(
+        first, further, tokenizer, environments, observe, max_turns=max_turns, longest=longest
+    )
 
 
 def prompts(tokenizer):
@@ -64,32 +73,66 @@ def test_observations_lie_between_turns_and_only_own_tokens_have_logprobs(policy
         for turn, following in pairwise(response.turns):
             text = tokenizer.decode(response.ids[turn.start : turn.end], skip_special_tokens=True)
             assert response.ids[turn.end : following.start] == tokenizer(f"[{len(text)}]").input_ids
-    observed = [group._replace(responses=[r._replace(turns=()) for r in group.responses]) for group in groups]
+    observed = [
+        group._replace(responses=[r._replace(turns=()) for r in group.responses])
+        for group in groups
+    ]
     for packing in (Packing(200), Packing(200, share_prompts=False)):
-        for row, whole in zip(pack_groups(groups, packing), pack_groups(observed, packing), strict=True):
+        for row, whole in zip(
+            pack_groups(groups, packing), pack_groups(observed, packing), strict=True
+        ):
             assert torch.equal(row.ends_at, whole.ends_at)
-            expected = [value for g in row.groups for response in groups[g].responses for value in response.logprobs]
+            expected = [
+                value
+                for g in row.groups
+                for response in groups[g].responses
+                for value in response.logprobs
+            ]
             got = labeled_logprobs(policy, row).detach()
             torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
     reward = EnvironmentReward(Echo.rewards)
-    turns = torch.tensor([[float(sum(bool(t.rewards) for t in r.turns)) for r in group.responses] for group in groups])
+    turns = torch.tensor(
+        [
+            [float(sum(bool(t.rewards) for t in r.turns)) for r in group.responses]
+            for group in groups
+        ]
+    )
     assert torch.equal(reward(groups), turns + 0.5 * reward.parts(groups)["even"])
-    assert torch.equal(lengths(groups).flatten(), torch.tensor([float(len(r.logprobs)) for r in flat(groups)]))
+    assert torch.equal(
+        lengths(groups).flatten(), torch.tensor([float(len(r.logprobs)) for r in flat(groups)])
+    )
 
 
-def test_one_turn_has_the_bits_of_a_plain_run_and_neither_batch_nor_process_matters(policy, tokenizer):
-    plain = EngineSampler(policy, tokenizer, max_response_tokens=8, batch_size=P)(prompts(tokenizer), K, 1)
+def test_one_turn_has_the_bits_of_a_plain_run_and_neither_batch_nor_process_matters(
+    policy, tokenizer
+):
+    plain = EngineSampler(policy, tokenizer, max_response_tokens=8, batch_size=P)(
+        prompts(tokenizer), K, 1
+    )
     one = sampled(policy, tokenizer, OneTurn, longest=8)
-    assert [(r.ids, r.logprobs, r.text) for r in flat(plain)] == [(r.ids, r.logprobs, r.text) for r in flat(one)]
-    for first, second in zip(pack_groups(plain, Packing(64)), pack_groups(one, Packing(64)), strict=True):
+    assert [(r.ids, r.logprobs, r.text) for r in flat(plain)] == [
+        (r.ids, r.logprobs, r.text) for r in flat(one)
+    ]
+    for first, second in zip(
+        pack_groups(plain, Packing(64)), pack_groups(one, Packing(64)), strict=True
+    ):
         assert torch.equal(first.labeled_at, second.labeled_at)
         assert torch.equal(first.labels, second.labels)
     whole = sampled(policy, tokenizer, Echo)
     halves = [sampler(policy, tokenizer, Echo)(prompts(tokenizer)[i::2], K, 1) for i in range(2)]
-    assert [r.ids for r in flat(whole[0::2] + whole[1::2])] == [r.ids for r in flat(halves[0] + halves[1])]
+    assert [r.ids for r in flat(whole[0::2] + whole[1::2])] == [
+        r.ids for r in flat(halves[0] + halves[1])
+    ]
 
 
-WRONG = ["no tuple", ("a", 1.0), (3, 1.0, False), (None, 1.0, False), ("a", "1", False), ("a", float("nan"), False)]
+WRONG = [
+    "no tuple",
+    ("a", 1.0),
+    (3, 1.0, False),
+    (None, 1.0, False),
+    ("a", "1", False),
+    ("a", float("nan"), False),
+]
 
 
 @pytest.mark.parametrize("answer", [*WRONG, ("a", 1.0, 1), ("a", {"x": 1}, True)])
@@ -102,7 +145,9 @@ def test_answers_that_are_none_are_named(policy, tokenizer, answer):
         sampled(policy, tokenizer, Wrong)
 
 
-def test_an_environment_that_raises_ends_the_run_or_its_trajectory_and_all_are_closed(policy, tokenizer):
+def test_an_environment_that_raises_ends_the_run_or_its_trajectory_and_all_are_closed(
+    policy, tokenizer
+):
     closed = []
 
     class Raises(Echo):
@@ -117,7 +162,9 @@ def test_an_environment_that_raises_ends_the_run_or_its_trajectory_and_all_are_c
     with pytest.raises(FunctionError, match="lost the game"):
         sampled(policy, tokenizer, Raises)
     assert len(closed) == P * K
-    failed = [r for r in flat(sampled(policy, tokenizer, Raises, survives=True)) if r.turns[-1].failure]
+    failed = [
+        r for r in flat(sampled(policy, tokenizer, Raises, survives=True)) if r.turns[-1].failure
+    ]
     assert failed
     for response in failed:
         assert len(response.turns) == 2
@@ -129,7 +176,10 @@ def test_an_environment_that_raises_ends_the_run_or_its_trajectory_and_all_are_c
             super().reset(prompt)
             return f"start {id(self)}"
 
-    with pytest.raises(FunctionError, match="must return the same first observation for all trajectories of a prompt"):
+    with pytest.raises(
+        FunctionError,
+        match="must return the same first observation for all trajectories of a prompt",
+    ):
         sampled(policy, tokenizer, Apart)
 
 
@@ -160,7 +210,10 @@ def test_chat_observations_continue_as_the_template_writes(tokenizer):
     chat.chat_template = CHATML
     end = chat.convert_tokens_to_ids("<|im_end|>")
     observe = chat_observations(chat, "tool", {end})
-    messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "calc"}]
+    messages = [
+        {"role": "user", "content": "What is 2+2?"},
+        {"role": "assistant", "content": "calc"},
+    ]
     start = chat.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     ids = [*chat(start).input_ids, *chat("calc").input_ids, end, *observe("4", end)]
     whole = [*messages, {"role": "tool", "content": "4"}]
@@ -170,8 +223,13 @@ def test_chat_observations_continue_as_the_template_writes(tokenizer):
     # A policy that stopped with another token gets the closing one as an observation.
     assert observe("4", 5) == [end, *observe("4", end)]
     thinking = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
-    chat.chat_template, chat.name_or_path = CHATML.replace("{{ m.content }}", thinking), "some/thinker"
-    with pytest.raises(UserError, match="the chat template of some/thinker changes a reply once a message"):
+    chat.chat_template, chat.name_or_path = (
+        CHATML.replace("{{ m.content }}", thinking),
+        "some/thinker",
+    )
+    with pytest.raises(
+        UserError, match="the chat template of some/thinker changes a reply once a message"
+    ):
         chat_observations(chat, "tool", {end})
 
 
@@ -187,13 +245,23 @@ def test_tools_answer_what_a_policy_may_write():
 
     kind = tool_environment([add])
     assert kind.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
-    calls = ['{"name": "add", "arguments": {"a": 1, "b": 2}}', "{", '{"name": "sub"}', '{"name": "add"}', "[]"]
+    calls = [
+        '{"name": "add", "arguments": {"a": 1, "b": 2}}',
+        "{",
+        '{"name": "sub"}',
+        '{"name": "add"}',
+        "[]",
+    ]
     text = "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
     observation, rewards, done = asyncio.run(kind().step(text))
     first, *others = observation.splitlines()
     assert (first, rewards, done) == ("3", {"calls": 5, "failed_calls": 4}, False)
     assert all(line.startswith("error: ") for line in others)
-    assert asyncio.run(kind().step("The sum is 3.")) == (None, {"calls": 0, "failed_calls": 0}, True)
+    assert asyncio.run(kind().step("The sum is 3.")) == (
+        None,
+        {"calls": 0, "failed_calls": 0},
+        True,
+    )
 
 
 def test_an_environment_of_gymnasium_is_played_in_text():
@@ -231,8 +299,16 @@ def test_every_objective_trains_on_trajectories(tiny_model, workplace, objective
 
 
 def test_a_run_with_trajectories_resumes_to_the_bit_also_with_rounds_ahead(tiny_model, workplace):
-    settings = {"rounds_ahead": 1, "save_minutes": 1e-9, "dynamic_sampling": 1, "mask_truncated": True}
-    settings |= {"environment": "tests.fastp3o.rollouts.environments:Echo", "reward_weights": "1,0.5"}
+    settings = {
+        "rounds_ahead": 1,
+        "save_minutes": 1e-9,
+        "dynamic_sampling": 1,
+        "mask_truncated": True,
+    }
+    settings |= {
+        "environment": "tests.fastp3o.rollouts.environments:Echo",
+        "reward_weights": "1,0.5",
+    }
     settings["reward"] = "environment,rewards_for_tests:vowels"
     train(run := games(tiny_model, "run", **settings))
     assert_resumes(run)

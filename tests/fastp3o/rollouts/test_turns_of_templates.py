@@ -1,5 +1,5 @@
-"""Trajectories are the chat template's text of the whole conversation: with its variables, at the run's time, in every
-turn; or the template is refused.
+"""Trajectories are the chat template's text of the whole conversation: with its variables, at the
+run's time, in every turn; or the template is refused.
 """
 
 import json
@@ -27,7 +27,9 @@ from tests.fastp3o.rollouts.environments import games
 BEGINS = "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 QWEN = ("<|im_end|>", "<|endoftext|>", None, QWEN_TOKENS, ("<|im_end|>",))
 # Their templates keep what they have begun a reply with: an empty thought, or the beginning of one.
-BEGUN = Family("begins_after_a_thought", CHATML.removesuffix("{% endif %}") + BEGINS + "{% endif %}", *QWEN)
+BEGUN = Family(
+    "begins_after_a_thought", CHATML.removesuffix("{% endif %}") + BEGINS + "{% endif %}", *QWEN
+)
 BEGINS_THOUGHT = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
 THINKS = Family("begins_a_thought", "{{ tools | tojson if tools }}" + BEGINS_THOUGHT, *QWEN)
 FAMILIES = [*WITH_TEMPLATE, BEGUN, THINKS]
@@ -40,10 +42,16 @@ VARIABLES = [
     {"date_string": "1 May"},
     {"tools": TOOLS},
 ]
-READ = [(family, one) for family in FAMILIES for one in VARIABLES if all(name in str(family.template) for name in one)]
+READ = [
+    (family, one)
+    for family in FAMILIES
+    for one in VARIABLES
+    if all(name in str(family.template) for name in one)
+]
 NOON = datetime(2020, 2, 29, 12, 30)
 OBSERVED = ["4", " 4\n", 'say "a\\nb"\nnow', "<|im_end|> <|eot_id|> <end_of_turn>", "<think> 100%"]
-# Of the small ones; their templates write a reply otherwise once others follow it, or end it where none stops.
+# Of the small ones; their templates write a reply otherwise once others follow it, or end it where
+# none stops.
 REFUSED = {
     *(("qwen3", "user", number) for number in range(6)),
     ("qwen3", "tool", 1),  # it leaves an empty thought out
@@ -70,13 +78,19 @@ def written_at_noon(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **
     """By transformers, whose templates read this module's clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template_utils, "datetime", Noon)
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
 
 
 def conversation(role: str, replies: list[str]) -> list[dict]:
     asked, roles = [{"role": "user", "content": "What is 2+2?"}], ("assistant", role)
     turns = zip(replies, OBSERVED[: len(replies)], strict=True)
-    return asked + [{"role": one, "content": text} for both in turns for one, text in zip(roles, both, strict=True)]
+    return asked + [
+        {"role": one, "content": text}
+        for both in turns
+        for one, text in zip(roles, both, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("family", "variables"), READ, ids=str)
@@ -90,7 +104,9 @@ def test_a_trajectory_is_the_templates_text_of_the_conversation_or_refused(famil
     turns = [thought.removeprefix(begun) + f"turn {number}" for number in range(len(OBSERVED))]
     expected = None
     if (family.name.removesuffix("-published"), role, VARIABLES.index(variables)) not in REFUSED:
-        expected = written_at_noon(tokenizer, conversation(role, [begun + turn for turn in turns]), **variables)
+        expected = written_at_noon(
+            tokenizer, conversation(role, [begun + turn for turn in turns]), **variables
+        )
     of_record = {"tools": TOOLS} if "tools" in variables else {"chat_template_kwargs": variables}
     for settings, fields in [({}, of_record)] + ([] if "tools" in variables else [(variables, {})]):
         if expected is None:
@@ -103,7 +119,9 @@ def test_a_trajectory_is_the_templates_text_of_the_conversation_or_refused(famil
         assert text == expected
 
 
-def trajectory(tokenizer, family: Family, role: str, settings: dict, fields: dict, turns: list[str]) -> list[int]:
+def trajectory(
+    tokenizer, family: Family, role: str, settings: dict, fields: dict, turns: list[str]
+) -> list[int]:
     """The ids of a trajectory of these turns. Raises UserError if the template is refused."""
     asked, clock = conversation(role, []), Clock(NOON)
     ends = {*family.end_ids(tokenizer), tokenizer.eos_token_id}
@@ -123,7 +141,8 @@ def test_a_record_whose_variables_change_earlier_replies_is_named_when_it_is_rea
     source = jsonl(tmp_path, [asked, asked | {"chat_template_kwargs": {"enable_thinking": False}}])
     options = {"max_prompt_tokens": 99, "observation_role": "tool"}
     with pytest.raises(
-        DataError, match="record 2: expected a chat template that leaves a reply as it is once a message"
+        DataError,
+        match="record 2: expected a chat template that leaves a reply as it is once a message",
     ):
         load_prompts(source, tokenizer, **options)
     prompts, report = load_prompts(source, tokenizer, skip_bad_records=True, **options)
@@ -144,7 +163,9 @@ class Again:
 
 
 @pytest.mark.parametrize("sampler", ["engine", "transformers"])
-def test_every_turn_of_a_run_begins_with_its_records_variables(tmp_path: Path, monkeypatch, sampler: str):
+def test_every_turn_of_a_run_begins_with_its_records_variables(
+    tmp_path: Path, monkeypatch, sampler: str
+):
     """Of rollouts and of evaluations."""
     monkeypatch.chdir(tmp_path)
     model, tokenizer = save_family(BEGUN, tmp_path / "model")
@@ -168,7 +189,9 @@ def test_every_turn_of_a_run_begins_with_its_records_variables(tmp_path: Path, m
     assert len(turns) > 16
     for prompt, text in turns:
         for begun in text.split("again<|im_end|>\n<|im_start|>assistant\n")[1:]:
-            assert begun.startswith("<think>\n\n</think>\n\n") == prompt.endswith("<think>\n\n</think>\n\n")
+            assert begun.startswith("<think>\n\n</think>\n\n") == prompt.endswith(
+                "<think>\n\n</think>\n\n"
+            )
     assert {prompt.endswith("</think>\n\n") for prompt, _ in turns} == {True, False}
 
 
@@ -176,9 +199,21 @@ def test_revisions_have_their_records_variables(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, _ = save_family(BEGUN, tmp_path / "model")
     Path("principles.txt").write_text("Be kind.\n")
-    source, stops = jsonl(tmp_path, [asked(number) for number in range(4)]), [chr(n) for n in range(32, 127)]
-    settings = {"principles": "principles.txt", "keep": "revised", "stop_strings": stops, "max_prompt_tokens": 99}
-    generate(GenerateConfig(model=model, prompts=source, output_dir="run", max_response_tokens=8, **settings))
+    source, stops = (
+        jsonl(tmp_path, [asked(number) for number in range(4)]),
+        [chr(n) for n in range(32, 127)],
+    )
+    settings = {
+        "principles": "principles.txt",
+        "keep": "revised",
+        "stop_strings": stops,
+        "max_prompt_tokens": 99,
+    }
+    generate(
+        GenerateConfig(
+            model=model, prompts=source, output_dir="run", max_response_tokens=8, **settings
+        )
+    )
     lines = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
     assert any(len(turns) > 1 for line in lines for turns in line["turns"])
     for line in lines:

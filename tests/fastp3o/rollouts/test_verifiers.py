@@ -1,4 +1,6 @@
-"""Environments of the package `verifiers`: with a stand-in for what the adapter calls, and with the package."""
+"""Environments of the package `verifiers`: with a stand-in for what the adapter calls, and with the
+package.
+"""
 
 import asyncio
 import sys
@@ -23,15 +25,24 @@ class Count:
 
     def __init__(self, names=("total", "half"), rewrites=False):
         self.rubric, self.rewrites, self.cleaned = self, rewrites, 0
-        self._get_reward_func_names, self._get_reward_weights = lambda: names, lambda: [1.0, 0.5][: len(names)]
+        self._get_reward_func_names, self._get_reward_weights = (
+            lambda: names,
+            lambda: [1.0, 0.5][: len(names)],
+        )
 
     async def rollout(self, row, client, model, sampling):
         prompt, total = [*row["prompt"]], 0
         try:
             while total < row["limit"]:
-                said = (await client.get_response(prompt=prompt, model=model, sampling_args=sampling)).message
+                said = (
+                    await client.get_response(prompt=prompt, model=model, sampling_args=sampling)
+                ).message
                 total += len(said.tool_calls or [])
-                answers = [say("assistant", said.content), say("user", f"{total}"), say("user", "more")]
+                answers = [
+                    say("assistant", said.content),
+                    say("user", f"{total}"),
+                    say("user", "more"),
+                ]
                 prompt = [*prompt[self.rewrites :], *answers]
         finally:
             self.cleaned += 1
@@ -67,7 +78,11 @@ def test_a_rollout_goes_on_with_the_policys_turns_and_is_scored_at_its_end(monke
         monkeypatch.setitem(sys.modules, module.__name__, module)
     env = Count()
     assert verifiers_environment(env).rewards == {"total": 1.0, "half": 0.5}
-    answers = [("0\nmore", {}, False), ("2\nmore", {}, False), (None, {"total": 4.0, "half": 2.0}, True)]
+    answers = [
+        ("0\nmore", {}, False),
+        ("2\nmore", {}, False),
+        (None, {"total": 4.0, "half": 2.0}, True),
+    ]
     assert played(env, 4, "no call", CALLS, CALLS) == answers
     assert env.cleaned == 2
     assert played(env, 4, CALLS) == [("2\nmore", {}, False)]  # cut by a limit of ours
@@ -91,9 +106,19 @@ def test_a_run_with_the_package(tiny_model, workplace):
     async def length(completion):
         return float(len(completion))
 
-    rows = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": f"Say {n}"}]} for n in range(8)])
+    rows = datasets.Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"Say {n}"}]} for n in range(8)]
+    )
     env = Parrot(dataset=rows, rubric=vf.Rubric(funcs=[length]), max_turns=2)
-    records = [record | {"prompt": f"Say {n}"} for n, record in enumerate(verifiers_records(env, env.get_dataset()))]
+    records = [
+        record | {"prompt": f"Say {n}"}
+        for n, record in enumerate(verifiers_records(env, env.get_dataset()))
+    ]
     kind = verifiers_environment(env)
-    train(games(tiny_model, "run", max_turn_tokens=6), prompts=records, environment=kind, reward="environment")
+    train(
+        games(tiny_model, "run", max_turn_tokens=6),
+        prompts=records,
+        environment=kind,
+        reward="environment",
+    )
     assert all(0 < line["reward/length"] <= 3 and line["turns"] > 1 for line in metrics("run"))

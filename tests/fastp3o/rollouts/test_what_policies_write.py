@@ -1,4 +1,6 @@
-"""Whatever a policy writes is answered: calls of tools, code that they run, long texts; what environments return."""
+"""Whatever a policy writes is answered: calls of tools, code that they run, long texts; what
+environments return.
+"""
 
 import asyncio
 import copy
@@ -14,7 +16,12 @@ from fastp3o.calls.function import FunctionError
 from fastp3o.rewards.verifiable import UNIT, exact_match, final_answer, word_overlap
 from fastp3o.rollouts.groups import Prompt
 from fastp3o.rollouts.turns.environment import Environments
-from fastp3o.rollouts.turns.observation import SHORT, chat_observations, longest_text, plain_observations
+from fastp3o.rollouts.turns.observation import (
+    SHORT,
+    chat_observations,
+    longest_text,
+    plain_observations,
+)
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
 from fastp3o.rollouts.turns.tools import calls_in, tool_environment
 from tests.fastp3o.rollouts.environments import OneTurn, games
@@ -35,7 +42,14 @@ class Silent:
         raise SystemExit(3)
 
 
-RAISED = [SystemExit(0), SystemExit("quota"), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), Panic()]
+RAISED = [
+    SystemExit(0),
+    SystemExit("quota"),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    Panic(),
+]
 RAISED += [OddError(), RecursionError(), MemoryError(), StopIteration(), StopAsyncIteration()]
 CYCLE: list = []
 CYCLE.append(CYCLE)
@@ -122,7 +136,20 @@ def call(name: object, arguments: object) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-NAMES = ["echo", "outcome", "later", "nosuch", "__class__", "", ["echo"], {"echo": 1}, None, 1, True, "\ud83d"]
+NAMES = [
+    "echo",
+    "outcome",
+    "later",
+    "nosuch",
+    "__class__",
+    "",
+    ["echo"],
+    {"echo": 1},
+    None,
+    1,
+    True,
+    "\ud83d",
+]
 ODD = [
     "9" * 5000,
     "1e999",
@@ -138,12 +165,17 @@ ODD = [
 ]
 LETTERS = st.text(st.sampled_from('{}[]":,\\ud83dnameargtx1 \n<>/_cl\ud83d\x00\u2028'), max_size=60)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | LETTERS, st.lists, max_leaves=4
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | LETTERS,
+    st.lists,
+    max_leaves=4,
 )
 WELL_FORMED = st.builds(
     lambda name, fields: json.dumps({"name": name, "arguments": fields}),
     st.sampled_from(NAMES),
-    VALUES | st.dictionaries(st.sampled_from(["text", "number", "self", "*", "\ud83d"]), VALUES, max_size=2),
+    VALUES
+    | st.dictionaries(
+        st.sampled_from(["text", "number", "self", "*", "\ud83d"]), VALUES, max_size=2
+    ),
 )
 ODDLY = st.builds(
     '{{"name": {}, "arguments": {{{}: {}, {}: {}}}}}'.format,
@@ -151,7 +183,8 @@ ODDLY = st.builds(
 )
 MARKS = st.sampled_from(["<tool_call>", "</tool_call>", "", " ", "<tool_call"])
 TURNS = st.lists(
-    st.builds("{}{}{}".format, MARKS, WELL_FORMED | ODDLY | LETTERS | st.sampled_from(ODD), MARKS), max_size=3
+    st.builds("{}{}{}".format, MARKS, WELL_FORMED | ODDLY | LETTERS | st.sampled_from(ODD), MARKS),
+    max_size=3,
 )
 
 
@@ -176,7 +209,9 @@ def test_every_turn_is_answered_in_text_that_has_tokens(observes, turns):
 
 @pytest.mark.parametrize("tool", ["outcome", "later", "together"])
 @pytest.mark.parametrize("number", range(len(RAISED) + len(RETURNED)))
-def test_whatever_a_tool_raises_or_returns_is_its_answer_and_the_next_is_asked(observes, tool, number):
+def test_whatever_a_tool_raises_or_returns_is_its_answer_and_the_next_is_asked(
+    observes, tool, number
+):
     step = answered(call(tool, {"number": number}) + call("echo", {"text": "next"}))
     assert step.observation.endswith("\nnext")
     assert step.observation.startswith("error: ") == (number < len(RAISED) + UNWRITTEN)
@@ -185,8 +220,18 @@ def test_whatever_a_tool_raises_or_returns_is_its_answer_and_the_next_is_asked(o
 
 
 LOOP = "import asyncio, sys; loop = asyncio.get_running_loop(); "
-ENDINGS = ["exit()", "import os; os._exit(0)", "import os; os._exit(3)", LOOP + "loop.stop()", LOOP + "loop.close()"]
-ENDINGS += [LOOP + "[task.cancel() for task in asyncio.all_tasks()]", "raise BaseException", "1 / 0"]
+ENDINGS = [
+    "exit()",
+    "import os; os._exit(0)",
+    "import os; os._exit(3)",
+    LOOP + "loop.stop()",
+    LOOP + "loop.close()",
+]
+ENDINGS += [
+    LOOP + "[task.cancel() for task in asyncio.all_tasks()]",
+    "raise BaseException",
+    "1 / 0",
+]
 
 
 @pytest.mark.parametrize("code", ENDINGS)
@@ -194,7 +239,9 @@ def test_code_that_ends_the_program_or_the_event_loop_ends_no_run(code):
     began = time.monotonic()
     environments = Environments("tools", TOOLS, survives=True)
     made, _ = environments.begin([{}, {}])
-    first, other = environments.step(made, [call("python", {"code": code}), call("echo", {"text": "fine"})])
+    first, other = environments.step(
+        made, [call("python", {"code": code}), call("echo", {"text": "fine"})]
+    )
     assert first.observation in ("ran", "") or first.observation.startswith("error: ")
     if "cancel" not in code:
         assert other.observation == "fine"
@@ -203,8 +250,17 @@ def test_code_that_ends_the_program_or_the_event_loop_ends_no_run(code):
 
 
 LONG = 10**6
-BLANKS = [" " * LONG, "<tool_call>" + " " * LONG, "<tool_call>" * (LONG // 11), "<tool_call" * (LONG // 10)]
-BLANKS += ["<tool_call>" + "</tool_call" * (LONG // 11), "</tool_call>" * (LONG // 12), "\n\u2003" * (LONG // 2)]
+BLANKS = [
+    " " * LONG,
+    "<tool_call>" + " " * LONG,
+    "<tool_call>" * (LONG // 11),
+    "<tool_call" * (LONG // 10),
+]
+BLANKS += [
+    "<tool_call>" + "</tool_call" * (LONG // 11),
+    "</tool_call>" * (LONG // 12),
+    "\n\u2003" * (LONG // 2),
+]
 ANSWERS = [
     r"\boxed" + " " * LONG,
     r"\boxed " * (LONG // 7),
@@ -213,7 +269,12 @@ ANSWERS = [
     "#" * LONG,
     "1" * LONG,
 ]
-ANSWERS += ["1" + " " * LONG, "1 " * (LONG // 2), "#### 1" + " a" * (LONG // 2) + "!", "1 ab" * (LONG // 4)]
+ANSWERS += [
+    "1" + " " * LONG,
+    "1 " * (LONG // 2),
+    "#### 1" + " a" * (LONG // 2) + "!",
+    "1 ab" * (LONG // 4),
+]
 
 
 @pytest.mark.parametrize("text", BLANKS + ANSWERS, ids=lambda text: repr(text[:12]))
@@ -244,7 +305,9 @@ def test_an_observation_that_cannot_have_room_is_not_tokenized(observes, tokeniz
         asked.append((len(text), room))
         return observes[0](text, last, given, room=room)
 
-    sampler = TrajectorySampler(None, None, tokenizer, Environments("Loud", Loud), observe, max_turns=2, longest=600)
+    sampler = TrajectorySampler(
+        None, None, tokenizer, Environments("Loud", Loud), observe, max_turns=2, longest=600
+    )
     assert longest_text(600) == SHORT < longest_text(1000) == 16_000
     began = time.process_time()
     assert sampler.observed("y" * 10**8, -1, 600, "") is None
@@ -257,7 +320,8 @@ def test_an_observation_that_cannot_have_room_is_not_tokenized(observes, tokeniz
     assert time.process_time() - began < 10
     Loud.reset = lambda self: "y" * 10**7
     with pytest.raises(
-        FunctionError, match=r"Loud.reset has returned 10000000 characters, more than there is room for"
+        FunctionError,
+        match=r"Loud.reset has returned 10000000 characters, more than there is room for",
     ):
         sampler([Prompt("", [1])], 2, 0)
 
@@ -286,7 +350,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("reward", REFUSED, ids=lambda reward: repr(type(reward)) + str(REFUSED.index(reward)))
+@pytest.mark.parametrize(
+    "reward", REFUSED, ids=lambda reward: repr(type(reward)) + str(REFUSED.index(reward))
+)
 def test_rewards_that_no_number_of_fp32_holds_are_named_or_end_their_trajectory(reward):
     class Overflows(OneTurn):
         def step(self, text):
@@ -303,10 +369,14 @@ def test_rewards_that_no_number_of_fp32_holds_are_named_or_end_their_trajectory(
 
 
 @pytest.mark.parametrize(
-    "weights", [["score"], {"score": "1"}, {"score": float("nan")}, {3: 1.0}, {"a": 10**400}, "score"]
+    "weights",
+    [["score"], {"score": "1"}, {"score": float("nan")}, {3: 1.0}, {"a": 10**400}, "score"],
 )
 def test_weights_of_rewards_are_checked_when_the_environment_is_loaded(weights):
-    with pytest.raises(UserError, match=r"the environment m:Weighs: (the weight of the reward|rewards must be a dict)"):
+    with pytest.raises(
+        UserError,
+        match=r"the environment m:Weighs: (the weight of the reward|rewards must be a dict)",
+    ):
         Environments("m:Weighs", type("Weighs", (OneTurn,), {"rewards": weights}))
 
 
@@ -328,8 +398,12 @@ def test_all_that_were_made_are_closed_if_one_does_not_begin(failing, error):
         def close(self):
             closed.append(self)
 
-    sampler = TrajectorySampler(None, None, None, Environments("Room", Room), None, max_turns=1, longest=9)
-    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else FunctionError):
+    sampler = TrajectorySampler(
+        None, None, None, Environments("Room", Room), None, max_turns=1, longest=9
+    )
+    with pytest.raises(
+        KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else FunctionError
+    ):
         sampler([Prompt("p", [1], n) for n in range(4)], 2, 0)
     assert closed == made
     assert len(made) == (8 if failing == "reset" else 5)
@@ -353,12 +427,17 @@ def test_one_that_is_late_ends_its_trajectory_alone_and_names_its_option(monkeyp
         environments.step(made, ["late", "text"])
     environments.survives = True
     first, second = environments.step(made, ["late", "text"])
-    assert (first.done, first.failure) == (True, "m:Late has not returned after 0.3 s (--environment_timeout)")
+    assert (first.done, first.failure) == (
+        True,
+        "m:Late has not returned after 0.3 s (--environment_timeout)",
+    )
     assert (second.observation, second.failure) == ("x", "")
 
 
 def test_a_run_whose_environments_all_fail_says_so_once(tiny_model, workplace, capsys):
-    train(games(tiny_model, "run", environment_errors="end"), environment=Down, reward="environment")
+    train(
+        games(tiny_model, "run", environment_errors="end"), environment=Down, reward="environment"
+    )
     assert all(line["environment_failures"] > 0 for line in metrics("run"))  # other turns were cut
     said = capsys.readouterr().err
     assert said.count("trajectories that have asked it (--environment_errors end): ") == 1

@@ -59,14 +59,20 @@ class Trainer:
     def __init__(self, folder: Path, precision: str = "fp32", schedule: str = "cosine"):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule=schedule, warmup_steps=4)
-        self.optimizer = Optimizer(Accelerator(cpu=True), Two(), choose_precision(precision, "fp32"), config, steps=20)
+        config = StageConfig(
+            model="", output_dir="", learning_rate=0.1, lr_schedule=schedule, warmup_steps=4
+        )
+        self.optimizer = Optimizer(
+            Accelerator(cpu=True), Two(), choose_precision(precision, "fp32"), config, steps=20
+        )
         self.scaler = DifferenceScaler(10.0)
         self.states = States(folder, self.optimizer, RunState({"scaler": self.scaler}))
 
     def train(self, first: int, last: int, *, save: bool = True) -> "Trainer":
         for step in range(first, last + 1):
-            x = torch.full((1, 3), random.random(), dtype=next(self.optimizer.model.parameters()).dtype)
+            x = torch.full(
+                (1, 3), random.random(), dtype=next(self.optimizer.model.parameters()).dtype
+            )
             loss = self.optimizer.model(x).float().square().sum() * (1 + np.random.random())
             scaled_backward(self.optimizer, loss)
             self.optimizer.step(loss.detach())
@@ -83,8 +89,15 @@ class Trainer:
 
     def all(self) -> dict:
         tensors = self.optimizer.tensors() | self.optimizer.model.state_dict()
-        values = {name: tensor.tolist() for name, tensor in tensors.items()} | {"rate": self.optimizer.learning_rate}
-        return values | self.optimizer.state_dict() | self.scaler.state_dict() | {"random": random.random()}
+        values = {name: tensor.tolist() for name, tensor in tensors.items()} | {
+            "rate": self.optimizer.learning_rate
+        }
+        return (
+            values
+            | self.optimizer.state_dict()
+            | self.scaler.state_dict()
+            | {"random": random.random()}
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -110,13 +123,17 @@ def test_a_run_goes_on_while_its_state_is_written(tmp_path, monkeypatch, full):
         return write_file(path, content)
 
     monkeypatch.setattr(store, "write_file", write)
-    beside.train(2, 2, save=False).states.save(beside.states.progress(2, evaluated=True), CONFIG, {})
+    beside.train(2, 2, save=False).states.save(
+        beside.states.progress(2, evaluated=True), CONFIG, {}
+    )
     beside.train(3, 5, save=False)
     before, unfinished = sorted(os.listdir(tmp_path / "beside"))
     assert (before, unfinished[:23]) == ("step-000001", "step-000002.unfinished-")
     went_on.set()
     if full:
-        with pytest.raises(OSError, match=r"No space left on device: .*/step-000002.*/process-00000\.safetensors"):
+        with pytest.raises(
+            OSError, match=r"No space left on device: .*/step-000002.*/process-00000\.safetensors"
+        ):
             beside.states.place()
         assert os.listdir(tmp_path / "beside") == [before]
         return
@@ -128,11 +145,15 @@ def test_a_run_goes_on_while_its_state_is_written(tmp_path, monkeypatch, full):
     assert files[0] == files[1] != {}
 
 
-@pytest.mark.parametrize("manifest", [False, True], ids=["no process said so", "its manifest is written"])
+@pytest.mark.parametrize(
+    "manifest", [False, True], ids=["no process said so", "its manifest is written"]
+)
 def test_a_whole_state_that_was_never_placed_is_gone_on_from(tmp_path, manifest):
     """As after kill -9. Nothing changes before the run goes on from it."""
     killed = Trainer(tmp_path / "killed").train(1, 3)
-    killed.train(4, 4, save=False).states.save(killed.states.progress(4, evaluated=True), CONFIG, {})
+    killed.train(4, 4, save=False).states.save(
+        killed.states.progress(4, evaluated=True), CONFIG, {}
+    )
     killed.states.written.result()
     if manifest:
         read_unplaced(killed.states.unfinished).write(killed.states.unfinished)
@@ -144,14 +165,21 @@ def test_a_whole_state_that_was_never_placed_is_gone_on_from(tmp_path, manifest)
     assert sorted(os.listdir(before)) == ["step-000003", "step-000004"]
     assert not [*before.glob("*/manifest-*")]
     assert Trainer(before).resume() == (4, [])
-    assert resumed.train(5, 6, save=False).all() == Trainer(tmp_path / "whole").train(1, 6, save=False).all()
+    assert (
+        resumed.train(5, 6, save=False).all()
+        == Trainer(tmp_path / "whole").train(1, 6, save=False).all()
+    )
 
 
-@pytest.mark.parametrize("name", ["manifest-00000.json", "counters.json", "process-00000.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest-00000.json", "counters.json", "process-00000.safetensors"]
+)
 @pytest.mark.parametrize("damage", [flip, Path.unlink])
 def test_a_state_that_was_never_placed_and_is_not_whole_is_none(tmp_path, name, damage):
     killed = Trainer(tmp_path / "killed").train(1, 1)
-    killed.train(2, 2, save=False).states.save(killed.states.progress(2, evaluated=True), CONFIG, {})
+    killed.train(2, 2, save=False).states.save(
+        killed.states.progress(2, evaluated=True), CONFIG, {}
+    )
     killed.states.written.result()
     state = shutil.copytree(tmp_path / "killed", tmp_path / "state")
     (unfinished,) = state.glob("*.unfinished-*")
@@ -161,10 +189,14 @@ def test_a_state_that_was_never_placed_and_is_not_whole_is_none(tmp_path, name, 
 
 @pytest.mark.parametrize("room", [0, 2**40])
 def test_tensors_are_written_block_by_block_without_pickle(tmp_path, monkeypatch, room):
-    """Of any dtype and layout, and aligned, although some have an odd number of bytes. At once without room."""
+    """Of any dtype and layout, and aligned, although some have an odd number of bytes. At once
+    without room.
+    """
     monkeypatch.setattr(store, "ELEMENTS_AT_ONCE", 20)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=room))
-    tensors = {f"{n}{kind}": torch.randn(n, 7).to(kind).T for n in (1, 5, 0) for kind in store.DTYPES}
+    tensors = {
+        f"{n}{kind}": torch.randn(n, 7).to(kind).T for n in (1, 5, 0) for kind in store.DTYPES
+    }
     tensors["step"] = torch.tensor(3.0)
     header, *rest = store.blocks(tensors, {})
     assert max(map(len, rest)) == 20 * 8
@@ -174,16 +206,28 @@ def test_tensors_are_written_block_by_block_without_pickle(tmp_path, monkeypatch
     assert any(tmp_path.iterdir()) == (not room)
     sums = write()
     assert sums == {path.name: checksum(path) for path in tmp_path.iterdir()}
-    store.load_tensors(tmp_path, filled := {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    store.load_tensors(
+        tmp_path, filled := {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    )
     for read in (load_file(tmp_path / "part.safetensors"), filled):
-        assert all(read[n].dtype == tensor.dtype and torch.equal(read[n], tensor) for n, tensor in tensors.items())
+        assert all(
+            read[n].dtype == tensor.dtype and torch.equal(read[n], tensor)
+            for n, tensor in tensors.items()
+        )
     Trainer(tmp_path).train(1, 1)
-    assert {path.suffix for path in (tmp_path / "step-000001").iterdir()} == {".json", ".safetensors"}
+    assert {path.suffix for path in (tmp_path / "step-000001").iterdir()} == {
+        ".json",
+        ".safetensors",
+    }
 
 
 def edit(folder: Path, recomputed: bool, **changes) -> None:
     content = {"version": 2, **asdict(read_manifest(folder)), **changes}
-    sha256 = content_checksum(content) if recomputed else json.loads((folder / "manifest.json").read_text())["sha256"]
+    sha256 = (
+        content_checksum(content)
+        if recomputed
+        else json.loads((folder / "manifest.json").read_text())["sha256"]
+    )
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": sha256}))
 
 
@@ -195,13 +239,25 @@ def put_a_folder_there(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda folder: edit(folder, False, step=99), "manifest.json is damaged: its checksum differs"),
-        (lambda folder: edit(folder, False, evaluated=False), "manifest.json is damaged: its checksum differs"),
-        (lambda folder: edit(folder, True, version=1), "is of version 1, and this fastp3o reads version 2"),
+        (
+            lambda folder: edit(folder, False, step=99),
+            "manifest.json is damaged: its checksum differs",
+        ),
+        (
+            lambda folder: edit(folder, False, evaluated=False),
+            "manifest.json is damaged: its checksum differs",
+        ),
+        (
+            lambda folder: edit(folder, True, version=1),
+            "is of version 1, and this fastp3o reads version 2",
+        ),
         (lambda folder: flip(folder / "counters.json"), "counters.json has a different checksum"),
         (lambda folder: flip(folder / "manifest.json"), "manifest.json is damaged"),
         (lambda folder: (folder / "counters.json").unlink(), "counters.json is missing"),
-        (lambda folder: put_a_folder_there(folder / "counters.json"), "counters.json cannot be read"),
+        (
+            lambda folder: put_a_folder_there(folder / "counters.json"),
+            "counters.json cannot be read",
+        ),
     ],
 )
 def test_only_what_the_run_has_written_is_read(tmp_path, spoil, says):
@@ -215,7 +271,9 @@ def test_only_what_the_run_has_written_is_read(tmp_path, spoil, says):
     (corrupt,) = tmp_path.glob("*.corrupt-*")
     corrupt.rename(tmp_path / "step-000002")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
-    with pytest.raises(CorruptStateError, match=f"no state is whole.*{says}.*step-000001 is corrupt.*{says}"):
+    with pytest.raises(
+        CorruptStateError, match=f"no state is whole.*{says}.*step-000001 is corrupt.*{says}"
+    ):
         Trainer(tmp_path).resume()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
 
@@ -230,7 +288,9 @@ def test_what_file_systems_and_tools_leave_in_a_state_is_no_damage(tmp_path):
 def test_the_folders_of_the_first_state_are_on_the_disk_too(tmp_path, monkeypatch):
     synced = set()
     sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino) or sync(descriptor))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino) or sync(descriptor)
+    )
     Trainer(tmp_path / "run" / "state").train(1, 1)
     assert {(tmp_path / name).stat().st_ino for name in ("", "run", "run/state")} <= synced
 
@@ -250,11 +310,29 @@ HASHES = {"model": "1", "prompts": "2", "reward function": "3"}
 
 def resume(*, before=BEFORE, hashes=HASHES, processes=1, **changes) -> list[str]:
     manifest = Manifest(4, True, 1, P3OConfig(**before).plain(), HASHES, {})
-    return require_same_run(manifest, P3OConfig(**(before | {"resume": True} | changes)), hashes, processes)
+    return require_same_run(
+        manifest, P3OConfig(**(before | {"resume": True} | changes)), hashes, processes
+    )
 
 
-CONFIGS = [P3OConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardModelConfig, *OFFLINE_OBJECTIVES.values()]
-FIXED = {"model", "seed", "batch_size", "prompts_per_update", "lora_rank", "clipping", "reference", "eval_prompts"}
+CONFIGS = [
+    P3OConfig,
+    PPOConfig,
+    OnlineDPOConfig,
+    SFTConfig,
+    RewardModelConfig,
+    *OFFLINE_OBJECTIVES.values(),
+]
+FIXED = {
+    "model",
+    "seed",
+    "batch_size",
+    "prompts_per_update",
+    "lora_rank",
+    "clipping",
+    "reference",
+    "eval_prompts",
+}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -265,7 +343,9 @@ def test_what_may_change_is_an_option(config):
 
 def test_what_takes_effect_is_said_in_one_line_each():
     assert resume(output_dir="moved", prompts="moved with the same contents") == []
-    assert resume(learning_rate=0.5, kl_coef=0.1, hashes=HASHES | {"reward function": "9"}, processes=2) == [
+    assert resume(
+        learning_rate=0.5, kl_coef=0.1, hashes=HASHES | {"reward function": "9"}, processes=2
+    ) == [
         "resuming with another kl_coef: 0.05 before, 0.1 now",
         "resuming with another kl_per_update: 0.3 before, None now by default",
         "resuming with another learning_rate: 1e-06 before, 0.5 now",
@@ -274,19 +354,25 @@ def test_what_takes_effect_is_said_in_one_line_each():
     ]
 
 
-@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 4}])
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 4}]
+)
 def test_what_would_be_another_run_is_refused_by_name(changes):
     with pytest.raises(
         ResumeError, match=r"--resume: this would be a different run: .*or a new --output_dir"
     ) as refused:
         resume(**changes)
     assert all(f"--{name}" in str(refused.value) for name in changes)
-    with pytest.raises(ResumeError, match=r"the content has changed since .*: --model \(m\), --prompts \(p\)"):
+    with pytest.raises(
+        ResumeError, match=r"the content has changed since .*: --model \(m\), --prompts \(p\)"
+    ):
         resume(hashes=HASHES | {"prompts": "9", "model": "8"})
 
 
 def test_a_reference_that_is_a_mean_keeps_its_precision():
     changed = ["resuming with another precision: fp32 before, fp16 now"]
     assert resume(before=BEFORE | {"precision": "fp32"}, precision="fp16") == changed
-    with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Use the previous values"):
+    with pytest.raises(
+        ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Use the previous values"
+    ):
         resume(before=BEFORE | {"precision": "fp32", "reference_decay": 0.9}, precision="fp16")

@@ -46,7 +46,11 @@ def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
     """A fixed number of places of a file could all lie in tensors that do not train."""
     (tmp_path / "config.json").write_text("{}")
     parts = dict(zip("kqv", torch.zeros(3, 64, 2**15), strict=True))
-    weights = {f"{layer:02} {name}": part for name, layers in parts.items() for layer, part in enumerate(layers)}
+    weights = {
+        f"{layer:02} {name}": part
+        for name, layers in parts.items()
+        for layer, part in enumerate(layers)
+    }
     save_file(weights, tmp_path / WEIGHTS)
     before = model_fingerprint(str(tmp_path))
     parts["q"] += 1e-3
@@ -60,10 +64,18 @@ def test_each_weight_its_dtype_settings_tokenizer_and_code_count_and_other_files
     for name in names:
         change_one(copied / WEIGHTS, name)
         seen.add(model_fingerprint(str(copied)))
-    other_dtype = {name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()}
+    other_dtype = {
+        name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()
+    }
     save_file(other_dtype, copied / WEIGHTS)
     seen.add(model_fingerprint(str(copied)))
-    files = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "modeling_own.py")
+    files = (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "modeling_own.py",
+    )
     for name in files:
         with (copied / name).open("a") as file:
             file.write("\n")

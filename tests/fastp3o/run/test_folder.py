@@ -20,7 +20,10 @@ def config(folder: str = "run", **changes) -> StageConfig:
 
 
 def tree(folder: str = ".") -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(Path(folder).rglob("*"))}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None
+        for path in sorted(Path(folder).rglob("*"))
+    }
 
 
 def start(folder: str = "run", **changes) -> None:
@@ -46,7 +49,9 @@ def test_overwrite_removes_what_runs_have_written_and_nothing_else():
     start(seed=7)
     written = yaml.safe_load(Path("run/config.yaml").read_text())
     assert (written["model"], written["seed"]) == ("some/model", 7)
-    assert "limit" not in written  # what is None stands nowhere, so that the file can be given as one of flags
+    assert (
+        "limit" not in written
+    )  # what is None stands nowhere, so that the file can be given as one of flags
     assert sorted(os.listdir("run")) == ["config.yaml", "fastp3o.lock"]
     for name in ("state", "checkpoint-000002", "trackers", "best"):
         Path("run", name).mkdir()
@@ -56,17 +61,23 @@ def test_overwrite_removes_what_runs_have_written_and_nothing_else():
     assert Path("run/state").exists()
     Path("run/notes.txt").write_text("mine")
     for function in (check_output_dir, claim):
-        with pytest.raises(FileExistsError, match=r"no run has written notes.txt in run: move it away"):
+        with pytest.raises(
+            FileExistsError, match=r"no run has written notes.txt in run: move it away"
+        ):
             function(Accelerator(cpu=True), config(overwrite=True))
     Path("run/notes.txt").unlink()
     start(overwrite=True)
-    assert "overwrite" not in Path("run/config.yaml").read_text()  # read again, it would remove the run
+    assert (
+        "overwrite" not in Path("run/config.yaml").read_text()
+    )  # read again, it would remove the run
     assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
     with pytest.raises(UserError, match="--resume and --overwrite cannot be combined"):
         config(overwrite=True, resume=True)
 
 
-@pytest.mark.parametrize("name", ["precious.txt", "model/precious.txt", "config.yaml", "state/step-000001/x"])
+@pytest.mark.parametrize(
+    "name", ["precious.txt", "model/precious.txt", "config.yaml", "state/step-000001/x"]
+)
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_that_is_no_run_is_not_touched(name, resume):
     Path("run", name).parent.mkdir(parents=True)
@@ -74,7 +85,8 @@ def test_a_folder_that_is_no_run_is_not_touched(name, resume):
     before = tree()
     for function in (check_output_dir, claim):
         with pytest.raises(
-            FileExistsError, match=r"is not empty and was not written by this version of .* \(.*\): name a new"
+            FileExistsError,
+            match=r"is not empty and was not written by this version of .* \(.*\): name a new",
         ):
             function(Accelerator(cpu=True), config(resume=resume))
     assert tree() == before
@@ -97,7 +109,13 @@ def test_leftovers_of_our_own_go_and_others_stay():
     Path("run", f"best.replaced-{hexadecimal}", "before").touch()
     ours = [f"{name}.unfinished-{hexadecimal}" for name in ("model", "best", "checkpoint-000002")]
     ours += [f"stopped-in-000001/model.unfinished-{hexadecimal}", f"model.replaced-{hexadecimal}"]
-    others = ["model", "state", "model.unfinished-mine", f"notes.unfinished-{hexadecimal}", "stopped-in-000001/model"]
+    others = [
+        "model",
+        "state",
+        "model.unfinished-mine",
+        f"notes.unfinished-{hexadecimal}",
+        "stopped-in-000001/model",
+    ]
     for name in [*ours, *others]:
         Path("run", name).mkdir(parents=True)
         Path("run", name, "x").touch()

@@ -18,7 +18,9 @@ WRITES, READS = "hf_writes0123456789", "hf_reads0123456789"
 
 
 class Hub(LocalServer):
-    """repositories: files by repository. private: those made so. refused: statuses and messages, by ends of paths."""
+    """repositories: files by repository. private: those made so. refused: statuses and messages, by
+    ends of paths.
+    """
 
     def __init__(self) -> None:
         super().__init__(Handler)
@@ -62,12 +64,24 @@ class Handler(LocalHandler):
             return 200, {"files": [{"path": file["path"]} | plain for file in lines[0]["files"]]}
         if what == "commit":
             hub.commits += 1
-            sent = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines[1:]}
+            sent = {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines[1:]
+            }
             hub.repositories[f"{owner}/{name}"] |= sent
-        return 200, {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/{owner}/{name}/commit/0"}
+        return 200, {
+            "success": True,
+            "commitOid": "0" * 40,
+            "commitUrl": f"{hub.url}/{owner}/{name}/commit/0",
+        }
 
 
-SETTINGS = {"train_data": "sft.jsonl", "batch_size": 8, "max_response_tokens": 20, "report_to": "none"}
+SETTINGS = {
+    "train_data": "sft.jsonl",
+    "batch_size": 8,
+    "max_response_tokens": 20,
+    "report_to": "none",
+}
 SETTINGS |= {"precision": "fp32", "push_to_hub": "me/tiny", "output_dir": "run"}
 
 
@@ -97,7 +111,10 @@ def test_the_finished_model_is_uploaded_with_its_adapter(workplace, tiny_model, 
     assert all(files[name] == content for name, content in model.items())
     changed = {name for name, content in adapter.items() if files[f"adapter/{name}"] != content}
     assert changed == {"adapter_config.json"}
-    uploaded, own = json.loads(files["adapter/adapter_config.json"]), json.loads(adapter["adapter_config.json"])
+    uploaded, own = (
+        json.loads(files["adapter/adapter_config.json"]),
+        json.loads(adapter["adapter_config.json"]),
+    )
     assert own["base_model_name_or_path"] == tiny_model
     assert uploaded == own | {"base_model_name_or_path": Path(tiny_model).name}
     assert not any(str(Path(tiny_model).parent).encode() in content for content in files.values())
@@ -124,7 +141,9 @@ def test_an_adapter_alone_is_the_repository(workplace, tiny_model, server):
         (WRITES, "no spaces", "the hub cannot be written to: "),
     ],
 )
-def test_nothing_is_trained_that_cannot_be_uploaded(workplace, tiny_model, server, monkeypatch, token, name, says):
+def test_nothing_is_trained_that_cannot_be_uploaded(
+    workplace, tiny_model, server, monkeypatch, token, name, says
+):
     server.repositories["me/tiny"] = {}
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "none")
@@ -159,7 +178,9 @@ def test_two_processes_upload_once(workplace, tiny_model, server):
     assert statuses == [0, 0], said
     assert said.count(f"the model is at {server.url}/me/tiny") == 1
     assert server.commits == 1
-    assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()
+    assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories[
+        "me/tiny"
+    ].keys()
 
 
 def test_a_reason_that_an_error_and_its_cause_share_is_said_once():

@@ -13,9 +13,13 @@ from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, weights
 
 
-def test_a_linked_lock_and_damaged_notes_are_refused_and_a_lock_that_is_gone_is_made_again(tiny_model, workplace):
+def test_a_linked_lock_and_damaged_notes_are_refused_and_a_lock_that_is_gone_is_made_again(
+    tiny_model, workplace
+):
     def run(**changes):
-        train(config(tiny_model, "run", keep_best="reward", eval_prompts="prompts.jsonl", **changes))
+        train(
+            config(tiny_model, "run", keep_best="reward", eval_prompts="prompts.jsonl", **changes)
+        )
 
     def resume():
         run(updates=3, resume=True)
@@ -33,7 +37,9 @@ def test_a_linked_lock_and_damaged_notes_are_refused_and_a_lock_that_is_gone_is_
     note = best.read_text()
     for damaged in ("", "[1]", "{}", '{"step": 1}', '{"step": 1, "reward": "x"}', note[:-9]):
         best.write_text(damaged)
-        with pytest.raises(UserError, match=r"run/best/evaluation.json is damaged: restore it, or remove run/best"):
+        with pytest.raises(
+            UserError, match=r"run/best/evaluation.json is damaged: restore it, or remove run/best"
+        ):
             resume()
     best.write_text(note)
     Path("run/model").rename("run/elsewhere")
@@ -44,7 +50,9 @@ def test_a_linked_lock_and_damaged_notes_are_refused_and_a_lock_that_is_gone_is_
     assert not Path("run/model").is_symlink()
 
 
-def test_a_file_system_without_locks_and_folder_syncs_is_told_in_a_line(tiny_model, workplace, monkeypatch, capsys):
+def test_a_file_system_without_locks_and_folder_syncs_is_told_in_a_line(
+    tiny_model, workplace, monkeypatch, capsys
+):
     fsync = os.fsync
 
     def no_folders(descriptor):
@@ -73,6 +81,8 @@ def test_a_folder_that_is_swapped_while_a_run_trains_ends_it(tiny_model, workpla
         write(folder)
 
     monkeypatch.setattr("fastp3o.run.report.require_claimed", swap)
-    with pytest.raises(FileNotFoundError, match="run is no longer the folder in which this run began"):
+    with pytest.raises(
+        FileNotFoundError, match="run is no longer the folder in which this run began"
+    ):
         train(config(tiny_model, "run", updates=3))
     assert [path.name for path in Path("run").iterdir()] == ["fastp3o.lock"]

@@ -33,7 +33,15 @@ def test_what_is_written_is_read_and_text_stays_readable(path: Path):
     assert all(json.loads(line) for line in path.read_bytes().splitlines())
 
 
-ENDS = [b'{"step": 6, "lo', b"\n", b"\0" * 20, b"[]\n", b'{"a": 1}\n', b"\xff\xfe\n", b'{"step": "6"}\n']
+ENDS = [
+    b'{"step": 6, "lo',
+    b"\n",
+    b"\0" * 20,
+    b"[]\n",
+    b'{"a": 1}\n',
+    b"\xff\xfe\n",
+    b'{"step": "6"}\n',
+]
 
 
 @pytest.mark.parametrize("end", [*ENDS, b'{"step": ' + b"[" * 10**5 + b"\n"])
@@ -69,17 +77,24 @@ def test_a_log_is_whole_wherever_a_process_ends(path: Path, power: bool):
     assert number > 5
 
 
-def test_rollouts_are_read_update_by_update_and_lines_that_hold_no_group_are_left_out(tmp_path: Path):
+def test_rollouts_are_read_update_by_update_and_lines_that_hold_no_group_are_left_out(
+    tmp_path: Path,
+):
     path = tmp_path / "rollouts.jsonl"
     responses = [
         LoggedResponse("– \x1b[0m", [3, 7], 0.5, {"penalty/length": 0.5}, -0.25, finished=True),
         LoggedResponse("", [], 0.0, {"penalty/length": None}, None, finished=False),
     ]
-    updates = [[LoggedGroup(step, text, -0.25, responses) for text in ("a", "\u2028\ud7ff:")] for step in (1, 2)]
+    updates = [
+        [LoggedGroup(step, text, -0.25, responses) for text in ("a", "\u2028\ud7ff:")]
+        for step in (1, 2)
+    ]
     for update in updates:
         log.append(path, map(asdict, update))
     good = asdict(updates[1][0])
     unrewarded = good["responses"][0] | {"reward": None}
-    log.append(path, [good | {"responses": responses} for responses in (None, [{}], [], [unrewarded])])
+    log.append(
+        path, [good | {"responses": responses} for responses in (None, [{}], [], [unrewarded])]
+    )
     path.write_text(path.read_text() + '{"step": 2, "prompt"\n' + "[" * 10**5 + "\n")
     assert [*log.read_updates(path)] == updates

@@ -20,13 +20,17 @@ from fastp3o.run.report import Reporter
 
 
 @pytest.mark.parametrize(("steps", "printed"), [(30, (2, 4, 6, 8, 10)), (10**6, (3, 6, 9))])
-def test_a_run_prints_twenty_lines_or_one_a_minute_and_its_last(workplace, monkeypatch, capfd, steps, printed):
+def test_a_run_prints_twenty_lines_or_one_a_minute_and_its_last(
+    workplace, monkeypatch, capfd, steps, printed
+):
     clock = iter(range(0, 10**6, 25))
     monkeypatch.setattr(reporting.time, "monotonic", lambda: next(clock))
     reporter = Reporter(Accelerator(cpu=True), workplace, stage="SFT", first_step=0, steps=steps)
     for step in range(1, 11):
         reporter.step(step, {"loss": 0.5 * step}, shown=("loss",))
-    assert capfd.readouterr().out.splitlines() == [f"SFT {step}/{steps}: loss {step / 2:.4g}" for step in printed]
+    assert capfd.readouterr().out.splitlines() == [
+        f"SFT {step}/{steps}: loss {step / 2:.4g}" for step in printed
+    ]
     reporter.close()
     assert ("SFT 10/" in capfd.readouterr().out) == (10 not in printed)
 
@@ -36,12 +40,16 @@ def test_what_is_not_finite_is_null(tmp_path: Path):
     reporter.step(1, {"loss": float("nan"), "ratio_max": float("inf"), "prompts": 3}, shown=())
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.append(tmp_path / "metrics.jsonl", [{"step": 2}, {"step": 3, "loss": float("nan")}])
-    assert [*log.read(tmp_path / "metrics.jsonl")] == [{"step": 1, "loss": None, "ratio_max": None, "prompts": 3}]
+    assert [*log.read(tmp_path / "metrics.jsonl")] == [
+        {"step": 1, "loss": None, "ratio_max": None, "prompts": 3}
+    ]
 
 
 def test_a_plot_that_fails_ends_no_run(tmp_path: Path, monkeypatch, capsys):
     metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "progress.png"
-    log.append(metrics, [{"step": n, "reward": n / 2, "kl": None if n == 2 else 0.5} for n in (1, 2, 3)])
+    log.append(
+        metrics, [{"step": n, "reward": n / 2, "kl": None if n == 2 else 0.5} for n in (1, 2, 3)]
+    )
     monkeypatch.setattr(reporting, "draw_progress", draw_progress)
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: metrics.joinpath("none").touch())
     Reporter(Accelerator(cpu=True), tmp_path, stage="SFT", first_step=0, steps=1).close()
@@ -49,7 +57,9 @@ def test_a_plot_that_fails_ends_no_run(tmp_path: Path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
-def test_the_plot_is_drawn_at_evaluations_as_far_as_it_takes_little_of_the_time(tmp_path: Path, monkeypatch, capsys):
+def test_the_plot_is_drawn_at_evaluations_as_far_as_it_takes_little_of_the_time(
+    tmp_path: Path, monkeypatch, capsys
+):
     now, drawn = [0.0], []
 
     def draw(metrics, evaluations, path):
@@ -63,7 +73,9 @@ def test_the_plot_is_drawn_at_evaluations_as_far_as_it_takes_little_of_the_time(
     for step, time in [(0, 10), (1, 20), (2, 60), (3, 80), (4, 200)]:
         now[0] = time
         reporter.evaluation(step, {"loss": 1.0})
-    assert drawn == [20, 80, 200], "not before the first step, and not again within 50 times what it took"
+    assert drawn == [20, 80, 200], (
+        "not before the first step, and not again within 50 times what it took"
+    )
     assert "not drawn" not in capsys.readouterr().out
     reporter.close()
     assert "is not drawn: no space" in capsys.readouterr().out
@@ -123,11 +135,17 @@ def test_trackers_get_a_table_of_rollouts(tmp_path: Path, monkeypatch):
     reporter = Reporter(accelerator, tmp_path, stage="P3O", first_step=0, steps=3)
     response = log.LoggedResponse("yes", [1, 2], 0.5, {"reward/a": 0.5}, None, True)
     reporter.rollouts(3, [log.LoggedGroup(3, "why?", None, [response])])
-    columns, row = ["prompt", "response", "reward", "reward/a", "log_ratio", "tokens", "finished"], ["why?", "yes", 0.5]
+    columns, row = (
+        ["prompt", "response", "reward", "reward/a", "log_ratio", "tokens", "finished"],
+        ["why?", "yes", 0.5],
+    )
     row += [0.5, None, 2, "True"]
     assert got["wandb"] == ({"train/rollouts": (columns, [row])}, 3)
     values, step = got["trackio"]
-    assert (values["train/rollouts"].columns.tolist(), values["train/rollouts"].values.tolist()) == (columns, [row])
+    assert (
+        values["train/rollouts"].columns.tolist(),
+        values["train/rollouts"].values.tolist(),
+    ) == (columns, [row])
     assert step == 3
     assert '"why?", "yes"' in got["tensorboard"][0]["train/rollouts"]
     assert "mlflow" not in got

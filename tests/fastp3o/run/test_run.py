@@ -52,7 +52,9 @@ def every_metric_stands_in_the_table() -> None:
 
 
 def start(tiny_model, tokenizer, evaluate=None, steps=STEPS, **changes) -> Run:
-    config = StageConfig(**({"model": tiny_model, "output_dir": "run", "report_to": "none"} | changes))
+    config = StageConfig(
+        **({"model": tiny_model, "output_dir": "run", "report_to": "none"} | changes)
+    )
     trackers = None if config.report_to == "none" else config.report_to
     accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=config.output_dir)
     precision = choose_precision("fp32", "fp32")
@@ -66,7 +68,9 @@ def take_step(run: Run) -> None:
     run.optimizer.step(torch.zeros(()))
 
 
-def finish(run: Run, breaks_off_after: int = 0, signalled: tuple[int, str, int] = (0, "", 0)) -> list[int]:
+def finish(
+    run: Run, breaks_off_after: int = 0, signalled: tuple[int, str, int] = (0, "", 0)
+) -> list[int]:
     """signalled: a step, the phase in whose work a signal comes, and its number."""
     steps = []
     for step in run:
@@ -89,11 +93,26 @@ def lines(name: str) -> list[dict]:
 
 def test_steps_are_reported_evaluated_and_saved_as_configured(workplace, tiny_model, tokenizer):
     calls = []
-    run = start(tiny_model, tokenizer, lambda: calls.append(1) or {"score": len(calls)}, eval_every=3, save_every=2)
+    run = start(
+        tiny_model,
+        tokenizer,
+        lambda: calls.append(1) or {"score": len(calls)},
+        eval_every=3,
+        save_every=2,
+    )
     assert finish(run) == [1, 2, 3, 4]
-    assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (3, 2), (4, 3)]
+    assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [
+        (0, 1),
+        (3, 2),
+        (4, 3),
+    ]
     metrics = lines("metrics.jsonl")
-    assert [(line["step"], line["loss"]) for line in metrics] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
+    assert [(line["step"], line["loss"]) for line in metrics] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+        (4, 2.0),
+    ]
     assert all(line["tokens_per_second"] == pytest.approx(10 / line["seconds"]) for line in metrics)
     assert {"learning_rate", "peak_memory_gib", "seconds_update"} <= metrics[0].keys()
     saved = {path.name for path in Path("run").iterdir() if path.is_dir()}
@@ -101,7 +120,9 @@ def test_steps_are_reported_evaluated_and_saved_as_configured(workplace, tiny_mo
 
 
 @pytest.mark.parametrize("optimizer_steps", [0, 1])
-def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_model, tokenizer, optimizer_steps):
+def test_a_value_that_is_not_finite_leaves_the_model_before_it(
+    workplace, tiny_model, tokenizer, optimizer_steps
+):
     run = start(tiny_model, tokenizer)
     says = "step 1: a reward is NaN; nothing was trained before that"
     with pytest.raises(NotFiniteError, match=says), run.saved_if_not_finite(next(iter(run))):
@@ -123,7 +144,9 @@ def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_m
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_state_is_placed_after_the_next_step_or_before_its_error_names_it(workplace, tiny_model, tokenizer, fails):
+def test_a_state_is_placed_after_the_next_step_or_before_its_error_names_it(
+    workplace, tiny_model, tokenizer, fails
+):
     steps = iter(run := start(tiny_model, tokenizer, save_every=2))
     for _ in range(2):
         next(steps)
@@ -140,7 +163,9 @@ def test_a_state_is_placed_after_the_next_step_or_before_its_error_names_it(work
     assert os.listdir("run/state") == ["step-000002"]
 
 
-def test_a_state_is_placed_at_the_first_phase_at_which_it_is_written(workplace, tiny_model, tokenizer, monkeypatch):
+def test_a_state_is_placed_at_the_first_phase_at_which_it_is_written(
+    workplace, tiny_model, tokenizer, monkeypatch
+):
     """Not before: no phase waits for the disk."""
     may_write, written = threading.Event(), store.write_file
 
@@ -165,9 +190,13 @@ def test_a_state_is_placed_at_the_first_phase_at_which_it_is_written(workplace, 
 
 
 @pytest.mark.parametrize(("kept", "left"), [(0, [1, 2, 3, 4]), (2, [3, 4])])
-def test_so_many_checkpoints_are_kept_and_states_are_saved_by_time(workplace, tiny_model, tokenizer, kept, left):
+def test_so_many_checkpoints_are_kept_and_states_are_saved_by_time(
+    workplace, tiny_model, tokenizer, kept, left
+):
     finish(start(tiny_model, tokenizer, save_every=1, keep_checkpoints=kept, save_minutes=1e-9))
-    assert sorted(path.name for path in Path("run").glob("checkpoint*")) == [f"checkpoint-{n:06}" for n in left]
+    assert sorted(path.name for path in Path("run").glob("checkpoint*")) == [
+        f"checkpoint-{n:06}" for n in left
+    ]
     assert sorted(os.listdir("run/state")) == ["step-000003", "step-000004"]
     finish(start(tiny_model, tokenizer, output_dir="rarely"))
     assert os.listdir("rarely/state") == ["step-000004"]
@@ -175,9 +204,16 @@ def test_so_many_checkpoints_are_kept_and_states_are_saved_by_time(workplace, ti
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [("rollout", signal.SIGTERM), ("update", signal.SIGINT), ("rollout", signal.SIGHUP), ("update", signal.SIGUSR1)],
+    [
+        ("rollout", signal.SIGTERM),
+        ("update", signal.SIGINT),
+        ("rollout", signal.SIGHUP),
+        ("update", signal.SIGUSR1),
+    ],
 )
-def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, tokenizer, capfd, phase, number):
+def test_a_signal_saves_what_can_be_resumed_exactly(
+    workplace, tiny_model, tokenizer, capfd, phase, number
+):
     def begin(folder: str, **changes) -> Run:
         settings = {"output_dir": folder, "eval_every": 2, "save_every": 2} | changes
         return start(tiny_model, tokenizer, lambda: {"score": 1.0}, **settings)
@@ -191,7 +227,10 @@ def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, token
     after = 1 if phase == "rollout" else 2
     out, err = capfd.readouterr()
     assert f"{number.name}: stopped after step {after}; --resume continues from there\n" in out
-    assert f"{number.name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once" in err
+    assert (
+        f"{number.name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once"
+        in err
+    )
     assert os.listdir("run/state") == [f"step-{after:06}"]
     assert not Path("run/model").exists()
     finish(begin("run", resume=True))
@@ -200,20 +239,31 @@ def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, token
     assert [line["step"] for line in lines("eval.jsonl")] == [0, 2, 4]
     assert [line["step"] for line in lines("metrics.jsonl")] == [1, 2, 3, 4]
     for name in ("model", "checkpoint-000002", "checkpoint-000004"):
-        assert_equal(*(load_file(Path(folder, name, "model.safetensors")) for folder in ("run", "whole")))
+        assert_equal(
+            *(load_file(Path(folder, name, "model.safetensors")) for folder in ("run", "whole"))
+        )
 
 
-def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2), breaks_off_after=5)
+def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(
+    workplace, tiny_model, tokenizer
+):
+    finish(
+        start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2),
+        breaks_off_after=5,
+    )
     assert finish(start(tiny_model, tokenizer, lambda: {"score": 2.0}, steps=4, resume=True)) == []
     assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (4, 2)]
 
 
-def test_another_run_is_refused_and_what_may_change_takes_effect(workplace, tiny_model, tokenizer, monkeypatch, capsys):
+def test_another_run_is_refused_and_what_may_change_takes_effect(
+    workplace, tiny_model, tokenizer, monkeypatch, capsys
+):
     shutil.copytree(tiny_model, "start")
     finish(start("start", tokenizer))
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    with pytest.raises(ResumeError, match=r"run/state/step-000004 is after step 4, and this run would end at 2"):
+    with pytest.raises(
+        ResumeError, match=r"run/state/step-000004 is after step 4, and this run would end at 2"
+    ):
         start("start", tokenizer, steps=2, resume=True)
     with pytest.raises(ResumeError, match="--seed"):
         start("start", tokenizer, resume=True, seed=5)
@@ -222,7 +272,9 @@ def test_another_run_is_refused_and_what_may_change_takes_effect(workplace, tiny
         policy.head().weight.mul_(1.001)
     shutil.move("start", "as it was")
     policy.model.save_pretrained("start")
-    with pytest.raises(ResumeError, match=r"the content has changed since the run began: --model \(start\)"):
+    with pytest.raises(
+        ResumeError, match=r"the content has changed since the run began: --model \(start\)"
+    ):
         start("start", tokenizer, resume=True)
     shutil.rmtree("start")
     shutil.move("as it was", "start")
@@ -230,28 +282,46 @@ def test_another_run_is_refused_and_what_may_change_takes_effect(workplace, tiny
 
     capsys.readouterr()
     options = {}
-    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, **given: options.update(given))
+    monkeypatch.setattr(
+        Accelerator, "init_trackers", lambda self, project, **given: options.update(given)
+    )
     changes = {"steps": 6, "learning_rate": 0.25, "run_name": "first"}
     assert finish(start("start", tokenizer, resume=True, **changes)) == [5, 6]
-    assert "resuming with another learning_rate: 1e-05 before, 0.25 now\n" in capsys.readouterr().out
+    assert (
+        "resuming with another learning_rate: 1e-05 before, 0.25 now\n" in capsys.readouterr().out
+    )
     assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25] * 2
     # TensorBoard hides the steps after the state, and trackers that have names get the run's.
     named = {"name": "first"}
-    assert options["init_kwargs"] == {"tensorboard": {"purge_step": 5}, "wandb": named, "trackio": named}
+    assert options["init_kwargs"] == {
+        "tensorboard": {"purge_step": 5},
+        "wandb": named,
+        "trackio": named,
+    }
 
 
-def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model, tokenizer):
+def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(
+    workplace, tiny_model, tokenizer
+):
     scores = iter([1.0, float("nan"), 2.0, 3.0])
     run = start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2)
     says = r"step 2: score of the evaluation is NaN or infinite; the model .*step-000002"
     with pytest.raises(NotFiniteError, match=says):
         finish(run)
     assert [line["step"] for line in lines("eval.jsonl")] == [0]
-    assert finish(start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2, resume=True)) == [3, 4]
-    assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (2, 2), (4, 3)]
+    assert finish(
+        start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2, resume=True)
+    ) == [3, 4]
+    assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [
+        (0, 1),
+        (2, 2),
+        (4, 3),
+    ]
 
 
-@pytest.mark.parametrize("changes", [{"learning_rate": 3e38}, {"adam_eps": 1e-300, "adam_beta2": 0.0}])
+@pytest.mark.parametrize(
+    "changes", [{"learning_rate": 3e38}, {"adam_eps": 1e-300, "adam_beta2": 0.0}]
+)
 def test_divergence_leaves_the_good_state_and_says_which(workplace, tiny_model, tokenizer, changes):
     finish(start(tiny_model, tokenizer, steps=2, save_every=1))
     good = weights("run")
@@ -260,7 +330,9 @@ def test_divergence_leaves_the_good_state_and_says_which(workplace, tiny_model, 
     with pytest.raises(NotFiniteError, match=message):  # noqa: PT012
         for step in run:
             with run.saved_if_not_finite(step), run.phase("update"):
-                (0 * sum(parameter.sum() for parameter in run.optimizer.model.parameters())).backward()
+                (
+                    0 * sum(parameter.sum() for parameter in run.optimizer.model.parameters())
+                ).backward()
                 run.optimizer.step(torch.zeros(()))
     assert_equal(weights("run"), good)
     assert finish(start(tiny_model, tokenizer, resume=True))[-1] == 4
@@ -282,7 +354,9 @@ def start_with_scores(tiny_model, tokenizer, steps=6, **changes) -> Run:
 def assert_best_is(step: int) -> None:
     best = json.loads(Path("run/best/evaluation.json").read_text())
     assert best == {"step": step, "score": SCORES[step]}
-    kept, saved = (load_file(f"run/{name}/model.safetensors") for name in ("best", f"checkpoint-{step:06}"))
+    kept, saved = (
+        load_file(f"run/{name}/model.safetensors") for name in ("best", f"checkpoint-{step:06}")
+    )
     assert_equal(kept, saved)
 
 
@@ -290,7 +364,10 @@ def test_early_stopping_ends_the_run_and_keeps_the_best(workplace, tiny_model, t
     # 5 comes twice: an equal one is not better.
     assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3)) == [1, 2, 3, 4, 5]
     assert_best_is(2)
-    assert "--early_stopping: no evaluation since was better than score 5 after step 2" in capsys.readouterr().out
+    assert (
+        "--early_stopping: no evaluation since was better than score 5 after step 2"
+        in capsys.readouterr().out
+    )
     assert Path("run/model").exists()
     assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3, resume=True)) == []
     assert finish(start_with_scores(tiny_model, tokenizer, resume=True)) == [6]
@@ -304,7 +381,9 @@ def test_a_resumed_run_keeps_the_best_of_an_unbroken_one(workplace, tiny_model, 
     assert_best_is(2)
 
 
-def test_the_lowest_is_best_where_it_is_asked_for_and_a_metric_must_be_there(workplace, tiny_model, tokenizer):
+def test_the_lowest_is_best_where_it_is_asked_for_and_a_metric_must_be_there(
+    workplace, tiny_model, tokenizer
+):
     finish(start_with_scores(tiny_model, tokenizer, steps=2, best_is="lowest"))
     assert json.loads(Path("run/best/evaluation.json").read_text())["step"] == 0
     with pytest.raises(UserError, match="--keep_best accuracy: evaluations have score"):
@@ -343,7 +422,9 @@ def take_signals() -> None:
     stopping.ONE_REQUEST = 0.5
     with Stops(Accelerator(cpu=True)) as stops:
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
+        os.kill(
+            os.getpid(), signal.SIGTERM
+        )  # as torchrun passes on what its workers have received already
         print(stops.agreed(False, False), flush=True)
         time.sleep(0.6)
         os.kill(os.getpid(), signal.SIGINT)
@@ -391,6 +472,10 @@ def test_the_last_lines_name_all_that_is_saved(tmp_path, monkeypatch, names):
     for name in names:
         Path(name).mkdir()
     accelerator = SimpleNamespace(print=said.append)
-    run = SimpleNamespace(best=None, reporter=SimpleNamespace(close=list), accelerator=accelerator, folder=tmp_path)
+    run = SimpleNamespace(
+        best=None, reporter=SimpleNamespace(close=list), accelerator=accelerator, folder=tmp_path
+    )
     Run.finish(run, None)
-    assert said == (["model: adapter"] if names == ["adapter"] else [f"{name}: {name}" for name in names])
+    assert said == (
+        ["model: adapter"] if names == ["adapter"] else [f"{name}: {name}" for name in names]
+    )

@@ -17,7 +17,13 @@ from fastp3o.training import sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 from tests.fastp3o.runs import assert_equal, weights
 
-SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}
+SUPERVISED = {
+    "batch_size": 4,
+    "epochs": 2,
+    "max_response_tokens": 20,
+    "report_to": "none",
+    "precision": "fp32",
+}
 SUPERVISED |= {"learning_rate": 1e-2, "lora_rank": 2}
 
 
@@ -31,7 +37,12 @@ def adapter(folder: str) -> dict[str, torch.Tensor]:
 
 
 def names(folder: str) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()} - {"state", "config.yaml", "metrics.jsonl", "fastp3o.lock"}
+    return {path.name for path in Path(folder).iterdir()} - {
+        "state",
+        "config.yaml",
+        "metrics.jsonl",
+        "fastp3o.lock",
+    }
 
 
 def test_each_choice_saves_its_folders(workplace, tiny_model):
@@ -46,11 +57,21 @@ def test_each_choice_saves_its_folders(workplace, tiny_model):
     assert_equal(weights("both"), weights("merged"))
     assert_equal(adapter("both/adapter"), adapter("adapter/adapter"))
     assert_equal(adapter("both/checkpoint-000004/adapter"), adapter("both/adapter"))
-    assert_equal(adapter("both/checkpoint-000002/adapter"), adapter("adapter/checkpoint-000002/adapter"))
-    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), "adapter/adapter")
+    assert_equal(
+        adapter("both/checkpoint-000002/adapter"), adapter("adapter/checkpoint-000002/adapter")
+    )
+    merged = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_model), "adapter/adapter"
+    )
     merged = merged.merge_and_unload().state_dict()
-    assert all(torch.allclose(merged[name], weight, atol=1e-6) for name, weight in weights("both").items())
-    modes = {path.stat().st_mode & 0o777 for name in ("model", "adapter") for path in Path("both", name).iterdir()}
+    assert all(
+        torch.allclose(merged[name], weight, atol=1e-6) for name, weight in weights("both").items()
+    )
+    modes = {
+        path.stat().st_mode & 0o777
+        for name in ("model", "adapter")
+        for path in Path("both", name).iterdir()
+    }
     os.umask(umask := os.umask(0))
     assert modes == {0o666 & ~umask}
     # A finished run saves the other way when it is resumed.
@@ -67,17 +88,28 @@ def made(settings: RewardModelConfig | P3OConfig, stage: str = "SFT", **kind: bo
 
 
 def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):
-    settings = {"model": "organization/model", "output_dir": "/home/me/secret", "reward_timeout": 7.0}
+    settings = {
+        "model": "organization/model",
+        "output_dir": "/home/me/secret",
+        "reward_timeout": 7.0,
+    }
     settings |= {"prompts": "b/data:config,/home/me/data.jsonl,a/data", "report_to": "none"}
-    settings |= {"reward": "organization/judge,https://me:hunter2@internal.example/score?key=hunter2"}
+    settings |= {
+        "reward": "organization/judge,https://me:hunter2@internal.example/score?key=hunter2"
+    }
     settings |= {"sampler": "vllm", "vllm_url": "http://internal.example:8000"}
     found = ModelCard(made(P3OConfig(**settings), adapter=True))
-    assert (found.data.base_model, found.data.base_model_relation) == ("organization/model", "adapter")
+    assert (found.data.base_model, found.data.base_model_relation) == (
+        "organization/model",
+        "adapter",
+    )
     assert found.data.datasets == ["a/data", "b/data"]
     assert "- reward: 1 × organization/judge, 1 × an endpoint" in found.text
     assert "`data.jsonl`, a local one" in found.text
     assert "vllm" in found.text  # the sampler, a choice
-    assert not any(secret in str(found) for secret in ("hunter2", "internal.example", "home", "secret"))
+    assert not any(
+        secret in str(found) for secret in ("hunter2", "internal.example", "home", "secret")
+    )
     assert ModelCard(made(P3OConfig(**settings))).data.base_model_relation == "finetune"
     judging = RewardModelConfig(model="/home/me/base", output_dir="o", train_data="t", centring=0.5)
     judge = ModelCard(made(judging, "reward model", classifies=True))
@@ -87,8 +119,14 @@ def test_a_card_names_what_the_hub_has_and_no_address_key_or_folder(workplace):
 
 
 def test_a_card_has_the_base_and_the_license_through_a_chain_of_runs(workplace):
-    """Terms like Gemma's travel with every derivative, of which only the first run knew the model's name."""
-    stated = {"base_model": "maker/base", "license": "gemma", "license_link": "https://maker.example/terms"}
+    """Terms like Gemma's travel with every derivative, of which only the first run knew the model's
+    name.
+    """
+    stated = {
+        "base_model": "maker/base",
+        "license": "gemma",
+        "license_link": "https://maker.example/terms",
+    }
     Path("begun").mkdir()
     Path("begun/README.md").write_text(f"---\n{json.dumps(stated)}\n---\nA copy.\n")
     start = "begun"
@@ -105,7 +143,13 @@ def test_a_card_has_the_base_and_the_license_through_a_chain_of_runs(workplace):
 
 @pytest.mark.parametrize(
     "card",
-    [None, "no metadata", "---\nbase_model: [\n---\n", "---\n- a list\n---\n", "---\nbase_model: {a: b}\n---\n"],
+    [
+        None,
+        "no metadata",
+        "---\nbase_model: [\n---\n",
+        "---\n- a list\n---\n",
+        "---\nbase_model: {a: b}\n---\n",
+    ],
 )
 def test_a_folder_whose_card_says_nothing_has_no_base(workplace, card):
     Path("begun").mkdir()
@@ -119,21 +163,34 @@ def test_a_folder_whose_card_says_nothing_has_no_base(workplace, card):
 
 def test_merged_models_have_no_single_base(workplace):
     Path("begun").mkdir()
-    Path("begun/README.md").write_text("---\nbase_model: [maker/one, maker/two]\nlicense: mit\n---\n")
+    Path("begun/README.md").write_text(
+        "---\nbase_model: [maker/one, maker/two]\nlicense: mit\n---\n"
+    )
     card = ModelCard(made(P3OConfig(model="begun", prompts="p", reward="r:f", output_dir="o")))
     assert (card.data.base_model, card.data.license) == (None, "mit")
 
 
 def test_a_card_says_what_was_maximized_and_how_the_model_is_used(workplace):
     settings = {"model": "maker/base", "prompts": "p", "output_dir": "o"}
-    several = made(P3OConfig(reward="checks:right,checks:short,maker/judge", reward_weights="1,0.2,-1", **settings))
-    assert "- reward: 1 × the Python function `checks:right`, 0.2 × the Python function `checks:short`" in several
+    several = made(
+        P3OConfig(
+            reward="checks:right,checks:short,maker/judge", reward_weights="1,0.2,-1", **settings
+        )
+    )
+    assert (
+        "- reward: 1 × the Python function `checks:right`, 0.2 × the Python function `checks:short`"
+        in several
+    )
     assert "-1 × maker/judge" in several
-    assert "- reward: the Python function `checks:right`\n" in made(P3OConfig(reward="checks:right", **settings))
+    assert "- reward: the Python function `checks:right`\n" in made(
+        P3OConfig(reward="checks:right", **settings)
+    )
     assert 'model = AutoModelForCausalLM.from_pretrained("FOLDER OR NAME")' in several
     assert "arXiv:2310.00212" in several
     judging = RewardModelConfig(model="maker/base", output_dir="o", train_data="t")
-    assert "from peft import AutoPeftModelForSequenceClassification" in made(judging, classifies=True, adapter=True)
+    assert "from peft import AutoPeftModelForSequenceClassification" in made(
+        judging, classifies=True, adapter=True
+    )
 
 
 def test_a_card_names_a_function_s_file_without_its_folder():

@@ -23,7 +23,9 @@ FILES = {
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(version, path, groups): limit and use, in GiB, of groups by their folders; 64 GiB are free."""
+    """machine(version, path, groups): limit and use, in GiB, of groups by their folders; 64 GiB are
+    free.
+    """
 
     def make(version: int, path: str, groups: dict[str, tuple[str, float]]) -> None:
         line, top, limit, used, forgettable = FILES[version]
@@ -48,7 +50,11 @@ def machine(tmp_path, monkeypatch):
     [
         ("/", {"": ("8", 3)}, 5.5),  # a container
         ("/docker/0123", {"": ("8", 3)}, 5.5),  # one whose group has the host's name
-        ("/slurm/job/step", {"slurm/job/step": ("32", 1), "slurm/job": ("16", 2), "slurm": ("100", 3)}, 14.5),
+        (
+            "/slurm/job/step",
+            {"slurm/job/step": ("32", 1), "slurm/job": ("16", 2), "slurm": ("100", 3)},
+            14.5,
+        ),
         ("/slurm/job", {"slurm/job": ("4", 5)}, 0),
         ("/user", {"user": ("1000", 1)}, 64),
         ("/user", {}, 64),

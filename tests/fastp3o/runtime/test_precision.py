@@ -15,17 +15,25 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("gpu", ["none", "emulates bf16", "has bf16"])
-def test_a_name_has_its_dtypes_and_auto_is_what_the_device_can_do(gpu: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_has_its_dtypes_and_auto_is_what_the_device_can_do(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+):
     """On a processor each half-precision dtype needs instructions of its own, or fp32 is faster."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu != "none")
     monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or gpu == "has bf16"
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation: including_emulation or gpu == "has bf16",
     )
     assert set(DTYPES) == set(PRECISIONS) - {"auto"}
     for name, dtypes in DTYPES.items():
         precision = choose_precision(name, automatic="fp16")
         assert precision == (name, *dtypes, False)
-        for instructions, slow in ({}, "bf16 fp16"), ({"avx512_bf16": True}, "fp16"), ({"avx512_fp16": True}, "bf16"):
+        for instructions, slow in (
+            ({}, "bf16 fp16"),
+            ({"avx512_bf16": True}, "fp16"),
+            ({"avx512_fp16": True}, "bf16"),
+        ):
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=instructions: found)
             assert precision.slow_on_cpu == (name[:4] in slow.split())
     for automatic in ("fp16", "bf16-autocast"):

@@ -1,4 +1,6 @@
-"""Runs, one after the other, in one of several processes: runs_of_a_process.py COMMAND FLAGS ... + COMMAND FLAGS ..."""
+"""Runs, one after the other, in one of several processes: runs_of_a_process.py COMMAND FLAGS ... +
+COMMAND FLAGS ...
+"""
 
 import sys
 from itertools import groupby

@@ -1,4 +1,6 @@
-"""`runs_of_a_process.py` where --precision auto is fp16, as on a GPU, and models leave it for bf16-autocast."""
+"""`runs_of_a_process.py` where --precision auto is fp16, as on a GPU, and models leave it for
+bf16-autocast.
+"""
 
 import runpy
 from pathlib import Path

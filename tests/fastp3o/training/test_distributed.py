@@ -1,6 +1,8 @@
-"""Two processes on the CPU, as `accelerate launch` starts one on each GPU, against one. Runs share them, for time.
+"""Two processes on the CPU, as `accelerate launch` starts one on each GPU, against one. Runs share
+them, for time.
 
-What torchrun itself does is tested with it; everything else runs in processes that are forked, for time, too.
+What torchrun itself does is tested with it; everything else runs in processes that are forked, for
+time, too.
 """
 
 import json
@@ -20,16 +22,45 @@ from tests.fastp3o.together import together
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
 # Rows of few tokens: processes have different numbers of them.
 COMMON = ["--report_to", "none", "--tokens_per_row", "60"]
-ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--max_response_tokens", "6", "--updates", "2", "--samples_every", "0"]
+ONLINE = [
+    *COMMON,
+    "--prompts",
+    "prompts.jsonl",
+    "--max_response_tokens",
+    "6",
+    "--updates",
+    "2",
+    "--samples_every",
+    "0",
+]
 ONLINE += ["--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
 ONLINE += ["--learning_rate", "3e-4", "--reward", "rewards_for_tests:varied"]
-EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "5", "--eval_responses_per_prompt", "2"]
-SUPERVISED = [*COMMON, "--batch_size", "6", "--epochs", "2", "--learning_rate", "3e-4", "--max_response_tokens", "20"]
+EVALUATED = [
+    "--eval_prompts",
+    "prompts.jsonl",
+    "--eval_limit",
+    "5",
+    "--eval_responses_per_prompt",
+    "2",
+]
+SUPERVISED = [
+    *COMMON,
+    "--batch_size",
+    "6",
+    "--epochs",
+    "2",
+    "--learning_rate",
+    "3e-4",
+    "--max_response_tokens",
+    "20",
+]
 FP32, FP16 = ["--precision", "fp32"], ["--precision", "fp16"]
 
 
 def train(runs: dict[str, Sequence[str]], folder: str, processes: int) -> None:
-    arguments = [[*arguments, "--output_dir", f"{folder}/{name}"] for name, arguments in runs.items()]
+    arguments = [
+        [*arguments, "--output_dir", f"{folder}/{name}"] for name, arguments in runs.items()
+    ]
     done = together(RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes)
     assert done.returncode == 0, done.stdout
 
@@ -41,20 +72,45 @@ def furthest(*runs: str, file: str = "model/model.safetensors") -> float:
     return max((first[key].float() - second[key].float()).abs().max().item() for key in first)
 
 
-def assert_same_metrics(name: str, file: str = "metrics.jsonl", tolerance: float = 1e-4, folder: str = "two") -> None:
+def assert_same_metrics(
+    name: str, file: str = "metrics.jsonl", tolerance: float = 1e-4, folder: str = "two"
+) -> None:
     """But for those of rows, which are others, and of rounding."""
-    for one, two in zip(metrics(f"one/{name}", file), metrics(f"{folder}/{name}", file), strict=True):
+    for one, two in zip(
+        metrics(f"one/{name}", file), metrics(f"{folder}/{name}", file), strict=True
+    ):
         names = one.keys() - {"packing_efficiency", "ratio/noise", "sampler_gap"}
-        assert {key: two[key] for key in names} == pytest.approx({key: one[key] for key in names}, abs=tolerance)
+        assert {key: two[key] for key in names} == pytest.approx(
+            {key: one[key] for key in names}, abs=tolerance
+        )
 
 
 def test_two_processes_train_what_one_does(workplace, tiny_model):
     p3o, ppo = (["p3o", *ONLINE, "--model", tiny_model], ["ppo", *ONLINE, "--model", tiny_model])
-    sft = ["sft", *SUPERVISED, "--model", tiny_model, "--train_data", "sft.jsonl", "--eval_data", "sft.jsonl"]
+    sft = [
+        "sft",
+        *SUPERVISED,
+        "--model",
+        tiny_model,
+        "--train_data",
+        "sft.jsonl",
+        "--eval_data",
+        "sft.jsonl",
+    ]
     judge = ["reward", *SUPERVISED, "--model", tiny_model, "--train_data", "preferences.jsonl"]
-    ranked = [{"prompt": f"Say {n}:", "ranked_responses": ["abcde"[k:] for k in range(2 + n % 3)]} for n in range(9)]
+    ranked = [
+        {"prompt": f"Say {n}:", "ranked_responses": ["abcde"[k:] for k in range(2 + n % 3)]}
+        for n in range(9)
+    ]
     Path("ranked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in ranked))
-    both = ["--train_data", "ranked.jsonl,preferences.jsonl", "--eval_data", "ranked.jsonl", "--centring", "0.1"]
+    both = [
+        "--train_data",
+        "ranked.jsonl,preferences.jsonl",
+        "--eval_data",
+        "ranked.jsonl",
+        "--centring",
+        "0.1",
+    ]
     runs = {
         "ranked": [*judge, *FP32, *both, "--lora_rank", "2"],
         "fp16": [*p3o, *FP16, "--gradient_checkpointing", "True"],
@@ -72,15 +128,25 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
         cut = ["--tensor_parallel", "2"] if folder == "cut" else []
         train({name: [*run, *cut] for name, run in (runs | own).items()}, folder, processes)
     for folder, name in product(("two", "cut"), (*runs, "rewarded", "compared")):
-        assert furthest(f"one/{name}", f"{folder}/{name}") <= (1e-3 if name == "fp16" else 3e-6), (folder, name)
+        assert furthest(f"one/{name}", f"{folder}/{name}") <= (1e-3 if name == "fp16" else 3e-6), (
+            folder,
+            name,
+        )
         assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4, folder=folder)
-    for folder, name in product(("two", "cut"), ("ranked", "sft", "judge", "vectors", "rewarded", "compared")):
+    for folder, name in product(
+        ("two", "cut"), ("ranked", "sft", "judge", "vectors", "rewarded", "compared")
+    ):
         assert_same_metrics(name, "eval.jsonl", folder=folder)
     for folder in ("two", "cut"):
-        assert furthest("one/ranked", f"{folder}/ranked", file="adapter/adapter_model.safetensors") <= 3e-6
+        assert (
+            furthest("one/ranked", f"{folder}/ranked", file="adapter/adapter_model.safetensors")
+            <= 3e-6
+        )
     assert metrics("two/rewarded", "eval.jsonl")[0]["kl"] == 0
     assert all(0.5 < line["balance"] <= 1 for line in metrics("two/rewarded"))
-    logged, *others = (list(log.read(Path(folder, "critic/rollouts.jsonl"))) for folder in ("one", "two", "cut"))
+    logged, *others = (
+        list(log.read(Path(folder, "critic/rollouts.jsonl"))) for folder in ("one", "two", "cut")
+    )
     for one, two in chain.from_iterable(zip(logged, other, strict=True) for other in others):
         for a, b in zip(one["responses"], two["responses"], strict=True):
             assert (one["prompt"], a["ids"], a["reward"]) == (two["prompt"], b["ids"], b["reward"])
@@ -97,19 +163,36 @@ def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(wor
     train({"hsdp": [*runs["hsdp"], "--shard_size", "2"]}, "two", 4)
     assert furthest("one/hsdp", "two/hsdp") <= 3e-6
     assert_same_metrics("hsdp")
-    assert all(line["balance"] <= 0.5 for line in metrics("two/hsdp"))  # two of four have no row in a step
+    assert all(
+        line["balance"] <= 0.5 for line in metrics("two/hsdp")
+    )  # two of four have no row in a step
 
 
-def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_go_on_elsewhere(workplace, tiny_model):
-    """A model with norms of heads and a vocabulary that two does not divide; a tied one with a moving reference."""
+def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_go_on_elsewhere(
+    workplace, tiny_model
+):
+    """A model with norms of heads and a vocabulary that two does not divide; a tied one with a
+    moving reference.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer) // 2 * 2 + 1}
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer) // 2 * 2 + 1,
+    }
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**sizes, **special)).save_pretrained("odd")
     tokenizer.save_pretrained("odd")
-    data, state = ["--train_data", "preferences.jsonl", "--eval_data", "preferences.jsonl"], ["--save_every", "1"]
+    data, state = (
+        ["--train_data", "preferences.jsonl", "--eval_data", "preferences.jsonl"],
+        ["--save_every", "1"],
+    )
     runs = {
         "p3o": ["p3o", *ONLINE, *EVALUATED, *FP32, *state, "--model", "odd"],
         "dpo": [
@@ -149,7 +232,11 @@ def test_layers_cut_by_two_and_spread_over_two_train_what_one_process_does_and_g
             "--prompts_per_update (9) must be a multiple of the number of processes (2)",
             1,
         ),
-        (["--lora_rank", "2", "--quantize", "4bit"], "--quantize trains in one process: quantized weights are not", 2),
+        (
+            ["--lora_rank", "2", "--quantize", "4bit"],
+            "--quantize trains in one process: quantized weights are not",
+            2,
+        ),
         (
             [*FP32, "--reward", "rewards_for_tests:raises_on_third_call", "--updates", "3"],
             "KeyError: 'lost'; the model before that is in run/stopped-in-000003",

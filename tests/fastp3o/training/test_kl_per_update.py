@@ -1,4 +1,6 @@
-"""The search for the learning rate, on a policy whose KL is known: (way / needed way)² times the target."""
+"""The search for the learning rate, on a policy whose KL is known: (way / needed way)² times the
+target.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,16 +19,21 @@ VARIED = {"reward": "rewards_for_tests:varied"}
 
 
 class Policy:
-    """Updates of so many steps. noise: what rounding adds to log-ratios, in nats per response; measured in the updates
-    that a run measures it in.
+    """Updates of so many steps. noise: what rounding adds to log-ratios, in nats per response;
+    measured in the updates that a run measures it in.
     """
 
     def __init__(self, steps: int, noise: float = 0.0, start: float = START):
         self.steps, self.noise, self.search, self.update = steps, noise, Search(start), 0
         self.said: list[str] = []
-        self.accelerator = SimpleNamespace(autocast=nullcontext, print=self.said.append, num_processes=1)
+        self.accelerator = SimpleNamespace(
+            autocast=nullcontext, print=self.said.append, num_processes=1
+        )
         self.schedule = SimpleNamespace(base_lrs=[start])
-        self.model, self.settings = None, SimpleNamespace(kl_per_update=TARGET, old_logprobs="policy")
+        self.model, self.settings = (
+            None,
+            SimpleNamespace(kl_per_update=TARGET, old_logprobs="policy"),
+        )
         self.settings.learning_rate = start
 
     @property
@@ -52,11 +59,15 @@ class Policy:
         self.update += 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kl_per_update, "kl_moved", lambda *_: kl() + self.noise**2 / 2)
-            search = LearningRateSearch(self, self.settings, self.search, self.update, [[None]], self.steps)
+            search = LearningRateSearch(
+                self, self.settings, self.search, self.update, [[None]], self.steps
+            )
             for number in range(self.steps):
                 search.before_step()
                 if number == 0 and self.update % 10 == 1:
-                    self.search.note_noise(self.accelerator, {"ratio/noise": torch.tensor(self.noise)})
+                    self.search.note_noise(
+                        self.accelerator, {"ratio/noise": torch.tensor(self.noise)}
+                    )
                 rates.append(self.rate)
                 if search.after_step({"grad_norm": torch.tensor(norm)}):
                     break
@@ -87,20 +98,25 @@ def test_updates_without_a_gradient_are_no_lessons(ties, steps, start):
 @settings(max_examples=30, deadline=None)
 @given(noise=st.floats(0.0, 0.2), steps=st.sampled_from([8, 16, 64]))
 def test_two_updates_find_the_rate_whatever_rounding_adds(noise, steps):
-    """The first has moved less than rounding does: it was taken for movement, and the rate rose for five updates."""
+    """The first has moved less than rounding does: it was taken for movement, and the rate rose for
+    five updates.
+    """
     policy = Policy(steps, noise)
     moved = policy.train(1.0, 1.0)
     assert moved[0] < 1e-3
     assert policy.rate == pytest.approx(NEEDED, rel=0.1)
     moved += policy.train(*[1.0] * 20)
-    # The last step of a test adds to its way as much as all before it, and one step at the rate that it began with.
+    # The last step of a test adds to its way as much as all before it, and one step at the rate
+    # that it began with.
     assert max(moved) < (2 + 1 / steps) ** 2 * TARGET
     assert moved[-1] == pytest.approx(TARGET, rel=0.2)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("noise", [0.1, 0.3, 1.5])
-def test_few_steps_an_update_find_it_too_and_rounding_beyond_the_target_is_no_end_of_it(steps, noise):
+def test_few_steps_an_update_find_it_too_and_rounding_beyond_the_target_is_no_end_of_it(
+    steps, noise
+):
     policy = Policy(steps, noise)
     moved = policy.train(*[1.0] * 10)
     assert max(moved) < 4 * TARGET + noise**2
@@ -124,7 +140,9 @@ def test_a_rate_that_can_rise_no_faster_is_told_once():
     assert not policy.said
     policy.train(1.0, 0.0, 1.0, 1.0, needed=100 * NEEDED)
     (line,) = policy.said
-    assert line.startswith("--kl_per_update: an update moves 3e-05 of 0.3 nats, and the rate, 0.00011, rises by 10%")
+    assert line.startswith(
+        "--kl_per_update: an update moves 3e-05 of 0.3 nats, and the rate, 0.00011, rises by 10%"
+    )
 
 
 def test_the_search_is_a_part_of_the_state_and_begins_anew_at_another_rate():
@@ -144,8 +162,12 @@ def test_the_search_is_a_part_of_the_state_and_begins_anew_at_another_rate():
     assert (other.lessons, other.hidden, other.ratio_noise) == (0, False, saved["ratio_noise"])
 
 
-def test_log_probs_with_a_noise_of_a_tenth_find_the_rate_of_those_without(workplace, tiny_model, monkeypatch):
-    """Log-probs of a tiny model with noise where bf16 has it: what an update moves, and another row."""
+def test_log_probs_with_a_noise_of_a_tenth_find_the_rate_of_those_without(
+    workplace, tiny_model, monkeypatch
+):
+    """Log-probs of a tiny model with noise where bf16 has it: what an update moves, and another
+    row.
+    """
 
     def rounded(values: torch.Tensor, scale: float) -> torch.Tensor:
         return values + scale * torch.randn(values.shape, generator=generator)

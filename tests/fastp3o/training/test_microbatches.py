@@ -1,4 +1,6 @@
-"""An update's microbatches, and how far their log-probs are from those of other rows and of what sampled."""
+"""An update's microbatches, and how far their log-probs are from those of other rows and of what
+sampled.
+"""
 
 from functools import partial
 from itertools import chain
@@ -18,7 +20,12 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, token_ids
 from fastp3o.runtime.shares import Share
-from fastp3o.training.logprob_gaps import NOISE_RESPONSES, evaluated_again, first_responses, logprob_metrics
+from fastp3o.training.logprob_gaps import (
+    NOISE_RESPONSES,
+    evaluated_again,
+    first_responses,
+    logprob_metrics,
+)
 from fastp3o.training.microbatches import (
     Passes,
     add_gradients,
@@ -38,7 +45,9 @@ def test_microbatches_hold_what_belongs_to_their_groups(objective):
     accelerator, generator = Accelerator(cpu=True), torch.Generator().manual_seed(0)
 
     def ids() -> list[int]:
-        return torch.randint(3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator).tolist()
+        return torch.randint(
+            3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator
+        ).tolist()
 
     response_ids = [[ids() for _ in range(K)] for _ in range(P)]
     rollouts = groups_of_ids([ids() for _ in range(P)], response_ids)
@@ -46,11 +55,19 @@ def test_microbatches_hold_what_belongs_to_their_groups(objective):
     rewards = torch.arange(P * K).view(P, K).float()
     rows = pack_minibatches(Share(), rollouts, 2, Packing(30))
     second = SecondModel(reference, accelerator.device, offload=False)
-    minibatches = make_microbatches(accelerator, partial(policy_logprobs, policy), second, rows, rewards, None)
+    minibatches = make_microbatches(
+        accelerator, partial(policy_logprobs, policy), second, rows, rewards, None
+    )
     p3o = P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=objective).build()
     passes = equal_passes(accelerator, minibatches, None, p3o)
-    groups = [sorted(p for microbatch in minibatch for p in microbatch.row.groups) for minibatch in minibatches]
-    assert (list(map(len, groups)), sorted(chain.from_iterable(groups))) == ([P // 2] * 2, list(range(P)))
+    groups = [
+        sorted(p for microbatch in minibatch for p in microbatch.row.groups)
+        for minibatch in minibatches
+    ]
+    assert (list(map(len, groups)), sorted(chain.from_iterable(groups))) == (
+        [P // 2] * 2,
+        list(range(P)),
+    )
     for minibatch, (rows, divisor) in zip(minibatches, passes, strict=True):
         assert rows == [(microbatch, True) for microbatch in minibatch]
         tokens = sum(len(microbatch.row.labels) for microbatch in minibatch)
@@ -59,20 +76,29 @@ def test_microbatches_hold_what_belongs_to_their_groups(objective):
             row, groups = microbatch.row, list(microbatch.row.groups)
             assert torch.equal(microbatch.rewards, rewards[groups])
             # Bit for bit what training computes before its first step.
-            assert torch.equal(microbatch.old_token_logprobs, labeled_logprobs(policy, row).detach())
+            assert torch.equal(
+                microbatch.old_token_logprobs, labeled_logprobs(policy, row).detach()
+            )
             assert not microbatch.old_logprobs.requires_grad
     for model, name in ((policy, "old_logprobs"), (reference, "ref_logprobs")):
         with torch.no_grad(), model.with_own_attention() as alone:
             for microbatch in (microbatch for minibatch in minibatches for microbatch in minibatch):
                 for sums, p in zip(getattr(microbatch, name), microbatch.row.groups, strict=True):
                     prompt, responses = rollouts[p]
-                    expected = [logprobs_alone(alone, prompt.ids, response.ids).sum() for response in responses]
+                    expected = [
+                        logprobs_alone(alone, prompt.ids, response.ids).sum()
+                        for response in responses
+                    ]
                     expected = torch.stack(expected)
                     torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-5)
 
 
-def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> tuple[list[Group], Microbatch]:
-    """A row that holds all groups but the first, with log-probs of the policy, each sequence's moved by `shift`."""
+def rollouts_and_microbatch(
+    model: PackedModel, groups, shift: float = 0.0
+) -> tuple[list[Group], Microbatch]:
+    """A row that holds all groups but the first, with log-probs of the policy, each sequence's
+    moved by `shift`.
+    """
     chosen = range(1, len(groups.prompts))
     responses = [groups.responses[p] for p in chosen]
     (row,) = pack([groups.prompts[p] for p in chosen], responses, Packing(1000), groups=chosen)
@@ -80,7 +106,9 @@ def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> t
         logprobs = labeled_logprobs(model, row)
     logprobs[row.cu_seqlens[1:].long() - 1] += shift
     rewards = torch.zeros(len(chosen), row.responses_per_prompt)
-    return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, rewards, logprobs, logprobs)
+    return groups_of_ids(groups.prompts, groups.responses), Microbatch(
+        row, rewards, logprobs, logprobs
+    )
 
 
 def ratio_noise(model: PackedModel, rollouts: list[Group], microbatch: Microbatch) -> float:
@@ -99,7 +127,9 @@ def test_in_fp32_both_ways_agree_and_a_shift_of_all_responses_is_measured_in_nat
 
 @pytest.mark.parametrize("prompt_tokens", [1, 30, 300])
 def test_the_other_row_has_few_responses_and_is_no_longer_than_the_one_that_trains(prompt_tokens):
-    """Where many responses share a long prompt, each with its own prompt would be several times as long."""
+    """Where many responses share a long prompt, each with its own prompt would be several times as
+    long.
+    """
     responses = [[[3] * length for length in (5, 1, 9, 2)] for _ in range(4)]
     rollouts = groups_of_ids([[4] * prompt_tokens for _ in responses], responses)
     (row,) = pack(*token_ids(rollouts), Packing(10_000))
@@ -116,7 +146,9 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
     rollouts = sampler(tokenized(tokenizer, ["a", "a longer prompt", "bb", "c"]), 2, 0)
     microbatches = []
-    for (row,) in (pack(*token_ids(rollouts[n : n + 2]), Packing(1000), groups=range(n, n + 2)) for n in (0, 2)):
+    for (row,) in (
+        pack(*token_ids(rollouts[n : n + 2]), Packing(1000), groups=range(n, n + 2)) for n in (0, 2)
+    ):
         with torch.no_grad():
             old = labeled_logprobs(policy, row)
         microbatches.append(Microbatch(row, torch.zeros(2, 2), old, old))
@@ -142,4 +174,6 @@ def test_a_loss_without_a_gradient_is_refused():
     passes = Passes([(torch.ones(2), True)], 1.0)
     add_gradients(optimizer, passes, lambda model, row, divisor: (model(row).sum() / divisor, {}))
     with pytest.raises(UserError, match="the objective's loss has no gradient: it is detached"):
-        add_gradients(optimizer, passes, lambda model, row, divisor: (model(row).sum().detach() / divisor, {}))
+        add_gradients(
+            optimizer, passes, lambda model, row, divisor: (model(row).sum().detach() / divisor, {})
+        )

@@ -13,12 +13,28 @@ from fastp3o.runtime.finiteness import NotFiniteError
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import sft
 from fastp3o.training.loop import train
-from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
+from tests.fastp3o.runs import (
+    assert_equal,
+    assert_resumes,
+    config,
+    metrics,
+    weights,
+    weights_of_start,
+)
 from tests.fastp3o.training.test_supervised import sft_config
 
 
 def test_a_run_leaves_a_model_that_transformers_loads_and_raises_the_reward(workplace, tiny_model):
-    train(config(tiny_model, "run", updates=30, eval_prompts="prompts.jsonl", eval_every=10, samples_every=15))
+    train(
+        config(
+            tiny_model,
+            "run",
+            updates=30,
+            eval_prompts="prompts.jsonl",
+            eval_every=10,
+            samples_every=15,
+        )
+    )
     steps = metrics("run")
     assert [step["step"] for step in steps] == list(range(1, 31))
     evaluations = metrics("run", "eval.jsonl")
@@ -47,20 +63,25 @@ def test_the_same_seed_gives_the_same_run_and_other_prompts_are_refused(workplac
     ("settings", "changes"),
     [
         ({"prompts_per_minibatch": 8}, {"tokens_per_row": 1}),
-        # Metrics that count prompts are weighted by tokens with token clipping: no response may end early.
+        # Metrics that count prompts are weighted by tokens with token clipping: no response may end
+        # early.
         ({"prompts_per_minibatch": 8, "clipping": "token"}, {"tokens_per_row": 1}),
         ({}, {"share_prompts": False}),
         ({}, {"offload": True, "gradient_checkpointing": True}),
     ],
     ids=str,
 )
-def test_microbatches_packing_and_what_saves_memory_do_not_matter(workplace, tiny_model, settings, changes):
+def test_microbatches_packing_and_what_saves_memory_do_not_matter(
+    workplace, tiny_model, settings, changes
+):
     for folder, own in (("plain", {}), ("changed", changes)):
         train(config(tiny_model, folder, updates=2, **settings, **own))
     for plain, changed in zip(metrics("plain"), metrics("changed"), strict=True):
         names = plain.keys() - {"packing_efficiency", "ratio/noise"}
         assert changed.keys() == plain.keys()
-        assert {n: changed[n] for n in names} == pytest.approx({n: plain[n] for n in names}, rel=2e-3, abs=2e-4)
+        assert {n: changed[n] for n in names} == pytest.approx(
+            {n: plain[n] for n in names}, rel=2e-3, abs=2e-4
+        )
     first, second = weights("plain"), weights("changed")
     assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
 
@@ -68,8 +89,12 @@ def test_microbatches_packing_and_what_saves_memory_do_not_matter(workplace, tin
 COMPILED = pytest.param({"compile_layers": True}, marks=pytest.mark.compiled)
 
 
-@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp16"}, COMPILED], ids=str)
-def test_half_precision_and_compiled_layers_train_and_resume_exactly(workplace, tiny_model, changes):
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bf16"}, {"precision": "fp16"}, COMPILED], ids=str
+)
+def test_half_precision_and_compiled_layers_train_and_resume_exactly(
+    workplace, tiny_model, changes
+):
     torch.compiler.reset()
     train(run := config(tiny_model, "run", save_every=2, **changes))
     assert_resumes(run)
@@ -79,8 +104,16 @@ def test_half_precision_and_compiled_layers_train_and_resume_exactly(workplace, 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
-def test_the_first_ratio_is_exactly_one_and_rounding_is_warned_of(workplace, tiny_model, precision, compiled, capsys):
-    settings = {"precision": precision, "updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8, "clip_range": 1e-4}
+def test_the_first_ratio_is_exactly_one_and_rounding_is_warned_of(
+    workplace, tiny_model, precision, compiled, capsys
+):
+    settings = {
+        "precision": precision,
+        "updates": 1,
+        "inner_epochs": 1,
+        "prompts_per_minibatch": 8,
+        "clip_range": 1e-4,
+    }
     train(config(tiny_model, "run", compile_layers=compiled, **settings))
     (step,) = metrics("run")
     assert step["ratio_mean"] == step["ratio_max"] == 1
@@ -101,7 +134,9 @@ def test_the_first_ratio_is_exactly_one_and_rounding_is_warned_of(workplace, tin
         ("raises_on_third_call", {"save_every": 2}, FunctionError),
     ],
 )
-def test_a_run_that_ends_within_an_update_goes_on_before_it(workplace, tiny_model, function, changes, error):
+def test_a_run_that_ends_within_an_update_goes_on_before_it(
+    workplace, tiny_model, function, changes, error
+):
     settings = {"reward": f"rewards_for_tests:{function}"} | changes
     with pytest.raises(error) as ended:
         train(config(tiny_model, "run", **settings))
@@ -120,7 +155,10 @@ def test_a_run_that_ends_within_an_update_goes_on_before_it(workplace, tiny_mode
     ("changes", "says"),
     [
         ({"learning_rate": 1e30}, "the loss or the gradient is NaN or infinite .*No state was"),
-        ({"reward": "rewards_for_tests:huge"}, "update 1: a difference or a sum of rewards is NaN or infinite"),
+        (
+            {"reward": "rewards_for_tests:huge"},
+            "update 1: a difference or a sum of rewards is NaN or infinite",
+        ),
     ],
 )
 def test_numbers_that_are_not_finite_stop_the_run(workplace, tiny_model, changes, says):
@@ -129,22 +167,40 @@ def test_numbers_that_are_not_finite_stop_the_run(workplace, tiny_model, changes
 
 
 def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_model):
-    """The first asserts that columns travel with their prompts; what it adds for the prompt cancels."""
-    twice = {"reward": "rewards_for_tests:answered,rewards_for_tests:vowels", "reward_weights": "2,0", "updates": 2}
-    twice |= {"prompts": "answers.jsonl", "eval_prompts": "answers.jsonl", "gold_reward": "rewards_for_tests:answered"}
+    """The first asserts that columns travel with their prompts; what it adds for the prompt
+    cancels.
+    """
+    twice = {
+        "reward": "rewards_for_tests:answered,rewards_for_tests:vowels",
+        "reward_weights": "2,0",
+        "updates": 2,
+    }
+    twice |= {
+        "prompts": "answers.jsonl",
+        "eval_prompts": "answers.jsonl",
+        "gold_reward": "rewards_for_tests:answered",
+    }
     train(config(tiny_model, "two", **twice, length_penalty=0.5))
-    train(config(tiny_model, "one", reward="rewards_for_tests:varied", updates=2, length_penalty=0.25))
+    train(
+        config(tiny_model, "one", reward="rewards_for_tests:varied", updates=2, length_penalty=0.25)
+    )
     # Rewards are divided by their deviation.
     assert_equal(weights("two"), weights("one"))
     for step in metrics("two"):
         assert step["reward"] == pytest.approx(2 * step["reward/answered"] - step["penalty/length"])
         assert step["penalty/length"] == pytest.approx(step["response_length"] / 2)
     last = metrics("two", "eval.jsonl")[-1]
-    assert last["reward"] == pytest.approx(2 * last["reward/answered"]) == pytest.approx(2 * last["gold"])
+    assert (
+        last["reward"]
+        == pytest.approx(2 * last["reward/answered"])
+        == pytest.approx(2 * last["gold"])
+    )
 
 
 def different(first: str, second: str) -> bool:
-    return any(not torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items())
+    return any(
+        not torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items()
+    )
 
 
 def test_an_evaluation_at_the_end_is_that_of_the_saved_model(workplace, tiny_model):
@@ -166,4 +222,7 @@ def test_objectives_with_ratios_refuse_it_and_others_train(workplace, tiny_model
     assert different("run", "none")
     # The first round is sampled, and its log-probs are computed, without it.
     first, plain = metrics("run")[0], metrics("none")[0]
-    assert all(first[name] == plain[name] for name in ("reward", "kl", "entropy", "sampler_gap", "response_length"))
+    assert all(
+        first[name] == plain[name]
+        for name in ("reward", "kl", "entropy", "sampler_gap", "response_length")
+    )

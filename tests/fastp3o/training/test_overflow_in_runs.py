@@ -1,5 +1,5 @@
-"""Runs whose models fp16 does not hold: --precision auto takes another, a named fp16 is refused, and what grows beyond
-it in the middle of a run is told by its place.
+"""Runs whose models fp16 does not hold: --precision auto takes another, a named fp16 is refused,
+and what grows beyond it in the middle of a run is told by its place.
 """
 
 import copy
@@ -43,7 +43,9 @@ RUNS = Path(__file__).with_name("runs_with_automatic_fp16.py")
 
 @pytest.fixture
 def models(workplace: Path, tiny_model: str) -> dict[str, str]:
-    """The tiny model, policies whose streams go beyond fp16 and near to its end, and a reward model beyond it."""
+    """The tiny model, policies whose streams go beyond fp16 and near to its end, and a reward model
+    beyond it.
+    """
     for name in ("beyond", "near", "judge"):
         kind = AutoModelForSequenceClassification if name == "judge" else AutoModelForCausalLM
         model = kind.from_pretrained(tiny_model, **({"num_labels": 1} if name == "judge" else {}))
@@ -65,7 +67,11 @@ def automatic_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
         choose: Callable = module.choose_precision
 
         def chosen(name: str, automatic: str, choose: Callable = choose) -> precision.Precision:
-            return named_precision("fp16")._replace(automatic=True) if name == "auto" else choose(name, automatic)
+            return (
+                named_precision("fp16")._replace(automatic=True)
+                if name == "auto"
+                else choose(name, automatic)
+            )
 
         monkeypatch.setattr(module, "choose_precision", chosen)
 
@@ -89,9 +95,13 @@ def test_auto_leaves_fp16_for_what_holds_and_the_run_is_one_that_names_it(
         assert_resumes(run)
 
 
-def test_fp16_by_name_is_refused_where_it_does_not_hold_and_warned_of_where_it_may_not(models, automatic_fp16, capsys):
+def test_fp16_by_name_is_refused_where_it_does_not_hold_and_warned_of_where_it_may_not(
+    models, automatic_fp16, capsys
+):
     taken = wider_precision(trains=True).name
-    with pytest.raises(ValueError, match=f"beyond overflows fp16: {REACHES}: use --precision {taken}"):
+    with pytest.raises(
+        ValueError, match=f"beyond overflows fp16: {REACHES}: use --precision {taken}"
+    ):
         train(config(models["beyond"], "refused", precision="fp16"))
     assert not Path("refused").exists()
     once = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
@@ -110,24 +120,52 @@ def test_what_does_not_train_gets_what_holds_it_alone(models, automatic_fp16, ca
     train(config(models["plain"], "run", precision="auto", **once))
     assert f"--precision auto: judge in {taken}, since" in capsys.readouterr().out
     assert "loss_scale" in metrics("run")[0]  # the policy is in fp16
-    with pytest.raises(ValueError, match=f"judge overflows fp16: {REACHES}: --precision auto loads"):
+    with pytest.raises(
+        ValueError, match=f"judge overflows fp16: {REACHES}: --precision auto loads"
+    ):
         train(config(models["plain"], "refused", precision="fp16", **once))
     generate(test_generate.config(models["beyond"], "generated"))
     assert f"--precision auto: beyond in {taken}, since" in capsys.readouterr().out
-    settings = EvaluateConfig(model=models["beyond"], prompts="prompts.jsonl", reward="judge", max_response_tokens=4)
+    settings = EvaluateConfig(
+        model=models["beyond"], prompts="prompts.jsonl", reward="judge", max_response_tokens=4
+    )
     tokenizer = AutoTokenizer.from_pretrained(models["beyond"])
-    responses = win_rates.respond(settings.model, tokenizer, win_rates.prompts_for(tokenizer, settings), settings)
+    responses = win_rates.respond(
+        settings.model, tokenizer, win_rates.prompts_for(tokenizer, settings), settings
+    )
     assert responses.rewards["judge"].isfinite().all()
     said = capsys.readouterr().out
-    assert all(f"--precision auto: {name} in {taken}, since" in said for name in ("beyond", "judge"))
+    assert all(
+        f"--precision auto: {name} in {taken}, since" in said for name in ("beyond", "judge")
+    )
 
 
 def test_two_processes_take_the_same(models):
     flags = [
-        *("--prompts", "prompts.jsonl", "--updates", "1", "--prompts_per_update", "8", "--max_response_tokens", "6")
+        *(
+            "--prompts",
+            "prompts.jsonl",
+            "--updates",
+            "1",
+            "--prompts_per_update",
+            "8",
+            "--max_response_tokens",
+            "6",
+        )
     ]
-    flags += ["--prompts_per_minibatch", "4", "--report_to", "none", "--samples_every", "0", "--reward", "judge"]
-    done = together(RUNS, "p3o", *flags, "--model", models["beyond"], "--output_dir", "run", processes=2)
+    flags += [
+        "--prompts_per_minibatch",
+        "4",
+        "--report_to",
+        "none",
+        "--samples_every",
+        "0",
+        "--reward",
+        "judge",
+    ]
+    done = together(
+        RUNS, "p3o", *flags, "--model", models["beyond"], "--output_dir", "run", processes=2
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("--precision auto: beyond in bf16-autocast, since in a trial") == 1
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["ratio_max"] >= 1
@@ -146,7 +184,9 @@ def grow(model: torch.nn.Module) -> None:
     [(1, 1, "the loss"), (4, 2, "an old log-probability")],
     ids=["within an update", "after one"],
 )
-def test_what_leaves_fp16_in_the_middle_of_a_run_is_told_by_its_place(models, steps, update, what, monkeypatch):
+def test_what_leaves_fp16_in_the_middle_of_a_run_is_told_by_its_place(
+    models, steps, update, what, monkeypatch
+):
     make = Optimizer.step
 
     def step(self: Optimizer, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -160,7 +200,8 @@ def test_what_leaves_fp16_in_the_middle_of_a_run_is_told_by_its_place(models, st
 
     monkeypatch.setattr(Optimizer, "step", step)
     says = (
-        rf"update {update}: {what} is NaN or infinite .*, since {PLACE} reaches .*, and fp16's maximum is 65,504: --pr"
+        rf"update {update}: {what} is NaN or infinite .*, since {PLACE} reaches .*, "
+        r"and fp16's maximum is 65,504: --pr"
     )
     with pytest.raises(NotFiniteError, match=says):
         train(config(models["plain"], "run", precision="fp16"))
@@ -186,12 +227,17 @@ def test_a_reward_model_that_leaves_fp16_is_told_by_its_place(models, monkeypatc
 def test_a_reference_that_leaves_fp16_is_told_by_its_place(tiny_model, tmp_path):
     reference = load_policy(tiny_model, dtype=torch.float16)
     grow(reference.model)
-    columns = {"prompt_ids": [[5, 6], [7]], "first_ids": [[8, 0], [9]], "second_ids": [[4, 0], [3, 0]]}
+    columns = {
+        "prompt_ids": [[5, 6], [7]],
+        "first_ids": [[8, 0], [9]],
+        "second_ids": [[4, 0], [3, 0]],
+    }
     data, packing = {"data": Dataset.from_dict(columns)}, Packing(20)
     pairs = [("first_ids", "second_ids")]
     kept = ReferenceLogprobs(Accelerator(cpu=True), Share(), tmp_path, data, pairs, packing, [])
     says = (
-        rf"a log-probability of the reference is NaN or infinite \(\d values?\), since {PLACE} reaches .*65,504: --prec"
+        r"a log-probability of the reference is NaN or infinite \(\d values?\), "
+        rf"since {PLACE} reaches .*65,504: --prec"
     )
     with pytest.raises(NotFiniteError, match=says):
         kept.compute(SecondModel(reference, torch.device("cpu"), offload=False), list)

@@ -23,7 +23,16 @@ SAME = {
     "seed": 3,
 }
 # The trainer's name for the same is in metrics.md.
-COMPARED = ["reward", "loss", "kl", "ratio_mean", "ratio_max", "clip_fraction", "advantage_mean_abs", "grad_norm"]
+COMPARED = [
+    "reward",
+    "loss",
+    "kl",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction",
+    "advantage_mean_abs",
+    "grad_norm",
+]
 
 
 def metrics(folder: str) -> list[dict[str, float]]:
@@ -45,13 +54,21 @@ def test_it_gives_the_trainers_numbers(workplace, tiny_model, monkeypatch, rows_
     )
     train(config)
     flags = [f"--{name}={value}" for name, value in (names | SAME).items()]
-    monkeypatch.setattr(sys, "argv", [str(ONE_FILE), *flags, f"--rows_per_pass={rows_per_pass}", "--output_dir=file"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [str(ONE_FILE), *flags, f"--rows_per_pass={rows_per_pass}", "--output_dir=file"],
+    )
     runpy.run_path(str(ONE_FILE), run_name="__main__")
     for expected, got in zip(metrics("trainer"), metrics("file"), strict=True):
         for name in COMPARED:
-            assert got[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-5), (got["step"], name)
+            assert got[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-5), (
+                got["step"],
+                name,
+            )
     begun, trained, again = (
-        load_file(f"{folder}/model.safetensors") for folder in (tiny_model, "trainer/model", "file/model")
+        load_file(f"{folder}/model.safetensors")
+        for folder in (tiny_model, "trainer/model", "file/model")
     )
     for name, weight in trained.items():
         moved = (weight - begun[name]).abs().max()

@@ -1,4 +1,6 @@
-"""No pass for nothing: tokens through layers by phase of an update, and what stands in for passes that are not made."""
+"""No pass for nothing: tokens through layers by phase of an update, and what stands in for passes
+that are not made.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +34,8 @@ ONE_STEP = {"inner_epochs": 1, "prompts_per_minibatch": 8, "responses_per_prompt
 SEVERAL = {"inner_epochs": 2, "prompts_per_minibatch": 4, "responses_per_prompt": 4}
 TEACHER = {"reward": ""}
 
-# What an update's rows go through before and in its steps: (log-probs without gradients, passes with gradients).
+# What an update's rows go through before and in its steps: (log-probs without gradients, passes
+# with gradients).
 CASES = {
     "p3o": (SEVERAL, (2, 2)),
     "p3o without a KL": (SEVERAL | {"kl_coef": 0.0}, (1, 2)),
@@ -43,7 +46,10 @@ CASES = {
     "p3o with a cap": (ONE_STEP | {"sampler_ratio_cap": 2.0}, (1, 1)),
     "p3o with a target": (ONE_STEP | {"target_kl": 1.0}, (2, 1)),
     "p3o without a KL in one step": (ONE_STEP | {"kl_coef": 0.0}, (0, 1)),
-    "p3o with a reference for its metric": (ONE_STEP | {"kl_coef": 0.0, "reference": "MODEL"}, (1, 1)),
+    "p3o with a reference for its metric": (
+        ONE_STEP | {"kl_coef": 0.0, "reference": "MODEL"},
+        (1, 1),
+    ),
     "p3o with LoRA": (ONE_STEP | {"lora_rank": 2}, (1, 1)),
     "p3o with LoRA, without a KL": (ONE_STEP | {"lora_rank": 2, "kl_coef": 0.0}, (0, 1)),
     "ppg": (ONE_STEP, (1, 1)),
@@ -65,13 +71,18 @@ CASES = {
     "online_simpo": (ONE_STEP, (0, 1)),
     "bpo": (ONE_STEP, (0, 1)),
     "nash_md": (ONE_STEP, (1, 1)),
-    "distillation": (ONE_STEP | TEACHER, (2, 2)),  # the exact KL reads the teacher's states in the step
+    "distillation": (
+        ONE_STEP | TEACHER,
+        (2, 2),
+    ),  # the exact KL reads the teacher's states in the step
     "distillation as sampled": (ONE_STEP | TEACHER | {"kl": "sampled"}, (1, 1)),
 }
 
 
 class Tokens:
-    """Tokens through layers by phase, of one update after the other, in units of all tokens of the rows that train."""
+    """Tokens through layers by phase, of one update after the other, in units of all tokens of the
+    rows that train.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.phase, self.counts, self.updates = "", Counter[str](), list[dict[str, float]]()
@@ -89,7 +100,9 @@ class Tokens:
         def reported(run, config, objective, update):
             whole = sum(one.row.tokens for one in update.microbatches)
             self.updates.append({phase: count / whole for phase, count in self.counts.items()})
-            longest = max(len(g.prompt.ids) + len(r.ids) for g in update.batch.groups for r in g.responses)
+            longest = max(
+                len(g.prompt.ids) + len(r.ids) for g in update.batch.groups for r in g.responses
+            )
             self.noise.append(NOISE_RESPONSES * longest / whole)
             self.counts.clear()
             report(run, config, objective, update)
@@ -100,7 +113,9 @@ class Tokens:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_computes_each_token_as_often_as_its_loss_needs(workplace, tiny_model, monkeypatch, name):
+def test_an_update_computes_each_token_as_often_as_its_loss_needs(
+    workplace, tiny_model, monkeypatch, name
+):
     changes, (before, in_steps) = CASES[name]
     changes = {key: tiny_model if value == "MODEL" else value for key, value in changes.items()}
     tokens = Tokens(monkeypatch)
@@ -113,7 +128,9 @@ def test_an_update_computes_each_token_as_often_as_its_loss_needs(workplace, tin
     assert first["update"] == in_steps
 
 
-def test_rounding_is_measured_in_a_few_responses_of_each_tenth_update(workplace, tiny_model, monkeypatch):
+def test_rounding_is_measured_in_a_few_responses_of_each_tenth_update(
+    workplace, tiny_model, monkeypatch
+):
     tokens = Tokens(monkeypatch)
     loop.train(config(tiny_model, "run", updates=NOISE_EVERY + 2, **ONE_STEP))
     extra = [update["logprobs"] - 1 for update in tokens.updates]
@@ -124,19 +141,40 @@ def test_rounding_is_measured_in_a_few_responses_of_each_tenth_update(workplace,
     assert tokens.noise[0] < 0.5  # of 32 responses
 
 
-@pytest.mark.parametrize("changes", [{"kl_coef": 0.0}, {"kl_per_update": 0.3, "old_logprobs": "sampler"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"kl_coef": 0.0}, {"kl_per_update": 0.3, "old_logprobs": "sampler"}], ids=str
+)
 def test_a_run_without_these_passes_goes_on_with_the_same_bits(workplace, tiny_model, changes):
-    run = config(tiny_model, "run", updates=NOISE_EVERY + 2, save_every=NOISE_EVERY - 1, **ONE_STEP, **changes)
+    run = config(
+        tiny_model,
+        "run",
+        updates=NOISE_EVERY + 2,
+        save_every=NOISE_EVERY - 1,
+        **ONE_STEP,
+        **changes,
+    )
     loop.train(run)
     assert_resumes(run)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=str)
-def test_without_a_kl_no_reference_is_loaded_unless_one_is_named(workplace, tiny_model, monkeypatch, changes):
+def test_without_a_kl_no_reference_is_loaded_unless_one_is_named(
+    workplace, tiny_model, monkeypatch, changes
+):
     loaded: list[str] = []
     load = build.load_frozen_policy
-    monkeypatch.setattr(build, "load_frozen_policy", lambda *of: (loaded.append(of[-1]), load(*of))[1])
-    run = partial(config, tiny_model, kl_coef=0.0, updates=1, eval_prompts="prompts.jsonl", log_rollouts=1, **changes)
+    monkeypatch.setattr(
+        build, "load_frozen_policy", lambda *of: (loaded.append(of[-1]), load(*of))[1]
+    )
+    run = partial(
+        config,
+        tiny_model,
+        kl_coef=0.0,
+        updates=1,
+        eval_prompts="prompts.jsonl",
+        log_rollouts=1,
+        **changes,
+    )
     loop.train(run("plain", **ONE_STEP))
     assert loaded == []
     for name in ("metrics.jsonl", "eval.jsonl"):
@@ -144,31 +182,46 @@ def test_without_a_kl_no_reference_is_loaded_unless_one_is_named(workplace, tiny
     for group in map(dict, metrics("plain", "rollouts.jsonl")):
         assert group["kl"] is None
         assert all(response["log_ratio"] is None for response in group["responses"])
-    with pytest.raises(UserError, match=r"eval.jsonl lacks kl, kl_std at step 0: .*if --reference names a model"):
+    with pytest.raises(
+        UserError, match=r"eval.jsonl lacks kl, kl_std at step 0: .*if --reference names a model"
+    ):
         read_run(Path("plain"))
 
     loop.train(run("named", reference=tiny_model, **ONE_STEP))
     assert loaded == [tiny_model]
-    assert all("kl" in line for name in ("metrics.jsonl", "eval.jsonl") for line in metrics("named", name))
+    assert all(
+        "kl" in line for name in ("metrics.jsonl", "eval.jsonl") for line in metrics("named", name)
+    )
     assert read_run(Path("named"))
 
 
 def known_and_noted(name: str, **changes) -> tuple[Callable, list[Microbatch], PackedModel]:
-    """The first loss of an objective on two microbatches, whose old log-probs are known and not known."""
+    """The first loss of an objective on two microbatches, whose old log-probs are known and not
+    known.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def ids() -> list[int]:
-        return torch.randint(3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator).tolist()
+        return torch.randint(
+            3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator
+        ).tolist()
 
-    rollouts = groups_of_ids([ids() for _ in range(4)], [[ids() for _ in range(4)] for _ in range(4)])
+    rollouts = groups_of_ids(
+        [ids() for _ in range(4)], [[ids() for _ in range(4)] for _ in range(4)]
+    )
     settings = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
-    objective, policy = OBJECTIVES[name](**settings, **changes).build(), PackedModel(random_model("llama"))
+    objective, policy = (
+        OBJECTIVES[name](**settings, **changes).build(),
+        PackedModel(random_model("llama")),
+    )
     objective.add_to(policy)
     (rows,) = pack_minibatches(Share(), rollouts, 1, Packing(1000))
     rewards = torch.randn(4, 4, generator=generator)
     made = []
     for old in (partial(policy_logprobs, policy), None):
-        minibatches = make_microbatches(Accelerator(cpu=True), old, NoReference(), [rows], rewards, None)
+        minibatches = make_microbatches(
+            Accelerator(cpu=True), old, NoReference(), [rows], rewards, None
+        )
         ((one,),) = objective.prepare(policy, minibatches, lambda sums: sums)
         made.append(replace(one, sampler_token_logprobs=-torch.arange(len(one.row.labels)) / 10))
     return partial(objective.loss, first=True), made, policy
@@ -212,7 +265,9 @@ def test_the_first_loss_leaves_the_bits_that_a_pass_of_its_own_would(name, chang
 
 
 def test_a_server_with_other_weights_ends_a_run_before_its_only_step(workplace, tiny_model):
-    """The loss has the log-probs that the server's are compared with; state and model are those before the update."""
+    """The loss has the log-probs that the server's are compared with; state and model are those
+    before the update.
+    """
     run = partial(config, tiny_model, "run", updates=2, **ONE_STEP)
     says = r"update 2: .*the servers' log-probs of .* nats off .*--resume continues"
     off = StandIn(tiny_model, fault="off", from_completion=2 + 8 + 2 + 6)

@@ -1,4 +1,6 @@
-"""Offline objectives on the tiny model: one update of each against its formula, references, evaluations, resuming."""
+"""Offline objectives on the tiny model: one update of each against its formula, references,
+evaluations, resuming.
+"""
 
 import gc
 import math
@@ -45,9 +47,18 @@ def data_file(objective: str) -> str:
 
 
 def run(objective: str, output_dir: str, model: str, **changes) -> None:
-    settings = {"train_data": data_file(objective), "batch_size": 4, "report_to": "none", "precision": "fp32"}
+    settings = {
+        "train_data": data_file(objective),
+        "batch_size": 4,
+        "report_to": "none",
+        "precision": "fp32",
+    }
     settings |= LENGTHS | ADAM
-    train(OFFLINE_OBJECTIVES[objective](**(settings | {"model": model, "output_dir": output_dir} | changes)))
+    train(
+        OFFLINE_OBJECTIVES[objective](
+            **(settings | {"model": model, "output_dir": output_dir} | changes)
+        )
+    )
 
 
 @pytest.fixture
@@ -57,8 +68,8 @@ def other_model(tiny_model, workplace) -> str:
     return "other"
 
 
-# With the defaults of the options. x: log π of chosen and rejected, ref: the same of the reference, [1, 2]; n: their
-# tokens.
+# With the defaults of the options. x: log π of chosen and rejected, ref: the same of the reference,
+# [1, 2]; n: their tokens.
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "dpo": lambda x, ref, n: losses.dpo(x, ref, beta=0.1),
     "ipo": lambda x, ref, n: losses.ipo(x / n, ref / n, tau=0.1),
@@ -72,14 +83,22 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def pairs_loss(objective: str, policy: nn.Module, reference: nn.Module, tokenizer) -> tuple[Tensor, Tensor]:
-    """The objective's loss, and the negative log-probability of a chosen response's token, means over examples."""
+def pairs_loss(
+    objective: str, policy: nn.Module, reference: nn.Module, tokenizer
+) -> tuple[Tensor, Tensor]:
+    """The objective's loss, and the negative log-probability of a chosen response's token, means
+    over examples.
+    """
     examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
     found, nats = [], []
     for example in examples:
-        prompt, chosen, rejected = (example[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
+        prompt, chosen, rejected = (
+            example[f"{name}_ids"] for name in ("prompt", "chosen", "rejected")
+        )
         own, other = (
-            torch.stack([logprobs_alone(model, prompt, ids).sum() for ids in (chosen, rejected)])[None]
+            torch.stack([logprobs_alone(model, prompt, ids).sum() for ids in (chosen, rejected)])[
+                None
+            ]
             for model in (policy, reference)
         )
         found.append(LOSSES[objective](own, other, torch.tensor([[len(chosen), len(rejected)]])))
@@ -92,32 +111,62 @@ def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> tuple[Tensor
     examples = list(examples)
 
     def log_ratio(prompt: list[int], response: list[int]) -> Tensor:
-        own, other = (logprobs_alone(model, prompt, response).sum() for model in (policy, reference))
+        own, other = (
+            logprobs_alone(model, prompt, response).sum() for model in (policy, reference)
+        )
         return own - other.detach()
 
-    # Two responses to each prompt lie together: the last one before them is the second to the prompt before.
+    # Two responses to each prompt lie together: the last one before them is the second to the
+    # prompt before.
     others = [examples[number // 2 * 2 - 1] for number in range(len(examples))]
-    mismatched = [log_ratio(e["prompt_ids"], o["response_ids"]) for e, o in zip(examples, others, strict=True)]
+    mismatched = [
+        log_ratio(e["prompt_ids"], o["response_ids"]) for e, o in zip(examples, others, strict=True)
+    ]
     z0 = torch.stack(mismatched).mean().detach().clamp(min=0)
     ratios = torch.stack([log_ratio(e["prompt_ids"], e["response_ids"]) for e in examples])
     desirable = torch.tensor([e["desirable"] for e in examples])
-    return losses.kto(ratios, torch.zeros_like(ratios), desirable, z0, beta=0.1).mean(), torch.zeros(())
+    return losses.kto(
+        ratios, torch.zeros_like(ratios), desirable, z0, beta=0.1
+    ).mean(), torch.zeros(())
 
 
 @pytest.mark.parametrize(
     ("objective", "sft_coef"),
-    [*((objective, 0.0) for objective in OFFLINE_OBJECTIVES), ("dpo", 0.5), ("ipo", 0.5), ("simpo", 0.5)],
+    [
+        *((objective, 0.0) for objective in OFFLINE_OBJECTIVES),
+        ("dpo", 0.5),
+        ("ipo", 0.5),
+        ("simpo", 0.5),
+    ],
 )
-def test_an_update_is_that_of_the_formula(objective, sft_coef, workplace, tiny_model, other_model, tokenizer):
+def test_an_update_is_that_of_the_formula(
+    objective, sft_coef, workplace, tiny_model, other_model, tokenizer
+):
     needs_reference = getattr(OFFLINE_OBJECTIVES[objective], "anchor", "ref") != ""
     named = {"reference": other_model} if needs_reference else {}
     examples = 16 if objective == "kto" else 8
-    changes = named | {"share_prompts": objective not in ("ipo", "cpo")} | ({"sft_coef": sft_coef} if sft_coef else {})
-    run(objective, "run", tiny_model, batch_size=examples, max_grad_norm=1e9, tokens_per_row=60, **changes)
+    changes = (
+        named
+        | {"share_prompts": objective not in ("ipo", "cpo")}
+        | ({"sft_coef": sft_coef} if sft_coef else {})
+    )
+    run(
+        objective,
+        "run",
+        tiny_model,
+        batch_size=examples,
+        max_grad_norm=1e9,
+        tokens_per_row=60,
+        **changes,
+    )
 
-    policy, reference = (AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model))
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model)
+    )
     loss = kto_loss if objective == "kto" else partial(pairs_loss, objective)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=1e-6)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=1e-6
+    )
     own, nats = loss(policy, reference, tokenizer)
     value = own + sft_coef * nats
     value.backward()
@@ -137,8 +186,16 @@ def test_an_update_is_that_of_the_formula(objective, sft_coef, workplace, tiny_m
 def test_partners_have_another_prompt(prompts):
     others = with_other_prompts(prompts)
     assert (others is None) == all(prompt == prompts[0] for prompt in prompts)
-    assert others is None or all(prompts[other] != prompt for other, prompt in zip(others, prompts, strict=True))
-    assert with_other_prompts([[1], [2], [2], [3], [1]]) == [3, 0, 0, 2, 3]  # the nearest before, around the end
+    assert others is None or all(
+        prompts[other] != prompt for other, prompt in zip(others, prompts, strict=True)
+    )
+    assert with_other_prompts([[1], [2], [2], [3], [1]]) == [
+        3,
+        0,
+        0,
+        2,
+        3,
+    ]  # the nearest before, around the end
 
 
 @pytest.mark.parametrize(
@@ -170,7 +227,9 @@ def policies_in_memory() -> int:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Counts the policies that are loaded, and looks how many more are in memory when a step begins."""
+    """Counts the policies that are loaded, and looks how many more are in memory when a step
+    begins.
+    """
     gc.collect()
     before = policies_in_memory()  # of an earlier test's thread that hangs
     seen = SimpleNamespace(references=0, more_in_memory=set())
@@ -194,17 +253,30 @@ def reference_files(folder: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_the_reference_is_asked_once_and_is_gone(objective, workplace, tiny_model, other_model, loads):
+def test_the_reference_is_asked_once_and_is_gone(
+    objective, workplace, tiny_model, other_model, loads
+):
     data = data_file(objective)
     run(objective, "run", tiny_model, reference=other_model, eval_data=data, eval_limit=3, epochs=2)
     assert loads.references == 1
     assert loads.more_in_memory == {1}
     assert len(reference_files("run")) == 2
-    run(objective, "run", tiny_model, reference=other_model, eval_data=data, eval_limit=3, epochs=2, resume=True)
+    run(
+        objective,
+        "run",
+        tiny_model,
+        reference=other_model,
+        eval_data=data,
+        eval_limit=3,
+        epochs=2,
+        resume=True,
+    )
     assert loads.references == 1
 
 
-def test_adapters_and_objectives_without_a_reference_load_no_second_model(workplace, tiny_model, loads, capsys):
+def test_adapters_and_objectives_without_a_reference_load_no_second_model(
+    workplace, tiny_model, loads, capsys
+):
     run("dpo", "adapters", tiny_model, lora_rank=2)
     for objective in ("simpo", "orpo", "cpo", "slic"):
         run(objective, objective, tiny_model, reference_logprobs="shared")
@@ -214,7 +286,9 @@ def test_adapters_and_objectives_without_a_reference_load_no_second_model(workpl
     assert reference_files("adapters")
 
 
-def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, other_model, loads, capsys):
+def test_log_probs_of_the_reference_are_found_by_content(
+    workplace, tiny_model, other_model, loads, capsys
+):
     shared = {"reference_logprobs": "shared", "eval_data": "preferences.jsonl"}
     run("dpo", "first", tiny_model, **shared)
     (file,) = reference_files("shared")  # the same data twice
@@ -230,13 +304,26 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
 def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, loads):
     """With several rewards, which ask for columns of the prompts."""
     sampled = {"eval_prompts": "answers.jsonl", "reward": f"{REWARDS}:answered,{REWARDS}:vowels"}
-    sampled |= {"reward_weights": "1,-2", "gold_reward": f"{REWARDS}:varied", "max_response_tokens": 8}
+    sampled |= {
+        "reward_weights": "1,-2",
+        "gold_reward": f"{REWARDS}:varied",
+        "max_response_tokens": 8,
+    }
     for objective in ("dpo", "simpo"):
         run(objective, objective, tiny_model, epochs=2, eval_data="preferences.jsonl", **sampled)
         before, after = metrics(objective, "eval.jsonl")
         assert before["kl"] == 0 < after["kl_std"]
-        assert {"reward", "reward_std", "response_length", "missing_eos", "accuracy", "loss"} <= after.keys()
-        assert after["reward"] == pytest.approx(after["reward/answered"] - 2 * after["reward/vowels"])
+        assert {
+            "reward",
+            "reward_std",
+            "response_length",
+            "missing_eos",
+            "accuracy",
+            "loss",
+        } <= after.keys()
+        assert after["reward"] == pytest.approx(
+            after["reward/answered"] - 2 * after["reward/vowels"]
+        )
         assert after["reward/answered"] == pytest.approx(after["gold"] + 39 / 8)  # the mean answer
     assert loads.more_in_memory == {1}
     run("kto", "kto", tiny_model, eval_prompts="prompts.jsonl", max_response_tokens=8)
@@ -251,13 +338,18 @@ def examples() -> Dataset:
     ids = torch.randint(0, 250, (7, 3, 9), generator=torch.Generator().manual_seed(0))
     columns = zip(("prompt_ids", "first_ids", "second_ids"), ids.unbind(1), strict=True)
     return Dataset.from_dict(
-        {name: [row[: 1 + number].tolist() for number, row in enumerate(rows)] for name, rows in columns}
+        {
+            name: [row[: 1 + number].tolist() for number, row in enumerate(rows)]
+            for name, rows in columns
+        }
     )
 
 
 @pytest.mark.parametrize("columns", [TOGETHER, APART], ids=["together", "apart"])
 @pytest.mark.parametrize("chunk", [2, 1024])
-def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, chunk, monkeypatch, tmp_path):
+def test_they_are_those_of_each_response_alone(
+    tiny_model, examples, columns, chunk, monkeypatch, tmp_path
+):
     monkeypatch.setattr(reference_logprobs, "CHUNK", chunk)
     policy = load_policy(tiny_model)
     reference = SecondModel(policy, torch.device("cpu"), offload=False)
@@ -267,7 +359,10 @@ def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, ch
     assert len(stops) == -(-len(examples) // chunk)
     with torch.no_grad(), policy.with_own_attention() as alone:
         expected = [
-            [logprobs_alone(alone, e["prompt_ids"], e[name]).sum() for name in ("first_ids", "second_ids")]
+            [
+                logprobs_alone(alone, e["prompt_ids"], e[name]).sum()
+                for name in ("first_ids", "second_ids")
+            ]
             for e in examples
         ]
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-4, rtol=1e-5)
@@ -277,8 +372,13 @@ def test_what_is_not_finite_is_not_kept(tiny_model, examples, tmp_path):
     policy = load_policy(tiny_model)
     with torch.no_grad():
         policy.model.model.norm.weight.fill_(torch.nan)
-    kept = ReferenceLogprobs(Accelerator(cpu=True), Share(), tmp_path, {"data": examples}, TOGETHER, Packing(20), ["m"])
-    with pytest.raises(NotFiniteError, match="a log-probability of the reference is NaN or infinite \\(14 values\\)"):
+    kept = ReferenceLogprobs(
+        Accelerator(cpu=True), Share(), tmp_path, {"data": examples}, TOGETHER, Packing(20), ["m"]
+    )
+    with pytest.raises(
+        NotFiniteError,
+        match="a log-probability of the reference is NaN or infinite \\(14 values\\)",
+    ):
         kept.compute(SecondModel(policy, torch.device("cpu"), offload=False), list)
     assert not list(tmp_path.iterdir())
 

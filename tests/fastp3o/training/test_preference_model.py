@@ -1,4 +1,6 @@
-"""Preference models: their arithmetic beside fp64, their data, their files, and what they alone learn."""
+"""Preference models: their arithmetic beside fp64, their data, their files, and what they alone
+learn.
+"""
 
 import json
 import random
@@ -32,9 +34,21 @@ LENGTHS = {"max_prompt_tokens": 64, "max_response_tokens": 16}
 
 
 def config(tiny_model: str, output_dir: str, **changes) -> RewardModelConfig:
-    settings = {"model": tiny_model, "output_dir": output_dir, "train_data": "preferences.jsonl", "batch_size": 8}
-    settings |= {"max_response_tokens": 16, "learning_rate": 1e-2, "report_to": "none", "precision": "fp32"}
-    return RewardModelConfig(**(settings | {"eval_data": settings["train_data"], "preference_dim": 2} | changes))
+    settings = {
+        "model": tiny_model,
+        "output_dir": output_dir,
+        "train_data": "preferences.jsonl",
+        "batch_size": 8,
+    }
+    settings |= {
+        "max_response_tokens": 16,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "precision": "fp32",
+    }
+    return RewardModelConfig(
+        **(settings | {"eval_data": settings["train_data"], "preference_dim": 2} | changes)
+    )
 
 
 def write(name: str, records: list[dict]) -> str:
@@ -42,7 +56,7 @@ def write(name: str, records: list[dict]) -> str:
     return name
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, 14])
@@ -69,7 +83,9 @@ def test_swapped_responses_have_the_negative_to_the_bit(dtype: torch.dtype, scal
         torch.testing.assert_close(log_odds_of_groups(vectors)[:, 0, 1], log_odds(a, b))
         if dtype == torch.float32 and scale <= 1:
             expected = log_odds_of_groups(vectors.double()).sigmoid() - 0.5
-            torch.testing.assert_close(leads_of_groups(vectors).double(), expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                leads_of_groups(vectors).double(), expected, rtol=1e-4, atol=1e-6
+            )
 
 
 def test_bradley_terry_is_the_case_of_a_score_beside_a_constant():
@@ -81,14 +97,18 @@ def test_bradley_terry_is_the_case_of_a_score_beside_a_constant():
 
 @pytest.mark.parametrize("largest", [1.0, 30.0, 1e4])
 def test_the_loss_of_soft_labels_is_the_cross_entropy(largest: float):
-    """One pair at a time, in fp64, from log(1 + exp) by its larger part: no probability is rounded to 0 or 1."""
+    """One pair at a time, in fp64, from log(1 + exp) by its larger part: no probability is rounded
+    to 0 or 1.
+    """
     torch.manual_seed(3)
     z = (largest * torch.randn(64)).requires_grad_()
     p, weights = torch.rand(64), torch.rand(64)
     p[:8], p[8:16], p[16:24] = 1, 0.5, 0
     total, slopes = 0.0, []
     for odds, label, weight in zip(z.detach().double(), p.double(), weights.double(), strict=True):
-        softplus = max(odds, 0) + torch.log1p(torch.exp(-odds.abs()))  # log(1 + e^z); log(1 + e^-z) is z less
+        softplus = max(odds, 0) + torch.log1p(
+            torch.exp(-odds.abs())
+        )  # log(1 + e^z); log(1 + e^-z) is z less
         total += weight * (label * (softplus - odds) + (1 - label) * softplus)
         slopes.append(weight * (odds.sigmoid() - label))
     sums = comparison_sums(z, weights, probabilities=p)
@@ -99,7 +119,9 @@ def test_the_loss_of_soft_labels_is_the_cross_entropy(largest: float):
 
 
 def test_a_soft_label_counts_as_that_share_of_raters():
-    """Three of four raters who prefer the first response are one label of ¾, in the loss and in each metric."""
+    """Three of four raters who prefer the first response are one label of ¾, in the loss and in
+    each metric.
+    """
     torch.manual_seed(4)
     first, second = torch.randn(2, 20)
     soft = bradley_terry(first, second, 1.0, probabilities=torch.tensor(0.75))
@@ -120,19 +142,23 @@ def test_circles_are_counted_among_decided_triples():
                 won[(i, j) if lead > 0 else (j, i)] = True
         for a, b, c in combinations(range(n), 3):
             triples += all(won[x, y] or won[y, x] for x, y in ((a, b), (b, c), (a, c)))
-            circles += any(won[x, y] and won[y, z] and won[z, x] for x, y, z in ((a, b, c), (a, c, b)))
+            circles += any(
+                won[x, y] and won[y, z] and won[z, x] for x, y, z in ((a, b, c), (a, c, b))
+            )
         tables.append(won.numpy())
     assert triples > circles > 0
     assert circular_share(tables) == circles / triples
     assert circular_share(tables[:1]) is None
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_soft_labels_and_ties_are_data_of_the_reward_model_alone(workplace, tokenizer):
     pair = {"prompt": "Say tree:", "chosen": " tree", "rejected": " house"}
-    source = write("soft.jsonl", [pair | {"probability": value} for value in (0.5, 1, None, 0.125, 0)])
+    source = write(
+        "soft.jsonl", [pair | {"probability": value} for value in (0.5, 1, None, 0.125, 0)]
+    )
     examples, _ = load_rankings(source, tokenizer, **LENGTHS)
     assert examples["probability"][:] == [0.5, 1.0, 1.0, 0.125, 0.0]
     for value in (1.5, -0.1, "0.5", True):
@@ -144,14 +170,17 @@ def test_soft_labels_and_ties_are_data_of_the_reward_model_alone(workplace, toke
     ranking = {"prompt": "Say tree:", "ranked_responses": [" a", " b"], "probability": 0.7}
     with pytest.raises(UserError, match="field 'probability': expected none in a ranking"):
         load_rankings(write("ranking.jsonl", [ranking]), tokenizer, **LENGTHS)
-    with pytest.raises(UserError, match=r"record 1 field 'probability': expected more than 0.5: only the reward stage"):
+    with pytest.raises(
+        UserError,
+        match=r"record 1 field 'probability': expected more than 0.5: only the reward stage",
+    ):
         load_preferences(source, tokenizer, **LENGTHS)
     certain = write("certain.jsonl", [pair | {"probability": 0.9}])
     assert len(load_preferences(certain, tokenizer, **LENGTHS)[0]) == 1
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=64)[0]) == 5
 
 
-# --- what is saved and loaded -----------------------------------------------------------------------------------------
+# --- what is saved and loaded ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,7 +190,9 @@ def trained(workplace, tiny_model) -> str:
     return "run/model"
 
 
-def test_all_preferences_begin_at_a_half_and_a_stopped_run_continues_with_the_same_bits(workplace, tiny_model):
+def test_all_preferences_begin_at_a_half_and_a_stopped_run_continues_with_the_same_bits(
+    workplace, tiny_model
+):
     reward_model.train(config(tiny_model, "run", epochs=6, save_every=3))
     before, after = metrics("run", "eval.jsonl")
     assert (before["accuracy"], before["margin"]) == (0.5, 0)
@@ -174,9 +205,15 @@ def test_the_reward_is_what_transformers_gives_the_saved_model(trained, tiny_mod
     """One response at a time, beside packed rows of groups."""
     tokenizer = load_tokenizer(tiny_model)
     examples, _ = load_prompts("prompts.jsonl", tokenizer, max_prompt_tokens=64)
-    sampler = TransformersSampler(load_policy(tiny_model), tokenizer, max_response_tokens=8, batch_size=8)
+    sampler = TransformersSampler(
+        load_policy(tiny_model), tokenizer, max_response_tokens=8, batch_size=8
+    )
     groups = sampler(make_prompts(examples[:]), 3, 0)
-    settings = {"device": torch.device("cpu"), "dtype": torch.float32, "packing": Packing(tokens_per_row=100)}
+    settings = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "packing": Packing(tokens_per_row=100),
+    }
     reward = load_reward(trained, tokenizer, **settings)
     leads = reward.matrix(groups)
     assert leads.shape == (8, 3, 3)
@@ -185,7 +222,10 @@ def test_the_reward_is_what_transformers_gives_the_saved_model(trained, tiny_mod
     assert alone.config.num_labels == alone.config.fastp3o_preference_dim == 4
     with torch.no_grad():
         for group, table in zip(groups, leads, strict=True):
-            vectors = [alone(torch.tensor([[*group.prompt.ids, *r.ids]])).logits[0] for r in group.responses]
+            vectors = [
+                alone(torch.tensor([[*group.prompt.ids, *r.ids]])).logits[0]
+                for r in group.responses
+            ]
             for i, j in permutations(range(3), 2):
                 a, b = vectors[i], vectors[j]
                 form = a[0] * b[1] - a[1] * b[0] + a[2] * b[3] - a[3] * b[2]
@@ -194,14 +234,25 @@ def test_the_reward_is_what_transformers_gives_the_saved_model(trained, tiny_mod
 
 
 @pytest.mark.parametrize("objective", ["p3o", "nash_md", "grpo"])
-def test_a_run_takes_a_preference_model_as_its_reward_and_resumes_with_the_same_bits(trained, tiny_model, objective):
-    """No score of a response alone is in the logs: row means over a prompt's responses have the mean 0."""
-    changes = {"reward": trained, "responses_per_prompt": 4, "save_every": 2, "eval_prompts": "prompts.jsonl"}
+def test_a_run_takes_a_preference_model_as_its_reward_and_resumes_with_the_same_bits(
+    trained, tiny_model, objective
+):
+    """No score of a response alone is in the logs: row means over a prompt's responses have the
+    mean 0.
+    """
+    changes = {
+        "reward": trained,
+        "responses_per_prompt": 4,
+        "save_every": 2,
+        "eval_prompts": "prompts.jsonl",
+    }
     settings = online_config(tiny_model, "online", OBJECTIVES[objective], **changes)
     train(settings)
     assert all(update["reward"] == pytest.approx(0, abs=1e-6) for update in metrics("online"))
     assert all(update["reward_difference"] > 0 for update in metrics("online"))
-    assert not torch.equal(weights("online")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"])
+    assert not torch.equal(
+        weights("online")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"]
+    )
     assert_resumes(settings)
 
 
@@ -215,16 +266,26 @@ def test_a_loaded_model_says_itself_that_it_compares(trained, tiny_model):
 
 def test_models_of_another_kind_are_refused_with_the_remedy(trained, tiny_model, tmp_path):
     named = f"{trained} is a preference model with vectors of 4, and "
-    with pytest.raises(UserError, match=named + "a score is needed here: --preference_dim 4 trains it further"):
+    with pytest.raises(
+        UserError, match=named + "a score is needed here: --preference_dim 4 trains it further"
+    ):
         load_reward_model(trained)
     with pytest.raises(UserError, match=named + "vectors of 2 are needed here"):
         reward_model.train(config(trained, "further"))
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("scores")
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained(
+        "scores"
+    )
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained("scores")
-    with pytest.raises(UserError, match="scores has 1 outputs; --preference_dim begins with a language model"):
+    with pytest.raises(
+        UserError, match="scores has 1 outputs; --preference_dim begins with a language model"
+    ):
         load_reward_model("scores", new_head=True, vector_size=4)
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=4).save_pretrained("several")
-    with pytest.raises(UserError, match="several has 4 outputs; --preference_dim begins with a language model"):
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=4).save_pretrained(
+        "several"
+    )
+    with pytest.raises(
+        UserError, match="several has 4 outputs; --preference_dim begins with a language model"
+    ):
         load_reward_model("several", new_head=True, vector_size=4)
     reward_model.train(config(trained, "further", preference_dim=4))
     assert metrics("further", "eval.jsonl")[0]["loss"] == metrics("run", "eval.jsonl")[-1]["loss"]
@@ -233,10 +294,19 @@ def test_models_of_another_kind_are_refused_with_the_remedy(trained, tiny_model,
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"preference_dim": 3}, "--preference_dim must be even: vectors are made of blocks of 2, got 3"),
+        (
+            {"preference_dim": 3},
+            "--preference_dim must be even: vectors are made of blocks of 2, got 3",
+        ),
         ({"preference_dim": -2}, "--preference_dim must be 0 or more, got -2"),
-        ({"centring": 0.1}, "--centring keeps scores around 0, and with --preference_dim responses have none"),
-        ({"lora_rank": 4, "lora_save": "adapter"}, "--lora_save adapter cannot save a preference model"),
+        (
+            {"centring": 0.1},
+            "--centring keeps scores around 0, and with --preference_dim responses have none",
+        ),
+        (
+            {"lora_rank": 4, "lora_save": "adapter"},
+            "--lora_save adapter cannot save a preference model",
+        ),
     ],
 )
 def test_settings_that_a_preference_model_cannot_have_are_refused(tiny_model, changes, said):
@@ -250,25 +320,36 @@ def test_an_adapter_trains_beside_the_vectors(workplace, tiny_model):
     assert load_reward_model("run/model", vector_size=2).model.score.weight.shape == (2, 32)
 
 
-# --- what they learn --------------------------------------------------------------------------------------------------
+# --- what they learn ------------------------------------------------------------------------------
 
 BEATS = {"r": "s", "s": "p", "p": "r"}  # rock, scissors, paper
 
 
 def circles(prompts: int, seed: int) -> list[dict]:
-    """Pairs of three responses a prompt, whose first letters say which one wins; the letter behind says nothing."""
+    """Pairs of three responses a prompt, whose first letters say which one wins; the letter behind
+    says nothing.
+    """
     draw, records = random.Random(seed), []
     for number in range(prompts):
         said = {kind: f" {kind}{draw.choice('abcdefghij')}" for kind in BEATS}
         for winner, loser in BEATS.items():
-            records.append({"prompt": f"{seed} {number}:", "chosen": said[winner], "rejected": said[loser]})
+            records.append(
+                {"prompt": f"{seed} {number}:", "chosen": said[winner], "rejected": said[loser]}
+            )
     return records
 
 
-def test_preferences_that_go_in_circles_are_learned_by_vectors_and_not_by_scores(workplace, tiny_model):
+def test_preferences_that_go_in_circles_are_learned_by_vectors_and_not_by_scores(
+    workplace, tiny_model
+):
     write("train.jsonl", circles(64, seed=1))
     write("held_out.jsonl", circles(16, seed=2))
-    data = {"train_data": "train.jsonl", "eval_data": "held_out.jsonl", "epochs": 6, "batch_size": 16}
+    data = {
+        "train_data": "train.jsonl",
+        "eval_data": "held_out.jsonl",
+        "epochs": 6,
+        "batch_size": 16,
+    }
     data["learning_rate"] = 1e-3
     reward_model.train(config(tiny_model, "vectors", **data))
     reward_model.train(config(tiny_model, "scores", preference_dim=0, **data))

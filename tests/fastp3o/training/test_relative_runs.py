@@ -13,7 +13,14 @@ from fastp3o.objectives.config.preferences import DPOConfig
 from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rewards.function import compares_siblings
-from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights, weights_of_start
+from tests.fastp3o.runs import (
+    assert_equal,
+    assert_resumes,
+    config,
+    metrics,
+    weights,
+    weights_of_start,
+)
 from tests.fastp3o.together import together
 
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
@@ -24,7 +31,9 @@ def vowels(text: str) -> float:
 
 
 def better(prompts, firsts, seconds):
-    """P3O's differences of `vowels`, which is within 0 and 1/2 for short responses, as probabilities."""
+    """P3O's differences of `vowels`, which is within 0 and 1/2 for short responses, as
+    probabilities.
+    """
     return [0.5 + (vowels(a) - vowels(b)) / 4 for a, b in zip(firsts, seconds, strict=True)]
 
 
@@ -48,24 +57,39 @@ def test_differences_of_scores_train_the_bits_of_the_scores(workplace, tiny_mode
     run(tiny_model, "scores", reward=scores)
     run(tiny_model, "compared", reward=better, pair_weights=pair_weights)
     assert_equal(weights("scores"), weights("compared"))
-    assert not torch.equal(weights("scores")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"])
+    assert not torch.equal(
+        weights("scores")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"]
+    )
     assert metrics("compared")[0]["reward"] == 0
     assert metrics("compared")[0]["reward_answered"] == 1
 
 
-def test_a_pairs_own_comparison_is_another_weight_than_means_where_they_go_in_circles(workplace, tiny_model):
+def test_a_pairs_own_comparison_is_another_weight_than_means_where_they_go_in_circles(
+    workplace, tiny_model
+):
     for pair_weights in ("means", "comparisons"):
-        run(tiny_model, pair_weights, reward=circles, responses_per_prompt=4, pair_weights=pair_weights, updates=1)
+        run(
+            tiny_model,
+            pair_weights,
+            reward=circles,
+            responses_per_prompt=4,
+            pair_weights=pair_weights,
+            updates=1,
+        )
     first, second = weights("means"), weights("comparisons")
     assert not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
 
 
-@pytest.mark.parametrize("objective", ["online_dpo", "online_ipo", "bpo", "nash_md", "rebel", "grpo", "rloo", "ppo"])
+@pytest.mark.parametrize(
+    "objective", ["online_dpo", "online_ipo", "bpo", "nash_md", "rebel", "grpo", "rloo", "ppo"]
+)
 @pytest.mark.parametrize("comparisons", ["all", "circular"])
 def test_every_objective_takes_comparisons(workplace, tiny_model, objective, comparisons):
     changes = {"updates": 1, "responses_per_prompt": 4, "comparisons": comparisons}
     run(tiny_model, "run", OBJECTIVES[objective], reward=circles, **changes)
-    assert not torch.equal(weights("run")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"])
+    assert not torch.equal(
+        weights("run")["model.norm.weight"], weights_of_start(tiny_model)["model.norm.weight"]
+    )
 
 
 @pytest.mark.parametrize("objective", ["online_dpo", "online_ipo", "bpo"])
@@ -75,7 +99,9 @@ def test_labels_are_those_of_scores_with_the_same_order(workplace, tiny_model, o
     assert_equal(weights("scores"), weights("compared"))
 
 
-def test_an_anchor_is_the_same_response_of_the_reference_whenever_its_prompt_comes(workplace, tiny_model):
+def test_an_anchor_is_the_same_response_of_the_reference_whenever_its_prompt_comes(
+    workplace, tiny_model
+):
     seen: dict[str, set[str]] = {}
 
     def noted(prompts, firsts, seconds):
@@ -95,12 +121,16 @@ def test_an_anchor_is_the_same_response_of_the_reference_whenever_its_prompt_com
         config(tiny_model, "run", lora_rank=2, **changes)
 
 
-def test_a_function_named_on_the_command_line_compares_and_a_resumed_run_has_the_same_bits(workplace, tiny_model):
+def test_a_function_named_on_the_command_line_compares_and_a_resumed_run_has_the_same_bits(
+    workplace, tiny_model
+):
     Path("relative.py").write_text(
         "def better(prompts, firsts, seconds, word):\n"
         "    return [0.5 + (a.count('e') - b.count('e')) / 12 for a, b in zip(firsts, seconds)]\n"
     )
-    settings = config(tiny_model, "run", reward="relative:better", prompts="answers.jsonl", save_every=2)
+    settings = config(
+        tiny_model, "run", reward="relative:better", prompts="answers.jsonl", save_every=2
+    )
     train(settings)
     assert_resumes(settings)
 
@@ -111,8 +141,16 @@ def evaluated(tiny_model: str, folder: str, reward, **changes) -> list[dict]:
     return metrics(folder, "eval.jsonl")
 
 
-def test_a_policy_is_even_with_itself_at_the_start_and_then_wins_what_it_learns(workplace, tiny_model):
-    changes = {"updates": 16, "eval_every": 16, "keep_best": "win_rate", "responses_per_prompt": 4, "kl_coef": 0.0}
+def test_a_policy_is_even_with_itself_at_the_start_and_then_wins_what_it_learns(
+    workplace, tiny_model
+):
+    changes = {
+        "updates": 16,
+        "eval_every": 16,
+        "keep_best": "win_rate",
+        "responses_per_prompt": 4,
+        "kl_coef": 0.0,
+    }
     start, *_, last = evaluated(tiny_model, "run", better, eval_responses_per_prompt=4, **changes)
     assert start["win_rate"] == 0.5
     assert start["reward"] == 0
@@ -165,7 +203,9 @@ def test_a_function_that_compares_siblings_meets_a_rivals_in_evaluations(workpla
     assert 0 < start["win_rate"] < 1
 
 
-def test_a_reward_that_compares_evaluates_fixed_preferences_against_the_start(workplace, tiny_model):
+def test_a_reward_that_compares_evaluates_fixed_preferences_against_the_start(
+    workplace, tiny_model
+):
     settings = DPOConfig(
         model=tiny_model,
         output_dir="dpo",
@@ -188,56 +228,115 @@ def shifted(tiny_model: str) -> str:
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     model.save_pretrained("rival")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained("rival")
     return "rival"
 
 
 def test_two_processes_compare_what_one_does(workplace, tiny_model):
-    """With a model of the reference that is sampled, a rival, and a judge that both processes hold a part of."""
+    """With a model of the reference that is sampled, a rival, and a judge that both processes hold
+    a part of.
+    """
     Path("comparing.py").write_text(
         "def better(prompts, firsts, seconds):\n"
         "    return [0.5 + (sum(map(ord, a)) % 64 - sum(map(ord, b)) % 64) / 128 for a, b in zip(firsts, seconds)]\n"
     )
-    flags = ["p3o", "--model", tiny_model, "--prompts", "prompts.jsonl", "--eval_prompts", "prompts.jsonl"]
-    flags += ["--max_response_tokens", "6", "--updates", "2", "--prompts_per_update", "4", "--report_to", "none"]
-    flags += ["--prompts_per_minibatch", "2", "--learning_rate", "3e-4", "--precision", "fp32", "--eval_limit", "5"]
+    flags = [
+        "p3o",
+        "--model",
+        tiny_model,
+        "--prompts",
+        "prompts.jsonl",
+        "--eval_prompts",
+        "prompts.jsonl",
+    ]
+    flags += [
+        "--max_response_tokens",
+        "6",
+        "--updates",
+        "2",
+        "--prompts_per_update",
+        "4",
+        "--report_to",
+        "none",
+    ]
+    flags += [
+        "--prompts_per_minibatch",
+        "2",
+        "--learning_rate",
+        "3e-4",
+        "--precision",
+        "fp32",
+        "--eval_limit",
+        "5",
+    ]
     runs = {
         "anchor": ["--reward", "comparing:better", "--comparisons", "anchor"],
-        "judge": ["--reward", "judge,comparing:better", "--judge_model", tiny_model, "--pair_weights", "comparisons"],
+        "judge": [
+            "--reward",
+            "judge,comparing:better",
+            "--judge_model",
+            tiny_model,
+            "--pair_weights",
+            "comparisons",
+        ],
     }
     for folder, processes in (("one", 1), ("two", 2)):
-        arguments = [[*flags, *further, "--output_dir", f"{folder}/{name}"] for name, further in runs.items()]
-        done = together(RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes)
+        arguments = [
+            [*flags, *further, "--output_dir", f"{folder}/{name}"] for name, further in runs.items()
+        ]
+        done = together(
+            RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes
+        )
         assert done.returncode == 0, done.stdout
     for name in runs:
         for key, value in weights(f"one/{name}").items():
             torch.testing.assert_close(weights(f"two/{name}")[key], value, rtol=0, atol=2e-5)
-        for one, two in zip(metrics(f"one/{name}", "eval.jsonl"), metrics(f"two/{name}", "eval.jsonl"), strict=True):
+        for one, two in zip(
+            metrics(f"one/{name}", "eval.jsonl"), metrics(f"two/{name}", "eval.jsonl"), strict=True
+        ):
             assert two == pytest.approx(one, abs=1e-4)
 
 
 @pytest.mark.parametrize("comparisons", ["circular", "anchor"])
-def test_a_choice_of_pairs_is_refused_where_no_reward_judges_pair_by_pair(workplace, tiny_model, comparisons):
+def test_a_choice_of_pairs_is_refused_where_no_reward_judges_pair_by_pair(
+    workplace, tiny_model, comparisons
+):
     class AllAtOnce(RelativeReward):
         def matrix(self, groups):
             return torch.zeros(len(groups), 2, 2)
 
-    expected = f"--comparisons {comparisons} has no effect without a reward that judges pair by pair"
-    for reward, why in ((scores, "scores each response alone"), (AllAtOnce(), "all comparisons from one pass")):
+    expected = (
+        f"--comparisons {comparisons} has no effect without a reward that judges pair by pair"
+    )
+    for reward, why in (
+        (scores, "scores each response alone"),
+        (AllAtOnce(), "all comparisons from one pass"),
+    ):
         with pytest.raises(UserError, match=f"{expected}.*{why}"):
             run(tiny_model, "refused", reward=reward, comparisons=comparisons)
     run(tiny_model, "mixed", reward=[scores, better], comparisons=comparisons, updates=1)
 
 
 @pytest.mark.parametrize(("pair_weights", "again"), [("means", 2), ("comparisons", 0)])
-def test_a_circle_is_sampled_again_only_where_the_loss_reads_row_means(workplace, tiny_model, pair_weights, again):
+def test_a_circle_is_sampled_again_only_where_the_loss_reads_row_means(
+    workplace, tiny_model, pair_weights, again
+):
     class Circle(RelativeReward):
         def matrix(self, groups):
-            return torch.tensor([[0, 0.5, -0.5], [-0.5, 0, 0.5], [0.5, -0.5, 0]]).repeat(len(groups), 1, 1)
+            return torch.tensor([[0, 0.5, -0.5], [-0.5, 0, 0.5], [0.5, -0.5, 0]]).repeat(
+                len(groups), 1, 1
+            )
 
-    changes = {"responses_per_prompt": 3, "dynamic_sampling": 2, "updates": 1, "pair_weights": pair_weights}
+    changes = {
+        "responses_per_prompt": 3,
+        "dynamic_sampling": 2,
+        "updates": 1,
+        "pair_weights": pair_weights,
+    }
     run(tiny_model, "run", reward=Circle(), **changes)
     assert metrics("run")[0]["sampled_again"] == again
 
@@ -248,6 +347,11 @@ def test_ties_alone_are_sampled_again_whatever_the_loss_reads(workplace, tiny_mo
         def matrix(self, groups):
             return torch.zeros(len(groups), 3, 3)
 
-    changes = {"responses_per_prompt": 3, "dynamic_sampling": 2, "updates": 1, "pair_weights": pair_weights}
+    changes = {
+        "responses_per_prompt": 3,
+        "dynamic_sampling": 2,
+        "updates": 1,
+        "pair_weights": pair_weights,
+    }
     run(tiny_model, "run", reward=Ties(), **changes)
     assert metrics("run")[0]["sampled_again"] == 2

@@ -21,29 +21,45 @@ def rows(made, monkeypatch, capsys, free: float) -> int:
     """Tokens of a row, of which a run must say that they are fewer than asked for."""
     monkeypatch.setattr(row_length, "free_host_memory", lambda: int(free))
     train(made)
-    said = re.findall(r"--tokens_per_row: (\d+), since an update of 8192 takes about .* GB", capsys.readouterr().out)
+    said = re.findall(
+        r"--tokens_per_row: (\d+), since an update of 8192 takes about .* GB",
+        capsys.readouterr().out,
+    )
     return int(said[0]) if said else made.packing.tokens_per_row
 
 
-def test_rows_are_halved_until_memory_holds_them_and_a_named_length_stays(workplace, tiny_model, monkeypatch, capsys):
+def test_rows_are_halved_until_memory_holds_them_and_a_named_length_stays(
+    workplace, tiny_model, monkeypatch, capsys
+):
     found = {
-        free: rows(config(tiny_model, f"{free:.0e}", **SMALL), monkeypatch, capsys, free) for free in (1e12, FREE, 0)
+        free: rows(config(tiny_model, f"{free:.0e}", **SMALL), monkeypatch, capsys, free)
+        for free in (1e12, FREE, 0)
     }
     assert found[1e12] == 8192
     assert 512 < found[FREE] < 8192
     assert found[0] == 512
-    efficiency = {tokens: metrics(f"{free:.0e}")[0]["packing_efficiency"] for free, tokens in found.items()}
+    efficiency = {
+        tokens: metrics(f"{free:.0e}")[0]["packing_efficiency"] for free, tokens in found.items()
+    }
     assert efficiency[512] == pytest.approx(efficiency[8192] * 8192 / 512)
-    assert rows(config(tiny_model, "named", **SMALL, tokens_per_row=4096), monkeypatch, capsys, 0) == 4096
+    assert (
+        rows(config(tiny_model, "named", **SMALL, tokens_per_row=4096), monkeypatch, capsys, 0)
+        == 4096
+    )
 
 
 def test_so_are_those_of_supervised_stages(workplace, tiny_model, monkeypatch, capsys):
-    made = SFTConfig(model=tiny_model, output_dir="sft", train_data="sft.jsonl", batch_size=4, report_to="none")
+    made = SFTConfig(
+        model=tiny_model, output_dir="sft", train_data="sft.jsonl", batch_size=4, report_to="none"
+    )
     assert rows(made, monkeypatch, capsys, 0) == 512
 
 
 def test_what_saves_memory_leaves_longer_rows(workplace, tiny_model, monkeypatch, capsys):
-    plain, saving = (config(tiny_model, str(saves), **SMALL, gradient_checkpointing=saves) for saves in (False, True))
+    plain, saving = (
+        config(tiny_model, str(saves), **SMALL, gradient_checkpointing=saves)
+        for saves in (False, True)
+    )
     assert rows(saving, monkeypatch, capsys, FREE) > rows(plain, monkeypatch, capsys, FREE)
 
 
@@ -52,7 +68,9 @@ def test_every_family_has_an_estimate(family):
     context = SimpleNamespace(precision=choose_precision("fp32", "fp32"))
     settings = SFTConfig(model="m", output_dir="o", train_data="d")
     model = PackedModel(random_model(family))
-    few, many = (row_length.further_bytes(context, settings, model, tokens) for tokens in (512, 1024))
+    few, many = (
+        row_length.further_bytes(context, settings, model, tokens) for tokens in (512, 1024)
+    )
     assert 0 < few < many
 
 

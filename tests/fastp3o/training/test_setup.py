@@ -28,25 +28,43 @@ def beside_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("ACCELERATE_USE_FSDP", "true", "asks for FSDP, and fastp3o shards models itself: start with torchrun"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", "asks for DEEPSPEED, and fastp3o shards models itself"),
+        (
+            "ACCELERATE_USE_FSDP",
+            "true",
+            "asks for FSDP, and fastp3o shards models itself: start with torchrun",
+        ),
+        (
+            "ACCELERATE_USE_DEEPSPEED",
+            "true",
+            "asks for DEEPSPEED, and fastp3o shards models itself",
+        ),
         (
             "CUDA_VISIBLE_DEVICES",
             "0",
             "torch for CUDA 13.0 cannot use this GPU: .*ACCELERATE_USE_CPU=true trains on the",
         ),
-        ("WORLD_SIZE", "2", "torchrun started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU"),
+        (
+            "WORLD_SIZE",
+            "2",
+            "torchrun started 2 processes, and accelerate sees 1: .*ACCELERATE_USE_CPU",
+        ),
     ],
 )
-def test_engines_of_accelerate_and_processes_that_it_does_not_see_are_refused(monkeypatch, name, value, says):
+def test_engines_of_accelerate_and_processes_that_it_does_not_see_are_refused(
+    monkeypatch, name, value, says
+):
     beside_a_gpu(monkeypatch, name, value)
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 1)
     with pytest.raises(ValueError, match=says):
         make_accelerator(0, choose_precision("fp32", "fp32"))
 
 
-@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")])
-def test_a_run_names_its_device_which_is_the_cpu_beside_a_gpu_if_that_is_asked_for(monkeypatch, capsys, name, value):
+@pytest.mark.parametrize(
+    ("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")]
+)
+def test_a_run_names_its_device_which_is_the_cpu_beside_a_gpu_if_that_is_asked_for(
+    monkeypatch, capsys, name, value
+):
     beside_a_gpu(monkeypatch, name, value)
     make_accelerator(0, choose_precision("fp32", "fp32"))
     assert capsys.readouterr().out == "device: 1 x the CPU, fp32\n"
@@ -60,7 +78,9 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
 
     def copy(policy, device, dtype, *, merges):
         made.append((dtype, merges))
-        return SimpleNamespace(model="copy", bytes=10**9, memory=torch.empty(0), gathered=lambda model: nullcontext())
+        return SimpleNamespace(
+            model="copy", bytes=10**9, memory=torch.empty(0), gathered=lambda model: nullcontext()
+        )
 
     monkeypatch.setattr(plan, "SamplingCopy", copy)
     free = [memory, 10**10 if precision in ("fp32", "bf16") else 10**8]
@@ -82,4 +102,6 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
         assert sampled.copy is None
     # The first rollout finds the memory that is left, and decides for all.
     sampler = sampled.gathered(lambda model: lambda *_: model)
-    assert [sampler([], 2, seed) for seed in range(2)] == 2 * ["copy" if made and precision != "fp16" else policy]
+    assert [sampler([], 2, seed) for seed in range(2)] == 2 * [
+        "copy" if made and precision != "fp16" else policy
+    ]

@@ -1,4 +1,6 @@
-"""Random decoding steps, and an oracle of decode attention: one softmax per token and head, in fp64."""
+"""Random decoding steps, and an oracle of decode attention: one softmax per token and head, in
+fp64.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -22,10 +24,14 @@ class Step:
         """A copy, the same values in another precision."""
         cache = LayerCache(*(tensor.to(dtype, copy=True) for tensor in vars(self.cache).values()))
         slots = replace(self.slots, masks={})
-        return Step(*(t.to(dtype) for t in (self.query, self.key, self.value)), cache, slots, self.settings)
+        return Step(
+            *(t.to(dtype) for t in (self.query, self.key, self.value)), cache, slots, self.settings
+        )
 
     def run(self, impl: str) -> Tensor:
-        return decode_attention(self.query, self.key, self.value, self.cache, self.slots, **self.settings, impl=impl)
+        return decode_attention(
+            self.query, self.key, self.value, self.cache, self.slots, **self.settings, impl=impl
+        )
 
     @property
     def busy(self) -> Tensor:
@@ -34,10 +40,22 @@ class Step:
 
 
 def random_step(
-    P=3, K=2, idle=1, Hkv=2, G=2, D=16, Lp=20, Lr=10, *, dtype=torch.float32, seed=0, left_out=1, **settings
+    P=3,
+    K=2,
+    idle=1,
+    Hkv=2,
+    G=2,
+    D=16,
+    Lp=20,
+    Lr=10,
+    *,
+    dtype=torch.float32,
+    seed=0,
+    left_out=1,
+    **settings,
 ) -> Step:
-    """Slots hold responses in random order; `left_out` responses are in none. Prompts have 0 to Lp tokens, and both
-    extremes occur. Keys and values that no token may see are 1e4.
+    """Slots hold responses in random order; `left_out` responses are in none. Prompts have 0 to Lp
+    tokens, and both extremes occur. Keys and values that no token may see are 1e4.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -65,7 +83,9 @@ def random_step(
     step = Step(query, key, value, cache, slots, {"scale": 1.3 * D**-0.5} | settings)
     for name in ("query", "key", "value"):
         setattr(step, name, getattr(step, name).to(device=DEVICE, dtype=dtype))
-    step.cache = LayerCache(*(tensor.to(device=DEVICE, dtype=dtype) for tensor in vars(cache).values()))
+    step.cache = LayerCache(
+        *(tensor.to(device=DEVICE, dtype=dtype) for tensor in vars(cache).values())
+    )
     return step
 
 
@@ -80,12 +100,15 @@ def oracle(step: Step) -> Tensor:
         length, own = int(step.slots.cached_lengths[p]), int(step.slots.steps[r])
 
         def seen(prompt: Tensor, own_cache: Tensor, new: Tensor) -> Tensor:
-            every = torch.cat([prompt[p, :, :length], own_cache[r, :, :own], new[r][:, None]], dim=1).double()  # noqa: B023
+            parts = [prompt[p, :, :length], own_cache[r, :, :own], new[r][:, None]]  # noqa: B023
+            every = torch.cat(parts, dim=1).double()
             return every[:, -window:] if window else every
 
         keys = seen(step.cache.prompt_keys, step.cache.own_keys, step.key)
         values = seen(step.cache.prompt_values, step.cache.own_values, step.value)
-        products = (step.query[r].double().view(Hkv, -1, D) @ keys.transpose(1, 2)) * step.settings["scale"]
+        products = (step.query[r].double().view(Hkv, -1, D) @ keys.transpose(1, 2)) * step.settings[
+            "scale"
+        ]
         if softcap:
             products = softcap * torch.tanh(products / softcap)
         result[r] = (products.softmax(-1) @ values).view(H, D)

@@ -1,4 +1,6 @@
-"""Decode attention against fp64: Triton's error is bounded by that of the PyTorch path in the same dtype."""
+"""Decode attention against fp64: Triton's error is bounded by that of the PyTorch path in the same
+dtype.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -29,9 +31,13 @@ def check(step) -> None:
     assert triton.dtype == dtype
     assert (triton[~step.busy] == 0).all()
     assert eager.isfinite().all()
-    # A few roundings at the size of the values; the interpreter cuts off where hardware rounds to 16 bits.
+    # A few roundings at the size of the values; the interpreter cuts off where hardware rounds to
+    # 16 bits.
     floor = 4 * torch.finfo(torch.float32).eps + (2 * torch.finfo(dtype).eps if INTERPRET else 0.0)
-    assert error(step, triton, expected) <= 2 * error(step, eager, expected) + floor * expected.abs().max().item()
+    assert (
+        error(step, triton, expected)
+        <= 2 * error(step, eager, expected) + floor * expected.abs().max().item()
+    )
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -51,7 +57,17 @@ def check(step) -> None:
     seed=st.integers(0, 10**6),
 )
 def test_random_steps(P, K, idle, Hkv, G, D, Lp, Lr, window, softcap, left_out, dtype, seed):
-    shape = {"P": P, "K": K, "idle": idle, "Hkv": Hkv, "G": G, "D": D, "Lp": Lp, "Lr": Lr, "left_out": left_out}
+    shape = {
+        "P": P,
+        "K": K,
+        "idle": idle,
+        "Hkv": Hkv,
+        "G": G,
+        "D": D,
+        "Lp": Lp,
+        "Lr": Lr,
+        "left_out": left_out,
+    }
     assume(left_out < P * K or idle)
     step = random_step(**shape, seed=seed, window=window, softcap=softcap, dtype=dtype)
     check(step)
@@ -72,9 +88,15 @@ def test_random_steps(P, K, idle, Hkv, G, D, Lp, Lr, window, softcap, left_out, 
     [
         *({"G": 4, "Hkv": 1, "D": D, "Lp": 70} for D in (64, 80, 96, 256)),
         # More queries than a tile holds: one response's heads take more than one, too.
-        *({"P": 1, "K": 3, "G": 71, "Lr": 3, "window": 7, "dtype": dtype} for dtype in (torch.float32, torch.float16)),
+        *(
+            {"P": 1, "K": 3, "G": 71, "Lr": 3, "window": 7, "dtype": dtype}
+            for dtype in (torch.float32, torch.float16)
+        ),
         # Around blocks and chunks.
-        *({"P": 1, "left_out": 0, "Lp": Lp, "Lr": Lr} for Lp, Lr in ((0, 1), (63, 64), (CHUNK + 1, CHUNK + 2))),
+        *(
+            {"P": 1, "left_out": 0, "Lp": Lp, "Lr": Lr}
+            for Lp, Lr in ((0, 1), (63, 64), (CHUNK + 1, CHUNK + 2))
+        ),
         # More chunks than merge_kernel reads at once.
         {"P": 1, "K": 1, "idle": 0, "left_out": 0, "Hkv": 1, "Lp": 12 * CHUNK + 3},
     ],
@@ -117,7 +139,9 @@ def test_layouts():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_result_does_not_depend_on_its_neighbours(impl, window):
-    """It depends neither on their queries, steps or prompts, nor on whether a sibling is still decoding."""
+    """It depends neither on their queries, steps or prompts, nor on whether a sibling is still
+    decoding.
+    """
 
     def random(seed):
         sizes = {"P": 3, "K": 3, "idle": 1, "left_out": 0, "Hkv": 1, "Lp": 300, "Lr": 280}
@@ -128,8 +152,13 @@ def test_a_result_does_not_depend_on_its_neighbours(impl, window):
     expected = step.to(torch.float32).run(impl)[mine]
     for seed in range(1, 3):
         other, slots = random(seed), step.slots
-        gone = (torch.rand(len(slots.response), generator=torch.Generator().manual_seed(seed)) < 0.4).to(DEVICE)
-        response, steps = torch.where(gone, 9, slots.response), torch.where(gone, 0, other.slots.steps)
+        gone = (
+            torch.rand(len(slots.response), generator=torch.Generator().manual_seed(seed)) < 0.4
+        ).to(DEVICE)
+        response, steps = (
+            torch.where(gone, 9, slots.response),
+            torch.where(gone, 0, other.slots.steps),
+        )
         response[mine], steps[mine] = slots.response[mine], slots.steps[mine]
         lengths = other.slots.cached_lengths
         lengths[2] = slots.cached_lengths[2]
@@ -143,7 +172,9 @@ def test_a_result_does_not_depend_on_its_neighbours(impl, window):
 
 
 def test_offsets_beyond_2_to_the_31():
-    """The last prompt lies beyond. Untouched memory is not taken. Slots' offsets are computed in the same way."""
+    """The last prompt lies beyond. Untouched memory is not taken. Slots' offsets are computed in
+    the same way.
+    """
     D, Lp = 16, 256
     P = 2**31 // (D * Lp) + 1
     keys = torch.empty(P, 1, Lp, D, dtype=torch.float16, device=DEVICE)
@@ -171,12 +202,17 @@ def test_a_prompts_keys_are_read_once_for_all_responses(monkeypatch):
         step.run("triton")
     assert launches == {"partial_attention_kernel": 1, "merge_kernel": 1}
     token = 2 * 64 * 2  # bytes of the heads' keys
-    prompts, own = step.slots.cached_lengths.sum() * token, step.slots.steps[step.busy].sum() * token
+    prompts, own = (
+        step.slots.cached_lengths.sum() * token,
+        step.slots.steps[step.busy].sum() * token,
+    )
     found = {"loaded": [], "stored": []}
     for kind, tensor in product(found, vars(step.cache).values()):
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         accesses = [part for part in traffic.addresses[kind] if part.size]
-        found[kind].append(sum(int(size[(begin <= at) & (at < end)].sum()) for at, size in accesses))
+        found[kind].append(
+            sum(int(size[(begin <= at) & (at < end)].sum()) for at, size in accesses)
+        )
     loaded, stored = found.values()
     assert loaded == [prompts, prompts, own, own]
     assert stored == [0, 0, *[step.busy.sum() * token] * 2]

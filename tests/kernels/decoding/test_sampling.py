@@ -17,7 +17,9 @@ def chi_squared(tokens: Tensor, probs: Tensor) -> float:
     expected = probs.double() * len(tokens)
     rare = expected < 5
     counts = torch.bincount(tokens, minlength=len(probs)).double()
-    counts, expected = (torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (counts, expected))
+    counts, expected = (
+        torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (counts, expected)
+    )
     counts, expected = counts[expected > 0], expected[expected > 0]
     degrees = len(expected) - 1
     return (((counts - expected) ** 2 / expected).sum().item() - degrees) / (2 * degrees) ** 0.5
@@ -27,7 +29,9 @@ def least_allowed(probs: list[float], top_k: int, top_p: float, min_p: float) ->
     """The least probability that may be sampled, by the definitions, in exact arithmetic."""
     most = sorted((int(prob * 2.0**149) for prob in probs), reverse=True)[: top_k or None]
     share = ceil(Fraction(top_p) * sum(most))
-    last = next(prob for prob, reached in zip(most, accumulate(most), strict=True) if reached >= share)
+    last = next(
+        prob for prob, reached in zip(most, accumulate(most), strict=True) if reached >= share
+    )
     return float(max(last, Fraction(min_p) * most[0]) / 2**149)
 
 
@@ -48,7 +52,9 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, 
     logits[2, (torch.rand(V) < 0.5) & (torch.arange(V) != seed % V)] = -torch.inf
     top_p = torch.tensor(truncation["top_p"])
     at_the_share = (one_hot * top_p + one_hot.roll(1) * (1 - top_p)) / (2 if V == 1 else 1)
-    neighbors = (torch.full((1, V), 1 / V).view(torch.int32) + torch.arange(V, dtype=torch.int32)).view(torch.float32)
+    neighbors = (
+        torch.full((1, V), 1 / V).view(torch.int32) + torch.arange(V, dtype=torch.int32)
+    ).view(torch.float32)
     probs = torch.cat([(logits / temperature).softmax(1), one_hot, at_the_share, neighbors])
     least = [least_allowed(row, **truncation) for row in probs.tolist()]
     allowed = probs >= torch.tensor(least, dtype=torch.float64)[:, None]
@@ -57,7 +63,11 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, 
         assert torch.equal((probs >= found[:, None]) & (probs > 0), allowed)
     if scale > 1:
         return
-    logits, kept, options = logits[seed % 3], allowed[seed % 3], {"temperature": temperature, **truncation}
+    logits, kept, options = (
+        logits[seed % 3],
+        allowed[seed % 3],
+        {"temperature": temperature, **truncation},
+    )
     left = logits.where(kept, -torch.inf) / temperature
     keys, steps = response_keys(0, torch.arange(3000), 1)[:, 0], torch.arange(3000) % 11
     tokens = sample_tokens(logits.expand(3000, -1), keys, steps, **options).tokens
@@ -70,9 +80,15 @@ def test_only_allowed_tokens_are_sampled_and_all_of_them(V, scale, temperature, 
 
 
 def test_keys_are_splitmix64s_bits_for_seed_prompt_and_response():
-    """The expected numbers are those of the reference implementation (prng.di.unimi.it/splitmix64.c) from 1234567."""
+    """The expected numbers are those of the reference implementation
+    (prng.di.unimi.it/splitmix64.c) from 1234567.
+    """
     bits = random_bits(torch.tensor(1234567), torch.arange(3)).tolist()
-    assert [number % 2**64 for number in bits] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [number % 2**64 for number in bits] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
     keys = response_keys(3, torch.arange(1000), 4)
     assert len(keys.unique()) == 4000
     assert torch.equal(response_keys(3, torch.tensor([7, 500]), 2), keys[[7, 500], :2])

@@ -24,7 +24,10 @@ def check(logits) -> None:
     # A token depends only on logits, key and step of its slot.
     some = torch.arange(R, device=DEVICE).flip(0)[::2]
     for impl, result in (("eager", expected), ("triton", got)):
-        assert torch.equal(sample_tokens(logits[some], keys[some], steps[some], impl=impl).tokens, result.tokens[some])
+        assert torch.equal(
+            sample_tokens(logits[some], keys[some], steps[some], impl=impl).tokens,
+            result.tokens[some],
+        )
     # Tokens may differ only where two were equal to the last digits.
     assert (got.tokens != expected.tokens).sum() <= R // 100
     exact = logits.double().log_softmax(1).gather(1, got.tokens[:, None])[:, 0]
@@ -55,7 +58,9 @@ def test_vocabularies_around_a_tile_layouts_and_maxima_far_apart():
     for view in (logits[:, :8192], logits[::2, 3:8196], logits.T[:50], logits[:1].expand(5, -1)):
         check(view)
     for probs in (logits[:, :8192].softmax(1), (4 * logits).softmax(1)):
-        assert torch.equal(*(least_probability(probs, 0, 1 - 1e-6, 0.0, impl) for impl in ("eager", "triton")))
+        assert torch.equal(
+            *(least_probability(probs, 0, 1 - 1e-6, 0.0, impl) for impl in ("eager", "triton"))
+        )
     logits[0, :9000] -= 1e4
     logits[1, 9000:] = -float("inf")
     logits[2, 19_999] = 1e4
@@ -64,12 +69,18 @@ def test_vocabularies_around_a_tile_layouts_and_maxima_far_apart():
 
 @pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
 def test_one_launch_reads_logits_once_and_probabilities_from_memory_once(monkeypatch):
-    """A sort writes 20 bytes a token to memory: values, indices and sums. The bisection rereads 4 in the L2 cache."""
+    """A sort writes 20 bytes a token to memory: values, indices and sums. The bisection rereads 4
+    in the L2 cache.
+    """
     R, V = 2, 50_257
     logits, numbers = torch.randn(R, V), torch.arange(R)
     for kernel, run, reads in (
         ("race_kernel", lambda: sample_tokens(logits, numbers, numbers, impl="triton"), 1),
-        ("top_p_kernel", lambda: least_probability((3 * logits).softmax(1), 0, 0.95, 0.0, "triton"), 20),
+        (
+            "top_p_kernel",
+            lambda: least_probability((3 * logits).softmax(1), 0, 0.95, 0.0, "triton"),
+            20,
+        ),
     ):
         with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
             run()

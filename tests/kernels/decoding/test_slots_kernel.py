@@ -15,7 +15,11 @@ VOCABULARY, Lr = 12, 5
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    P=st.integers(1, 5), K=st.integers(1, 5), left_out=st.integers(0, 8), idle=st.integers(0, 3), seed=st.integers(0)
+    P=st.integers(1, 5),
+    K=st.integers(1, 5),
+    left_out=st.integers(0, 8),
+    idle=st.integers(0, 3),
+    seed=st.integers(0),
 )
 def test_slots_that_share_a_prompt(P, K, left_out, idle, seed):
     generator = torch.Generator().manual_seed(seed % 2**31)
@@ -48,7 +52,11 @@ def begun(N: int, R: int, total: int, ends: set[int]) -> tuple[Working, Batch]:
     first_tokens = 100 + torch.arange(N + 1, device=DEVICE)
     taken = torch.tensor(min(total, R) - 1, device=DEVICE)
     batch = filled(N + 1, Lr), filled(N + 1, Lr, dtype=torch.float32), first_tokens, table
-    slots = response.masked_fill(response >= total, N), torch.zeros_like(response), first_tokens[:R].clone()
+    slots = (
+        response.masked_fill(response >= total, N),
+        torch.zeros_like(response),
+        first_tokens[:R].clone(),
+    )
     return Working(*slots), Batch(*batch, torch.tensor(total, device=DEVICE), taken)
 
 
@@ -81,7 +89,10 @@ def test_slots_take_the_next_responses(slots, more, missing, ends, seed):
 
 def test_each_in_one_launch(monkeypatch):
     working, batch = begun(6, 4, 6, {3})
-    tokens, logprobs = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.zeros(4, device=DEVICE)
+    tokens, logprobs = (
+        torch.zeros(4, dtype=torch.int64, device=DEVICE),
+        torch.zeros(4, device=DEVICE),
+    )
     with counted_launches(monkeypatch) as launches:
         take_tokens(tokens, logprobs, working, batch, impl="triton")
     assert launches == {"take_kernel": 1}

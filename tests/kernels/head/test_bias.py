@@ -5,7 +5,14 @@ import torch
 
 from fastp3o_kernels import Head, linear_logprobs
 from tests.kernels.levels import Batch
-from tests.kernels.problems import CHUNKED, DEVICE, budget_for, multiplied_as, random_hidden_states, relative_error
+from tests.kernels.problems import (
+    CHUNKED,
+    DEVICE,
+    budget_for,
+    multiplied_as,
+    random_hidden_states,
+    relative_error,
+)
 from tests.pairwise import pairwise
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -26,9 +33,19 @@ def bias_gradient(states, bias, labels, weights, entropies, impl, **given):
 
 @pytest.mark.parametrize(
     ("impl", "dtype", "of_bias", "arithmetic", "softcap", "entropy", "held"),
-    pairwise(CHUNKED, FLOATING, FLOATING, ["gpu", "bf16", "widened"], [None, 6.0], [False, True], [2000, 64, 5]),
+    pairwise(
+        CHUNKED,
+        FLOATING,
+        FLOATING,
+        ["gpu", "bf16", "widened"],
+        [None, 6.0],
+        [False, True],
+        [2000, 64, 5],
+    ),
 )
-def test_it_is_summed_before_gradients_of_logits_are_rounded(impl, dtype, of_bias, arithmetic, softcap, entropy, held):
+def test_it_is_summed_before_gradients_of_logits_are_rounded(
+    impl, dtype, of_bias, arithmetic, softcap, entropy, held
+):
     """Terms of both signs leave a sum that is small next to the roundings of half precision."""
     if impl == "triton" and torch.float64 in (dtype, of_bias):
         impl = None
@@ -38,13 +55,24 @@ def test_it_is_summed_before_gradients_of_logits_are_rounded(impl, dtype, of_bia
     labels[::9] = -100
     weights, entropies = torch.randn(2, N, dtype=torch.float64, device=DEVICE)
     weights[5:20] = 0
-    numbers = labels, weights.to(at_least := torch.promote_types(dtype, torch.float32)), entropies.to(at_least)
+    numbers = (
+        labels,
+        weights.to(at_least := torch.promote_types(dtype, torch.float32)),
+        entropies.to(at_least),
+    )
     expected = bias_gradient(
-        states.to(torch.float64), bias.double(), labels, weights, entropies if entropy else None, "eager"
+        states.to(torch.float64),
+        bias.double(),
+        labels,
+        weights,
+        entropies if entropy else None,
+        "eager",
     )
     given = {"memory_budget": budget_for(held, V)}
     with multiplied_as(arithmetic, dtype):
-        found = bias_gradient(states, bias, *numbers[:2], numbers[2] if entropy else None, impl, **given)
+        found = bias_gradient(
+            states, bias, *numbers[:2], numbers[2] if entropy else None, impl, **given
+        )
     # Half a unit in the last place of what it is given in, and what fp32 loses.
     assert relative_error(found, expected) <= torch.finfo(of_bias).eps / 2 + 2e-6
 

@@ -12,7 +12,9 @@ from fastp3o_kernels.head.head import HeadDtypes, sums_in_fp32
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
 @pytest.mark.parametrize("capable", [True, False])
-def test_half_operands_stay_half_where_products_have_what_they_need(device, half, capable, monkeypatch):
+def test_half_operands_stay_half_where_products_have_what_they_need(
+    device, half, capable, monkeypatch
+):
     hidden = SimpleNamespace(device=SimpleNamespace(type=device), dtype=half)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": capable})

@@ -30,7 +30,9 @@ def objective(hidden: Tensor, head: object, labels: Tensor) -> Tensor:
         return (groups.logprobs * groups["rewards"]).sum()
 
     tensors = {"rewards": REWARDS}
-    return linear_loss(hidden, head, labels, OFFSETS, loss, responses_per_group=2, response_tensors=tensors).loss
+    return linear_loss(
+        hidden, head, labels, OFFSETS, loss, responses_per_group=2, response_tensors=tensors
+    ).loss
 
 
 def p3o(hidden: Tensor, head: object, labels: Tensor) -> Tensor:
@@ -44,7 +46,9 @@ LOSSES: list[Callable] = [logprobs, objective, p3o]
 
 def inputs() -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(0)
-    return torch.randn(N, D, generator=made, requires_grad=True), torch.randint(V, (N,), generator=made)
+    return torch.randn(N, D, generator=made, requires_grad=True), torch.randint(
+        V, (N,), generator=made
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -74,10 +78,14 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("head", [Adapted(), [[1.0] * D] * V, None], ids=["adapted", "list", "None"])
+@pytest.mark.parametrize(
+    "head", [Adapted(), [[1.0] * D] * V, None], ids=["adapted", "list", "None"]
+)
 def test_what_is_no_head_is_refused_by_its_type(loss, head):
     hidden, labels = inputs()
-    with pytest.raises(ValueError, match=rf"a linear layer or a weight .*got {type(head).__name__}"):
+    with pytest.raises(
+        ValueError, match=rf"a linear layer or a weight .*got {type(head).__name__}"
+    ):
         loss(hidden, head, labels)
 
 
@@ -96,7 +104,12 @@ def test_an_objective_that_asks_for_a_tensor_nobody_gave_is_told_which_there_are
         )
     with pytest.raises(ValueError, match="responses_per_group=1"):
         linear_loss(
-            hidden, head, labels, OFFSETS, lambda groups: groups.logprobs.sum(), response_tensors={"r": REWARDS}
+            hidden,
+            head,
+            labels,
+            OFFSETS,
+            lambda groups: groups.logprobs.sum(),
+            response_tensors={"r": REWARDS},
         )
 
 

@@ -17,7 +17,9 @@ def run(states, labels, weights, impl, **given):
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize(("scale", "softcap"), [(0.1, 30.0), (3.0, 30.0), (30.0, 5.0), (100.0, 30.0)])
+@pytest.mark.parametrize(
+    ("scale", "softcap"), [(0.1, 30.0), (3.0, 30.0), (30.0, 5.0), (100.0, 30.0)]
+)
 def test_a_soft_cap_is_as_exact_as_eager_for_small_logits_and_near_the_cap(impl, scale, softcap):
     """No difference of nearly equal numbers, neither in tanh nor in its slope."""
     states = random_hidden_states(40, 300, 16, DEVICE, scale=scale, softcap=softcap)
@@ -27,12 +29,18 @@ def test_a_soft_cap_is_as_exact_as_eager_for_small_logits_and_near_the_cap(impl,
     eager, eager_gradients = run(states, labels, weights, "eager")
     chunked, gradients = run(states, labels, weights, impl)
     assert (chunked - expected).abs().max() <= 1.5 * (eager - expected).abs().max() + 1e-7
-    for got, eager_gradient, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
-        assert (got - target).norm() <= 1.5 * (eager_gradient - target).norm() + 1e-7 * target.norm()
+    for got, eager_gradient, target in zip(
+        gradients, eager_gradients, expected_gradients, strict=True
+    ):
+        assert (got - target).norm() <= 1.5 * (
+            eager_gradient - target
+        ).norm() + 1e-7 * target.norm()
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("view", [lambda bias: bias[:, 0], lambda bias: bias[:1, 0].expand(67)], ids=["column", "one"])
+@pytest.mark.parametrize(
+    "view", [lambda bias: bias[:, 0], lambda bias: bias[:1, 0].expand(67)], ids=["column", "one"]
+)
 def test_layouts_odd_vocabularies_and_a_bias_of_any_stride(impl, view):
     torch.manual_seed(0)
     hidden, weight = torch.randn(12, 9, device=DEVICE)[:, 1::2], torch.randn(4, 67, device=DEVICE).T
@@ -41,9 +49,15 @@ def test_layouts_odd_vocabularies_and_a_bias_of_any_stride(impl, view):
     given = {"outputs": ("entropy",), "impl": impl, "memory_budget": budget_for(5, 67)}
     got = linear_logprobs(hidden, Head(weight, bias=view(bias)), labels, **given)
     logprobs = (hidden @ weight.T + view(bias)).log_softmax(-1)
-    expected = logprobs.gather(1, labels.long()[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(1)
+    expected = (
+        logprobs.gather(1, labels.long()[:, None]).squeeze(1),
+        -(logprobs.exp() * logprobs).sum(1),
+    )
     torch.testing.assert_close(got[:2], expected, rtol=1e-4, atol=1e-5)
-    gradients = [torch.autograd.grad(values[0].sum() + 2 * values[1].sum(), bias) for values in (got, expected)]
+    gradients = [
+        torch.autograd.grad(values[0].sum() + 2 * values[1].sum(), bias)
+        for values in (got, expected)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
@@ -54,10 +68,15 @@ def test_the_weights_gradient_is_summed_in_fp32():
     _, expected = run(states.to(torch.float64), labels, weights.double(), "eager")
     _, whole = run(states, labels, weights, None)
     _, chunked = run(states, labels, weights, None, memory_budget=budget_for(2, 20))
-    assert relative_error(chunked[1], expected[1]) <= 1.5 * relative_error(whole[1], expected[1]) + 1e-4
+    assert (
+        relative_error(chunked[1], expected[1])
+        <= 1.5 * relative_error(whole[1], expected[1]) + 1e-4
+    )
 
 
-def hidden_weight_and_labels(N: int, D: int = 64, V: int = 1024) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def hidden_weight_and_labels(
+    N: int, D: int = 64, V: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, D, generator=generator).requires_grad_() for rows in (N, V))
     return hidden, weight, torch.randint(V, (N,), generator=generator)
@@ -94,7 +113,9 @@ def test_time_is_linear_and_memory_flat_where_not_all_logits_are_kept(little_roo
 
 
 @pytest.mark.parametrize("outputs", [None, ("entropy",)])
-def test_kept_logits_and_those_that_are_computed_again_give_the_same_bits(outputs, little_room, monkeypatch):
+def test_kept_logits_and_those_that_are_computed_again_give_the_same_bits(
+    outputs, little_room, monkeypatch
+):
     inputs = hidden_weight_and_labels(1500)
 
     def run():
@@ -105,5 +126,8 @@ def test_kept_logits_and_those_that_are_computed_again_give_the_same_bits(output
     some, *gradients_of_some = run()
     monkeypatch.setattr(scratch, "MOST_BYTES", 2**27)
     everything, *gradients_of_all = run()
-    assert torch.equal(some if outputs is None else some.entropy, everything if outputs is None else everything.entropy)
+    assert torch.equal(
+        some if outputs is None else some.entropy,
+        everything if outputs is None else everything.entropy,
+    )
     assert all(map(torch.equal, gradients_of_some, gradients_of_all))

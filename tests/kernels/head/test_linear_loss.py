@@ -12,7 +12,9 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
     whole, expected = batch.run(impl)
     leaves = batch.leaves()
     parts = ((slice(0, 1), 4.0), (slice(1, 4), torch.tensor(4.0, dtype=torch.float64)))
-    total = sum(batch.output(leaves, prompts, impl=impl, divisor=divisor).loss for prompts, divisor in parts)
+    total = sum(
+        batch.output(leaves, prompts, impl=impl, divisor=divisor).loss for prompts, divisor in parts
+    )
     torch.testing.assert_close(total, whole.loss)
     assert total.dtype == torch.float32
     torch.testing.assert_close(list(torch.autograd.grad(total, leaves)), expected)
@@ -21,13 +23,19 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
 def test_an_objective_that_weighs_everything_by_0_has_no_gradient():
     batch = Batch("objective")
     leaves = batch.leaves()
-    given = *leaves, batch.pairs.labels, batch.pairs.cu_seqlens, lambda groups: groups.logprobs.sum() * 0
+    given = (
+        *leaves,
+        batch.pairs.labels,
+        batch.pairs.cu_seqlens,
+        lambda groups: groups.logprobs.sum() * 0,
+    )
     linear_loss(*given).loss.backward()
     assert not any(leaf.grad.any() for leaf in leaves)
 
 
 @pytest.mark.parametrize(
-    "constant", [lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum().detach()]
+    "constant",
+    [lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum().detach()],
 )
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_an_objective_without_a_gradient_is_refused_where_one_is_wanted(impl, constant):
@@ -42,7 +50,9 @@ def test_an_objective_without_a_gradient_is_refused_where_one_is_wanted(impl, co
 @pytest.mark.parametrize("level", ["objective", "hidden", "hidden, its own"])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_a_loss_leaves_the_log_probs_that_it_has_computed(impl, level):
-    """Also where it is computed in parts, and where nothing needs a gradient; loss and gradients stay the same."""
+    """Also where it is computed in parts, and where nothing needs a gradient; loss and gradients
+    stay the same.
+    """
     batch = Batch(level)
     expected, gradients = batch.run(impl)
     states = batch.states
@@ -64,7 +74,10 @@ def test_a_loss_leaves_the_log_probs_that_it_has_computed(impl, level):
     ("out", "says"),
     [
         (lambda N: torch.empty(N + 1), "logprobs_out must have shape"),
-        (lambda N: torch.empty(N, dtype=torch.bfloat16), "logprobs_out must be fp32 or fp64, got torch.bfloat16"),
+        (
+            lambda N: torch.empty(N, dtype=torch.bfloat16),
+            "logprobs_out must be fp32 or fp64, got torch.bfloat16",
+        ),
     ],
     ids=["shape", "dtype"],
 )

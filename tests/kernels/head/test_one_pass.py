@@ -16,12 +16,25 @@ from tests.pairwise import pairwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Logits by how the label was drawn, and how far they are apart.
-CASES = ["sampled", "any label", "the least likely", "of little probability", "certain", "flat", "masked"]
+CASES = [
+    "sampled",
+    "any label",
+    "the least likely",
+    "of little probability",
+    "certain",
+    "flat",
+    "masked",
+]
 
 
 def rows_of(case: str, n: int, V: int, transform: LogitsTransform) -> Rows:
     torch.manual_seed(0)
-    scale = {"the least likely": 40.0, "of little probability": 8.0, "certain": 100.0, "flat": 0.0}.get(case, 2.0)
+    scale = {
+        "the least likely": 40.0,
+        "of little probability": 8.0,
+        "certain": 100.0,
+        "flat": 0.0,
+    }.get(case, 2.0)
     logits = scale * torch.randn(n, V)
     if case == "masked":
         logits[:, ::3] = -torch.inf
@@ -37,7 +50,9 @@ def rows_of(case: str, n: int, V: int, transform: LogitsTransform) -> Rows:
 SHAPES = [(1, 5), (3, 4096), (4, 9001)]
 
 
-@pytest.mark.parametrize(("case", "dtype", "softcap", "shape"), pairwise(CASES, DTYPES, [None, 9.0], SHAPES))
+@pytest.mark.parametrize(
+    ("case", "dtype", "softcap", "shape"), pairwise(CASES, DTYPES, [None, 9.0], SHAPES)
+)
 def test_exponentials_are_the_gradient_but_for_a_factor_of_each_row(case, dtype, softcap, shape):
     n, V = shape
     rows = rows_of(case, n, V, LogitsTransform(softcap=softcap, temperature=0.9))
@@ -112,7 +127,8 @@ def batch(dtype, N=90, V=500, scale=2.0, **options):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale", "softcap", "rows"), pairwise(DTYPES, [0.05, 2.0, 12.0], [None, 8.0], [200, 40])
+    ("dtype", "scale", "softcap", "rows"),
+    pairwise(DTYPES, [0.05, 2.0, 12.0], [None, 8.0], [200, 40]),
 )
 def test_gradients_are_those_of_fp64_within_the_rounding_of_operands(dtype, scale, softcap, rows):
     states, labels, weights = batch(dtype, scale=scale, softcap=softcap, temperature=0.7)
@@ -133,7 +149,9 @@ def test_gradients_are_those_of_fp64_within_the_rounding_of_operands(dtype, scal
 def test_log_probs_of_a_response_of_128_tokens_are_those_of_its_rounded_operands(dtype):
     states, labels, _ = batch(dtype, 128, 2000)
     labels = labels.clamp(min=0)
-    expected = linear_logprobs(states.to(torch.float64).hidden, states.to(torch.float64).head, labels, impl="eager")
+    expected = linear_logprobs(
+        states.to(torch.float64).hidden, states.to(torch.float64).head, labels, impl="eager"
+    )
     with multiplied_as("gpu", dtype):
         found = linear_logprobs(states.hidden, states.head, labels, impl="triton")
     assert abs(found.double().sum() - expected.sum()) < 1e-4
@@ -150,7 +168,10 @@ def test_logits_are_computed_again_only_where_memory_does_not_keep_their_exponen
         run(states, labels, weights, "triton", memory_budget=V * 2 * rows + V * 4 * 32)
     assert counter.get_total_flops() == 2 * (3 * N + kept.start) * D * V
     assert kept.start <= again
-    assert plan.row_elements * (4 * plan.logits_rows + 2 * plan.dlogits_rows) <= V * 2 * rows + V * 4 * 32
+    assert (
+        plan.row_elements * (4 * plan.logits_rows + 2 * plan.dlogits_rows)
+        <= V * 2 * rows + V * 4 * 32
+    )
 
 
 def test_a_row_without_a_coefficient_may_hold_what_is_not_finite():

@@ -1,4 +1,6 @@
-"""The head's rows on two and on three processes, each of which runs this file, against the whole head."""
+"""The head's rows on two and on three processes, each of which runs this file, against the whole
+head.
+"""
 
 from copy import copy
 from dataclasses import replace
@@ -18,16 +20,26 @@ from tests.fastp3o.together import together
 from tests.kernels.levels import FUSED, Batch
 from tests.kernels.problems import CLIPPINGS, budget_for, multiplied_as
 
-LOSSES = [*product(FUSED[:1], CLIPPINGS), *product([*FUSED[1:], "log-probs, outputs"], ["separate"])]
+LOSSES = [
+    *product(FUSED[:1], CLIPPINGS),
+    *product([*FUSED[1:], "log-probs, outputs"], ["separate"]),
+]
 DRAWN = {"V": [31, 50, 67], "K": [2, 3], "seed": range(10**6), "masked": [False, True]}
 DRAWN |= {"bias": [False, True], "softcap": [None, 5.0], "temperature": [1.0, 0.7]}
-# Dtypes, how halves are multiplied, and how exact values and gradients are beside those of eager PyTorch.
-ARITHMETICS = [(torch.float64, "widened", 1e-12), (torch.float32, "widened", 1e-5), (torch.bfloat16, "widened", 1e-4)]
+# Dtypes, how halves are multiplied, and how exact values and gradients are beside those of eager
+# PyTorch.
+ARITHMETICS = [
+    (torch.float64, "widened", 1e-12),
+    (torch.float32, "widened", 1e-5),
+    (torch.bfloat16, "widened", 1e-4),
+]
 ARITHMETICS += [(torch.bfloat16, "gpu", 1e-4), (torch.float16, "gpu", 1e-4)]
 
 
 def part_of(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, list[slice]]:
-    """The same batch with this process's rows of the head; these rows of the gradients of hidden, weight and bias."""
+    """The same batch with this process's rows of the head; these rows of the gradients of hidden,
+    weight and bias.
+    """
     states, widest = batch.states, -(-len(batch.states.weight) // dist.get_world_size(group))
     shard = VocabularyShard(group, len(states.weight), dist.get_rank(group) * widest, widest)
     rows, part = slice(shard.first, shard.first + shard.rows), copy(batch)
@@ -36,10 +48,14 @@ def part_of(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, list[slice]]
     return part, [slice(None), rows, rows]
 
 
-def check_loss(group, impl: str | None, level: str, clipping: str, dtype, arithmetic: str, share: float) -> None:
+def check_loss(
+    group, impl: str | None, level: str, clipping: str, dtype, arithmetic: str, share: float
+) -> None:
     random = Random(f"{level} {clipping} {dtype} {arithmetic} {impl} {dist.get_world_size(group)}")
     drawn = {name: random.choice(values) for name, values in DRAWN.items()}
-    lengths = [random.randrange(3 if impl else 13) for _ in range(12)]  # Triton's interpreter is slow
+    lengths = [
+        random.randrange(3 if impl else 13) for _ in range(12)
+    ]  # Triton's interpreter is slow
     batch = Batch(level, lengths, dtype=dtype, clipping=clipping, **drawn)
     batch = batch.to(dtype) if dtype == torch.float64 else batch
     if level.startswith("log-probs"):
@@ -48,19 +64,33 @@ def check_loss(group, impl: str | None, level: str, clipping: str, dtype, arithm
     with multiplied_as(arithmetic, dtype):
         eager, eager_gradients = batch.run("eager")
         part, rows = part_of(batch, group)
-        output, gradients = part.run(impl, memory_budget=budget_for(random.choice([5, 40, 2000]), drawn["V"]))
-    assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + share * (1 + abs(expected.loss))
+        output, gradients = part.run(
+            impl, memory_budget=budget_for(random.choice([5, 40, 2000]), drawn["V"])
+        )
+    assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + share * (
+        1 + abs(expected.loss)
+    )
     torch.testing.assert_close(output.metrics, eager.metrics, rtol=10 * share, atol=10 * share)
     for got, by_eager, target, own in zip(gradients, eager_gradients, targets, rows, strict=False):
-        assert (got - target[own]).norm() <= 3 * (by_eager - target)[own].norm() + share * (1 + target.norm())
+        assert (got - target[own]).norm() <= 3 * (by_eager - target)[own].norm() + share * (
+            1 + target.norm()
+        )
     everywhere: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, [value.tolist() for value in (output.loss, *output.metrics.values())], group)
+    dist.all_gather_object(
+        everywhere, [value.tolist() for value in (output.loss, *output.metrics.values())], group
+    )
     assert all(values == everywhere[0] for values in everywhere)
 
 
 def check_what_is_not_finite(group, impl: str | None) -> None:
     """A part without any logit but -inf, a largest logit that is in two parts, and NaN in one."""
-    batch = Batch("log-probs, outputs", [12, 12], 31, bias=True, dtype=torch.float32 if impl else torch.float64)
+    batch = Batch(
+        "log-probs, outputs",
+        [12, 12],
+        31,
+        bias=True,
+        dtype=torch.float32 if impl else torch.float64,
+    )
     states, size = batch.states, 1e-5 if impl else 1e-12
     states.bias[:16], states.bias[-2:], states.weight[-1] = -inf, 50.0, states.weight[-2]
     batch.pairs.labels[:4] = torch.tensor([29, 30, 2, -100])
@@ -68,14 +98,21 @@ def check_what_is_not_finite(group, impl: str | None) -> None:
         states.bias[spoilt] = nan
         part, rows = part_of(batch, group)
         (expected, targets), (output, gradients) = batch.run("eager"), part.run(impl)
-        expected = expected.metrics, [target[own] for target, own in zip(targets, rows, strict=True)]
-        torch.testing.assert_close((output.metrics, gradients), expected, rtol=size, atol=size, equal_nan=True)
+        expected = (
+            expected.metrics,
+            [target[own] for target, own in zip(targets, rows, strict=True)],
+        )
+        torch.testing.assert_close(
+            (output.metrics, gradients), expected, rtol=size, atol=size, equal_nan=True
+        )
 
 
 def check_what_is_sent_and_what_is_refused(group, monkeypatch: pytest.MonkeyPatch) -> None:
     part, _ = part_of(Batch("hidden", [3, 4, 9, 2]), group)
     hidden, head, sent, send = part.states.hidden, part.states.head, [], dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda v, *op, **to: (sent.append((*op, *v.shape)), send(v, *op, **to)))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda v, *op, **to: (sent.append((*op, *v.shape)), send(v, *op, **to))
+    )
     part.run()
     assert sent == [(dist.ReduceOp.MAX, 18), (2, 18), (18, 8)]
     for message, call in {
@@ -92,14 +129,18 @@ def check_what_is_sent_and_what_is_refused(group, monkeypatch: pytest.MonkeyPatc
 
 
 def check_parts_of_a_spread_weight(widths: list[int]) -> None:
-    """What torch gives each process of a head is the part that a shard says, uneven parts and tied rows too."""
+    """What torch gives each process of a head is the part that a shard says, uneven parts and tied
+    rows too.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("vocabulary",))
     for rows in widths:
         whole = torch.arange(rows * 4.0).view(rows, 4)
         shard = VocabularyShard.of(spread := distribute_tensor(whole, mesh, [Shard(0)]))
         assert shard.vocabulary == rows
         assert torch.equal(spread.to_local(), whole[shard.first : shard.first + shard.rows])
-    two_dims = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "vocabulary"))
+    two_dims = init_device_mesh(
+        "cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "vocabulary")
+    )
     for message, weight in {
         "must be a DTensor": whole,
         "rows alone are cut": distribute_tensor(whole, mesh, [Shard(1)]),
@@ -119,8 +160,12 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     check_parts_of_a_spread_weight([7, 9, 50])
     two = dist.new_group([0, 1])
-    for group, impl in [(dist.group.WORLD, None), (two, None), (two, "triton")][: 3 if dist.get_rank() < 2 else 1]:
-        for loss, arithmetic in product(LOSSES, ARITHMETICS[impl == "triton" :]):  # which has no fp64
+    for group, impl in [(dist.group.WORLD, None), (two, None), (two, "triton")][
+        : 3 if dist.get_rank() < 2 else 1
+    ]:
+        for loss, arithmetic in product(
+            LOSSES, ARITHMETICS[impl == "triton" :]
+        ):  # which has no fp64
             check_loss(group, impl, *loss, *arithmetic)
         check_what_is_not_finite(group, impl)
         with pytest.MonkeyPatch.context() as monkeypatch:

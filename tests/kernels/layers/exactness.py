@@ -1,4 +1,6 @@
-"""Values and gradients against fp64: Triton's error is bounded by that of PyTorch in the same dtypes."""
+"""Values and gradients against fp64: Triton's error is bounded by that of PyTorch in the same
+dtypes.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +13,17 @@ Compute = Callable[..., tuple[Tensor, ...]]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def results(compute: Compute, inputs: Sequence[Tensor], grads: Sequence[Tensor], impl: str) -> list[Tensor]:
+def results(
+    compute: Compute, inputs: Sequence[Tensor], grads: Sequence[Tensor], impl: str
+) -> list[Tensor]:
     """What is computed, and the gradients of all inputs."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     outputs = compute(*leaves, impl=impl)
     incoming = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
-    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, incoming)]
+    return [
+        *(output.detach() for output in outputs),
+        *torch.autograd.grad(outputs, leaves, incoming),
+    ]
 
 
 def check(compute: Compute, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

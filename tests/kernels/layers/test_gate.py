@@ -28,8 +28,14 @@ def test_values_and_gradients(shape, activation, dtype, seed):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_far_from_zero(activation):
-    gate = torch.tensor([-300.0, -88.0, -20.0, -6.0, -1e-6, 0.0, 1e-6, 6.0, 20.0, 88.0, 300.0], device=DEVICE)
-    check(lambda g, up, impl: (gated(g, up, activation, impl=impl),), [gate, gate.flip(0)], [torch.ones_like(gate)])
+    gate = torch.tensor(
+        [-300.0, -88.0, -20.0, -6.0, -1e-6, 0.0, 1e-6, 6.0, 20.0, 88.0, 300.0], device=DEVICE
+    )
+    check(
+        lambda g, up, impl: (gated(g, up, activation, impl=impl),),
+        [gate, gate.flip(0)],
+        [torch.ones_like(gate)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,10 @@ def test_far_from_zero(activation):
     ids=["halves", "halves turned", "neighbors", "expanded", "transposed", "one contiguous"],
 )
 def test_any_strides(cut):
-    both, grad = torch.randn(3, 4, 2 * 24, device=DEVICE).requires_grad_(), torch.randn(1, device=DEVICE)
+    both, grad = (
+        torch.randn(3, 4, 2 * 24, device=DEVICE).requires_grad_(),
+        torch.randn(1, device=DEVICE),
+    )
     results = []
     for impl in ("triton", "eager"):
         result = gated(*cut(both), "silu", impl=impl)
@@ -62,7 +71,10 @@ def test_views_of_one_product_are_not_copied(monkeypatch):
 
 
 def test_launches_and_bytes(monkeypatch):
-    gate, up = (torch.randn(BLOCK + 32, dtype=torch.bfloat16, device=DEVICE).requires_grad_() for _ in range(2))
+    gate, up = (
+        torch.randn(BLOCK + 32, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+        for _ in range(2)
+    )
     with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
         result = gated(gate, up, "silu", impl="triton")
     assert (launches.total(), traffic.memory) == (1, 3 * gate.nbytes)
@@ -73,7 +85,9 @@ def test_launches_and_bytes(monkeypatch):
 
 def test_bad_input():
     x = torch.ones(2, 4)
-    with pytest.raises(ValueError, match="activation must be one of silu, gelu_tanh, gelu, got 'relu'"):
+    with pytest.raises(
+        ValueError, match="activation must be one of silu, gelu_tanh, gelu, got 'relu'"
+    ):
         gated(x, x, "relu")
     with pytest.raises(ValueError, match=r"up must have shape \[2, 4\]"):
         gated(x, x[:, :2], "silu")

@@ -50,15 +50,25 @@ def test_values_and_gradients(rows, D, kind, dtype, seed):
 def test_with_the_stream(rows, D, kind, stream, dtype, seed):
     (x, branch), weight, grads = problem(rows, D, dtype, seed, count=2)
     x = x.to(stream or dtype)
-    check(lambda *t, impl: add_and_norm(t[0], t[1], t[2], kind, impl=impl), [x, branch, weight], grads)
+    check(
+        lambda *t, impl: add_and_norm(t[0], t[1], t[2], kind, impl=impl), [x, branch, weight], grads
+    )
     check(lambda *t, impl: add_and_norm(t[0], None, t[1], kind, impl=impl), [x, weight], grads)
-    check(lambda *t, impl: (norm_and_add(t[0], t[1], t[2], kind, impl=impl),), [branch, x, weight], grads[:1])
+    check(
+        lambda *t, impl: (norm_and_add(t[0], t[1], t[2], kind, impl=impl),),
+        [branch, x, weight],
+        grads[:1],
+    )
 
 
 @pytest.mark.parametrize("D", [640, 2304, 4096, 8192])
 def test_rows_of_models(D):
     (x, branch), weight, grads = problem(3, D, torch.bfloat16, count=2)
-    check(lambda *t, impl: add_and_norm(t[0], t[1], t[2], LLAMA, impl=impl), [x.float(), branch, weight], grads)
+    check(
+        lambda *t, impl: add_and_norm(t[0], t[1], t[2], LLAMA, impl=impl),
+        [x.float(), branch, weight],
+        grads,
+    )
 
 
 def test_more_rows_than_programs_sum_the_gradient_of_a_weight():
@@ -70,10 +80,19 @@ def test_more_rows_than_programs_sum_the_gradient_of_a_weight():
 def test_heads_in_any_order_of_memory_are_read_where_they_lie(order):
     x = torch.randn(1, 5, 3, 16, device=DEVICE)
     heads = x.permute(order)
-    weight, grad = torch.randn(heads.shape[-1], device=DEVICE), torch.randn(heads.shape, device=DEVICE)
+    weight, grad = (
+        torch.randn(heads.shape[-1], device=DEVICE),
+        torch.randn(heads.shape, device=DEVICE),
+    )
     rows_lie_together = order[-1] == 3
-    assert rows_lie_together == (rms_norm(heads, weight, GEMMA, impl="triton").stride() == heads.stride())
-    check(lambda x, weight, impl: (rms_norm(x.permute(order), weight, GEMMA, impl=impl),), [x, weight], [grad])
+    assert rows_lie_together == (
+        rms_norm(heads, weight, GEMMA, impl="triton").stride() == heads.stride()
+    )
+    check(
+        lambda x, weight, impl: (rms_norm(x.permute(order), weight, GEMMA, impl=impl),),
+        [x, weight],
+        [grad],
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +113,11 @@ def test_heads_of_one_product_are_read_where_they_lie(heads_of, monkeypatch):
         result = rms_norm(heads, weight, GEMMA, impl="triton")
     assert launches.total() == 1
     assert traffic.memory <= 2 * result.nbytes + 6 * weight.nbytes
-    check(lambda x, weight, impl: (rms_norm(heads_of(x), weight, GEMMA, impl=impl),), [both, weight], [grad])
+    check(
+        lambda x, weight, impl: (rms_norm(heads_of(x), weight, GEMMA, impl=impl),),
+        [both, weight],
+        [grad],
+    )
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
@@ -104,7 +127,9 @@ def test_a_gradient_of_one_result_alone(used):
     for impl in ("eager", "triton"):
         leaves = [t.clone().requires_grad_() for t in (x.float(), branch, weight)]
         results = add_and_norm(*leaves, GEMMA, impl=impl)
-        loss = sum((r * g).sum() for r, g, counts in zip(results, grads, used, strict=True) if counts)
+        loss = sum(
+            (r * g).sum() for r, g, counts in zip(results, grads, used, strict=True) if counts
+        )
         found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
     for eager, triton in zip(*found, strict=True):
         assert (eager is None) == (triton is None)
@@ -138,7 +163,10 @@ def test_no_rows():
     ("arguments", "message"),
     [
         ((torch.ones(2, 8), torch.ones(4)), r"weight must have shape \[8\], got \[4\]"),
-        ((torch.ones(2, 8), torch.ones(8, dtype=torch.int64)), "weight must be of a floating dtype"),
+        (
+            (torch.ones(2, 8), torch.ones(8, dtype=torch.int64)),
+            "weight must be of a floating dtype",
+        ),
         ((torch.ones(2, 8, dtype=torch.int32), torch.ones(8)), "x must be of a floating dtype"),
     ],
 )

@@ -13,7 +13,9 @@ from tests.kernels.problems import DEVICE, EXAMPLES
 
 def problem(T, H, HKV, D, R, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    query, key = (torch.randn(T, heads, D, generator=generator).to(DEVICE, dtype) for heads in (H, HKV))
+    query, key = (
+        torch.randn(T, heads, D, generator=generator).to(DEVICE, dtype) for heads in (H, HKV)
+    )
     # Angles of no pattern: each element's counts.
     angles = 6.3 * torch.rand(T, R, generator=generator).to(DEVICE)
     return query, key, angles.cos().to(dtype), angles.sin().to(dtype)
@@ -36,7 +38,9 @@ def test_values_and_gradients(T, heads, sizes, interleaved, precise, dtype, seed
     grads = [torch.randn_like(query), torch.randn_like(key)]
 
     def compute(query, key, impl):
-        angles = (tensor.to(torch.promote_types(tensor.dtype, query.dtype)) for tensor in (cos, sin))
+        angles = (
+            tensor.to(torch.promote_types(tensor.dtype, query.dtype)) for tensor in (cos, sin)
+        )
         return rotate(query, key, *angles, interleaved=interleaved, impl=impl)
 
     check(compute, [query, key], grads)

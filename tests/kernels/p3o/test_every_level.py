@@ -1,4 +1,6 @@
-"""P3O from log-probs of responses or tokens, from logits and from hidden states: what holds at every level."""
+"""P3O from log-probs of responses or tokens, from logits and from hidden states: what holds at
+every level.
+"""
 
 import pytest
 import torch
@@ -10,14 +12,20 @@ from tests.kernels.problems import CLIPPINGS, DEVICE, budget_for
 from tests.pairwise import pairwise
 
 # Single tokens are clipped only where their log-probs are known.
-EACH = [(clipping, level) for clipping in ("separate", "token") for level in P3O_LEVELS if level != "responses"]
+EACH = [
+    (clipping, level)
+    for clipping in ("separate", "token")
+    for level in P3O_LEVELS
+    if level != "responses"
+]
 EACH += [("separate", "responses")]
 BUDGET = 20_000
 HEAD = {"bias": True, "softcap": 6.0, "temperature": 1.3}
 
 
 @pytest.mark.parametrize(
-    ("clipping", "level", "impl"), pairwise(list(CLIPPINGS), ["tokens", "logits", "hidden"], IMPLEMENTATIONS)
+    ("clipping", "level", "impl"),
+    pairwise(list(CLIPPINGS), ["tokens", "logits", "hidden"], IMPLEMENTATIONS),
 )
 @pytest.mark.parametrize("K", [2, 4])
 def test_a_shift_of_the_rewards_per_prompt_changes_no_bit(clipping, level, impl, K):
@@ -46,13 +54,16 @@ def test_the_ratio_of_two_evaluations_is_exactly_one(clipping, level, impl, dtyp
     budget = {"memory_budget": budget_for(held, 20)}
     lengths = [1, 3, 255, 256, 257, 1000] if level == "tokens" else [3, 40, 7, 2, 12, 20]
     batch = Batch(level, lengths, 20, clipping=clipping, dtype=dtype)
-    output, _ = batch.sampled_by_itself(impl, **budget if level == "hidden" else {}).run(impl, **budget)
+    output, _ = batch.sampled_by_itself(impl, **budget if level == "hidden" else {}).run(
+        impl, **budget
+    )
     assert output.metrics["ratio_mean"] == output.metrics["ratio_max"] == 1
     assert output.metrics["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(
-    ("clipping", "level", "impl", "held"), pairwise(list(CLIPPINGS), ["logits", "hidden"], IMPLEMENTATIONS, [1000, 5])
+    ("clipping", "level", "impl", "held"),
+    pairwise(list(CLIPPINGS), ["logits", "hidden"], IMPLEMENTATIONS, [1000, 5]),
 )
 def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, level, impl, held):
     given = {"clipping": clipping, "apart": 0.3, **HEAD}
@@ -77,9 +88,10 @@ def test_launches(monkeypatch, level):
     with counted_launches(monkeypatch) as backward:
         loss.backward()
     pairs, rows = dict.fromkeys(("pair_kernel", "results_kernel"), 1), {"logprobs_kernel": 1}
-    assert (forward, backward) == {"tokens": (pairs, {}), "logits": (rows | pairs, {"dlogits_kernel": 1})}.get(
-        level, (pairs | {"exponentials_kernel": 1}, {"scale_kernel": 1})
-    )
+    assert (forward, backward) == {
+        "tokens": (pairs, {}),
+        "logits": (rows | pairs, {"dlogits_kernel": 1}),
+    }.get(level, (pairs | {"exponentials_kernel": 1}, {"scale_kernel": 1}))
 
 
 @pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")
@@ -101,7 +113,9 @@ def test_off_policy_logits_are_read_twice_and_written_once(monkeypatch):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("clipping", "level"), EACH)
 def test_parts_of_a_batch_add_up_to_it(clipping, level, impl):
-    """One prompt, then three, then none: as with accumulation, or processes that share prompts unevenly."""
+    """One prompt, then three, then none: as with accumulation, or processes that share prompts
+    unevenly.
+    """
     batch = Batch(level, [3, 4, 0, 2, 1, 5, 6, 2], clipping=clipping, bias=True)
     leaves = batch.leaves()
     whole, metrics, counts = batch.output(leaves, impl=impl, memory_budget=BUDGET)
@@ -128,7 +142,9 @@ def test_parts_of_a_batch_add_up_to_it(clipping, level, impl):
 def test_nothing_to_learn_from_still_reaches_every_parameter(clipping, level, impl, lengths):
     batch = Batch(level, lengths, clipping=clipping, bias=True, apart=0.3)
     if level == "responses":
-        batch.pairs.valid_responses = torch.zeros(len(lengths) // 2, 2, dtype=torch.bool, device=DEVICE)
+        batch.pairs.valid_responses = torch.zeros(
+            len(lengths) // 2, 2, dtype=torch.bool, device=DEVICE
+        )
     (loss, metrics, counts), gradients = batch.run(impl)
     assert not any((loss, *metrics.values(), *counts.values()))
     assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in batch.leaves()]

@@ -13,18 +13,28 @@ def test_many_responses_of_very_different_lengths(clipping, K):
     torch.manual_seed(0)
     lengths = [1, 700, 3, 1, *torch.randint(1, 5, (36,)).tolist()]
     logprobs = -torch.rand(sum(lengths), device=DEVICE)
-    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)[: 40 // K * K + 1]
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)[
+        : 40 // K * K + 1
+    ]
     logprobs = logprobs[: cu_seqlens[-1]]
     sums = sequence_logprobs(logprobs, cu_seqlens, impl="eager").view(-1, K)
-    rest = sums + 0.3 * torch.randn_like(sums), sums + torch.randn_like(sums), torch.randn_like(sums)
-    old_token_logprobs = logprobs + 0.3 * torch.randn_like(logprobs) if clipping == "token" else None
+    rest = (
+        sums + 0.3 * torch.randn_like(sums),
+        sums + torch.randn_like(sums),
+        torch.randn_like(sums),
+    )
+    old_token_logprobs = (
+        logprobs + 0.3 * torch.randn_like(logprobs) if clipping == "token" else None
+    )
     settings = P3OSettings(clipping=clipping)
 
     def run(impl, dtype):
         leaf = logprobs.to(dtype).requires_grad_()
         old = None if old_token_logprobs is None else old_token_logprobs.to(dtype)
         pairs = [tensor.to(dtype) for tensor in rest]
-        output = token_p3o_loss(leaf, cu_seqlens, *pairs, settings, old_token_logprobs=old, impl=impl)
+        output = token_p3o_loss(
+            leaf, cu_seqlens, *pairs, settings, old_token_logprobs=old, impl=impl
+        )
         output.loss.backward()
         return output.loss.detach(), leaf.grad
 
@@ -46,11 +56,15 @@ def test_ratios_never_overflow(clipping, far, impl):
 
 
 def test_a_policy_that_went_too_far_the_right_way_has_no_gradient(impl):
-    """Response 1 is better and already preferred by more than the clip range; response 2 of pair 1 likewise."""
+    """Response 1 is better and already preferred by more than the clip range; response 2 of pair 1
+    likewise.
+    """
     old = torch.full((2, 2), -10.0, device=DEVICE)
     logprobs = old + torch.tensor([[0.5, 0.0], [0.5, 0.0]], device=DEVICE)
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], device=DEVICE)
-    output = p3o_loss(logprobs.requires_grad_(), old, old, rewards, P3OSettings(kl_coef=0.0), impl=impl)
+    output = p3o_loss(
+        logprobs.requires_grad_(), old, old, rewards, P3OSettings(kl_coef=0.0), impl=impl
+    )
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
     assert (gradient[0] == 0).all()
     assert gradient[1, 0] > 0 > gradient[1, 1]
@@ -69,7 +83,11 @@ def test_logits_of_scale_100_and_minus_infinity(clipping, impl):
     pairs.labels %= 50
     logprobs = pairs.logits.double().log_softmax(-1).gather(1, pairs.labels[:, None]).squeeze(1)
     sums = torch.stack([part.sum() for part in logprobs.split(lengths)]).view(2, 2).float()
-    pairs.old_logprobs, pairs.ref_logprobs, pairs.old_token_logprobs = sums + 0.05, sums, logprobs.float()
+    pairs.old_logprobs, pairs.ref_logprobs, pairs.old_token_logprobs = (
+        sums + 0.05,
+        sums,
+        logprobs.float(),
+    )
     expected, (target,) = batch.to(torch.float64).run("eager")
     output, (gradient,) = batch.run(impl)
     assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-3, abs=1e-2)

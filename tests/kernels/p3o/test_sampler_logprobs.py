@@ -13,9 +13,14 @@ LENGTHS = [3, 1, 4, 2, 2, 5]
 
 
 def weighted(clipping: str, impl: str, apart=None, cap=2.0, valid=None) -> tuple:
-    """Loss, gradient, metrics of two prompts with three responses each. apart: log π_old − log μ; None if not known."""
+    """Loss, gradient, metrics of two prompts with three responses each. apart: log π_old − log μ;
+    None if not known.
+    """
     batch = Batch("tokens", LENGTHS, K=3, clipping=clipping)
-    batch.settings, batch.pairs.valid_responses = replace(batch.settings, sampler_ratio_cap=cap), valid
+    batch.settings, batch.pairs.valid_responses = (
+        replace(batch.settings, sampler_ratio_cap=cap),
+        valid,
+    )
     if apart is not None:
         batch.pairs.sampler_logprobs = batch.pairs.old_logprobs - apart
     output, (gradient,) = batch.run(impl)
@@ -36,12 +41,16 @@ def test_weights_of_the_old_policy_itself_change_no_bit(clipping, impl):
 def test_weights_end_at_the_cap_and_at_nothing_however_far_apart(clipping, far, impl):
     loss, gradient, _ = weighted(clipping, impl)
     up_loss, up_gradient, up = weighted(clipping, impl, far, cap=4.0)
-    torch.testing.assert_close((up_loss, up_gradient), (4 * loss, 4 * gradient), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        (up_loss, up_gradient), (4 * loss, 4 * gradient), rtol=1e-5, atol=1e-6
+    )
     assert up["sampler_ratio_mean"] == 4
     assert up["sampler_ratio_capped"] == 1
     down_loss, down_gradient, down = weighted(clipping, impl, -far)
     share = exp(-2 * far)
-    torch.testing.assert_close((down_loss, down_gradient), (share * loss, share * gradient), rtol=1e-4, atol=1e-20)
+    torch.testing.assert_close(
+        (down_loss, down_gradient), (share * loss, share * gradient), rtol=1e-4, atol=1e-20
+    )
     assert down["sampler_ratio_capped"] == 0
 
 

@@ -1,4 +1,6 @@
-"""Entropy, mean logit and the likeliest token: of logits, of a head in chunks, and within linear_loss."""
+"""Entropy, mean logit and the likeliest token: of logits, of a head in chunks, and within
+linear_loss.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,10 @@ def oracle(logits: torch.Tensor, labels: torch.Tensor):
     p = logits.softmax(1)
     entropy = torch.stack([-(row[row > 0] * row[row > 0].log()).sum() for row in p]) * counts
     logprobs = p.log().gather(1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(~counts, 0.0)
-    is_top = [bool(count and row[label] == row.max()) for row, label, count in zip(p, labels, counts, strict=True)]
+    is_top = [
+        bool(count and row[label] == row.max())
+        for row, label, count in zip(p, labels, counts, strict=True)
+    ]
     means = logits.detach().mean(1).masked_fill(~counts, 0.0)
     return logprobs, entropy, means, torch.tensor(is_top, device=logits.device)
 
@@ -59,13 +64,17 @@ def test_the_gradient_of_the_entropy_alone(impl):
     logits, labels, weights = problem(7, 20, 0)
     exact, leaf = (tensor.clone().requires_grad_() for tensor in (logits.double(), logits))
     (oracle(exact, labels)[1] * weights[0]).sum().backward()
-    (token_logprobs(leaf, labels, outputs=["entropy"], impl=impl).entropy * weights[0]).sum().backward()
+    (
+        token_logprobs(leaf, labels, outputs=["entropy"], impl=impl).entropy * weights[0]
+    ).sum().backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_tokens_of_probability_zero_and_far_apart_logits(impl):
     inf = float("inf")
-    logits = torch.tensor([[0.0, -inf, 1.0], [-inf, 5.0, -inf], [1e4, -1e4, 0.0]], device=DEVICE, requires_grad=True)
+    logits = torch.tensor(
+        [[0.0, -inf, 1.0], [-inf, 5.0, -inf], [1e4, -1e4, 0.0]], device=DEVICE, requires_grad=True
+    )
     labels = torch.tensor([2, 1, 1], device=DEVICE)
     got = token_logprobs(logits, labels, outputs=("is_top", "entropy"), impl=impl)
     p = torch.tensor([0.0, 1.0]).softmax(0)
@@ -95,7 +104,10 @@ def test_ignored_rows_give_nothing_and_others_hide_no_nan(impl, value, outputs):
 @pytest.mark.parametrize("from_hidden", [False, True])
 def test_results_may_be_changed_in_place(impl, from_hidden):
     states = random_hidden_states(6, 20, 4, DEVICE)
-    labels, mask = torch.arange(6, device=DEVICE), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE)
+    labels, mask = (
+        torch.arange(6, device=DEVICE),
+        torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE),
+    )
     found = []
     for change in (torch.mul, torch.Tensor.mul_):
         leaves = states.leaves()

@@ -20,7 +20,9 @@ def run(logits, labels, weights, impl, **settings):
 
 
 def check(logits, labels, **settings):
-    """Triton's error against fp64 is bounded by eager's own in the same dtype, in values and gradients."""
+    """Triton's error against fp64 is bounded by eager's own in the same dtype, in values and
+    gradients.
+    """
     weights = torch.randn(len(logits), device=logits.device)
     expected, expected_grad = run(logits.double(), labels, weights.double(), "eager", **settings)
     eager, eager_grad = run(logits, labels, weights, "eager", **settings)
@@ -37,7 +39,10 @@ def check(logits, labels, **settings):
     # A few roundings of fp32 at the size of the scaled logits, as 1 / temperature is rounded too.
     size = logits[logits.isfinite()].abs().max().item() / settings.get("temperature", 1.0)
     rounding = 4 * torch.finfo(torch.float32).eps * max(size, 1.0)
-    assert error(triton[finite], expected[finite]) <= 2 * error(eager[finite], expected[finite]) + rounding
+    assert (
+        error(triton[finite], expected[finite])
+        <= 2 * error(eager[finite], expected[finite]) + rounding
+    )
     # The interpreter cuts off where hardware rounds to 16 bits.
     interpreted = torch.finfo(logits.dtype).eps if INTERPRET else 0.0
     floor = (interpreted + rounding) * expected_grad.abs().max().item() + 1e-6
@@ -156,7 +161,11 @@ class Large(TorchDispatchMode):
         self.elements, self.count = elements, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        before = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves(args)
+            if isinstance(leaf, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.numel() >= self.elements:
@@ -185,7 +194,14 @@ def test_eager_copies_no_logits_that_pytorch_would_not(temperature, ignored):
     masked = 2 * (ignored == "all -inf")  # forward and backward
     assert ours.count == plain.count + masked
     with Large(N * V) as of_the_loss:
-        logits_p3o_loss(leaf, labels.clamp(min=0), [0, 3, 6], None, torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
+        logits_p3o_loss(
+            leaf,
+            labels.clamp(min=0),
+            [0, 3, 6],
+            None,
+            torch.zeros(1, 2),
+            torch.tensor([[0.0, 1.0]]),
+        )
     assert of_the_loss.count == 1
 
 
@@ -196,8 +212,12 @@ def test_more_rows_than_65535_and_offsets_beyond_2_to_the_31():
     logits = torch.empty(rows, V, dtype=torch.bfloat16, device=DEVICE).normal_()
     labels = torch.randint(V, (rows,), device=DEVICE)
     last = logits[-3:].clone()
-    (got,) = torch.autograd.grad(token_logprobs(logits.requires_grad_(), labels, impl="triton").sum(), logits)
-    _, expected = run(last.double(), labels[-3:], torch.ones(3, dtype=torch.float64, device=DEVICE), "eager")
+    (got,) = torch.autograd.grad(
+        token_logprobs(logits.requires_grad_(), labels, impl="triton").sum(), logits
+    )
+    _, expected = run(
+        last.double(), labels[-3:], torch.ones(3, dtype=torch.float64, device=DEVICE), "eager"
+    )
     torch.testing.assert_close(got[-3:].double(), expected, atol=1e-6, rtol=1e-2)
 
 
@@ -205,7 +225,9 @@ def test_sequence_logprobs_are_sums_and_differentiable(impl):
     values = torch.randn(10, device=DEVICE, requires_grad=True)
     offsets = torch.tensor([0, 1, 7, 7, 10], dtype=torch.int32, device=DEVICE)
     sums = sequence_logprobs(values, offsets, impl=impl)
-    torch.testing.assert_close(sums, torch.stack([values[begin:end].sum() for begin, end in offsets.unfold(0, 2, 1)]))
+    torch.testing.assert_close(
+        sums, torch.stack([values[begin:end].sum() for begin, end in offsets.unfold(0, 2, 1)])
+    )
     (sums * torch.tensor([1.0, 2.0, 9.0, 3.0], device=DEVICE)).sum().backward()
     assert values.grad.tolist() == [1.0] + [2.0] * 6 + [3.0] * 3
     for others in (offsets.tolist(), offsets.cpu().long()):

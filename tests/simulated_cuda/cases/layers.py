@@ -16,8 +16,9 @@ from tests.simulated_cuda.host import recorded, write_counts
 
 PROMPTS, RESPONSES, K = [[3, 4, 5], [6, 7]], [[[5, 6, 7], [8, 9]], [[1, 2], [3, 4, 5]]], 2
 KEYS = response_keys(0, torch.arange(2), K)
-# Before norms, rotary positions, gates and sums were one kernel each: 40, 78, 39 and 40 of Llama's. Before the engine's
-# q, k and v, and gate and up, were one product each: 14 and 15 of a step and of prompts.
+# Before norms, rotary positions, gates and sums were one kernel each: 40, 78, 39 and 40 of Llama's.
+# Before the engine's q, k and v, and gate and up, were one product each: 14 and 15 of a step and of
+# prompts.
 LAUNCHES = {
     "llama": {"forward": 15, "backward": 33, "step": 11, "prefill": 12},
     "qwen3": {"forward": 17, "backward": 37, "step": 13, "prefill": 14},
@@ -38,7 +39,11 @@ def launches(family: str, layers: int) -> dict[str, Counter[str]]:
     row = row.to(torch.device("cuda", 0))
     hidden: list[torch.Tensor] = []
     inputs = (row.input_ids, row.position_ids)
-    counts = {"forward": counted(lambda: hidden.append(policy.hidden_states(*inputs, segments=row.segments)))}
+    counts = {
+        "forward": counted(
+            lambda: hidden.append(policy.hidden_states(*inputs, segments=row.segments))
+        )
+    }
     gradient = torch.ones_like(hidden[0])
     counts["backward"] = counted(lambda: hidden[0].backward(gradient))
     with torch.no_grad():

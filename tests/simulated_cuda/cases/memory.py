@@ -11,7 +11,12 @@ from fastp3o.runtime.precision import choose_precision
 from fastp3o.training.predicted_memory import Lengths, Model, kept_by_a_layer
 from tests.fastp3o.models.model_families import random_model
 
-SIZES = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 128}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 (ROW,) = pack([[5] * 30] * 2, [[[6] * 10, [7] * 10]] * 2, Packing(1000))
 LENGTHS = Lengths(ROW.tokens, sum(ROW.segments.key_lengths), len(ROW.labels))
@@ -28,7 +33,9 @@ def test_a_layer_keeps_what_is_predicted(family, precision):
     precision, row = choose_precision(precision, "fp32"), ROW.to(torch.device("cuda", 0))
     kept = []
     for layers in (1, 2):
-        model = PackedModel(random_model(family, **SIZES, num_hidden_layers=layers).to(precision.weights)).to("cuda")
+        model = PackedModel(
+            random_model(family, **SIZES, num_hidden_layers=layers).to(precision.weights)
+        ).to("cuda")
         # A first pass leaves what stays for later ones.
         for _ in range(2):
             before = allocated()

@@ -21,7 +21,9 @@ LAUNCHES = {"fp32": 20, "bf16": 20, "fp16": 30}  # of a step, however many param
 def test_steps_wait_nowhere_and_the_host_reads_of_them_once(precision):
     config = StageConfig(model="", output_dir="")
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
-    optimizer = Optimizer(Accelerator(), model, choose_precision(precision, "fp32"), config, steps=9)
+    optimizer = Optimizer(
+        Accelerator(), model, choose_precision(precision, "fp32"), config, steps=9
+    )
     x = torch.ones(2, 4, device="cuda", dtype=optimizer.precision.weights)
     for _ in range(2):
         loss = model(x).float().sum()
@@ -38,13 +40,17 @@ def test_steps_wait_nowhere_and_the_host_reads_of_them_once(precision):
     assert len(record.waits) == 1
 
 
-@pytest.mark.parametrize(("precision", "size"), [("fp32", 16), ("bf16-autocast", 16), ("bf16", 18), ("fp16", 18)])
+@pytest.mark.parametrize(
+    ("precision", "size"), [("fp32", 16), ("bf16-autocast", 16), ("bf16", 18), ("fp16", 18)]
+)
 def test_what_stays_of_a_parameter_is_predicted(precision, size):
     """Bytes of its weight, its fp32 master in half precision, its gradient and AdamW's moments."""
     gc.collect()
     before, model = torch.cuda.memory_allocated(), nn.Linear(512, 512, bias=False)
     config = StageConfig(model="", output_dir="")
-    optimizer = Optimizer(Accelerator(), model, choose_precision(precision, "fp32"), config, steps=9)
+    optimizer = Optimizer(
+        Accelerator(), model, choose_precision(precision, "fp32"), config, steps=9
+    )
     x = torch.ones(2, 512, device="cuda", dtype=optimizer.precision.weights)
     scaled_backward(optimizer, model(x).float().sum())
     optimizer.step(torch.zeros((), device="cuda"))

@@ -23,7 +23,10 @@ KEYS = response_keys(0, torch.arange(2), K)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 # Launches of a step without its layers, and of a layer.
 STEP, LAYER = 19, 11
-LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.decode"), ("fastp3o/rollouts/queue.py", "Queue.results")
+LOOK, RESULTS = (
+    ("fastp3o/rollouts/engine.py", "Engine.decode"),
+    ("fastp3o/rollouts/queue.py", "Queue.results"),
+)
 
 
 def make_policy(*, layers: int = 1, **changes) -> PackedModel:
@@ -86,9 +89,14 @@ def test_turns_with_kept_keys_replay_the_graph_and_wait_no_more():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_products_of_several_layers_give_the_same_and_follow_the_weights(family):
-    """Also those that an optimizer writes, and weights that have moved. They take no memory beside the weights'."""
+    """Also those that an optimizer writes, and weights that have moved. They take no memory beside
+    the weights'.
+    """
     policy = PackedModel(random_model(family)).to("cuda")
-    names, optimizer = [*dict(policy.named_parameters())], torch.optim.SGD(policy.parameters(), lr=1.0)
+    names, optimizer = (
+        [*dict(policy.named_parameters())],
+        torch.optim.SGD(policy.parameters(), lr=1.0),
+    )
     engine, alone = make_engine(policy, graph=True), make_engine(policy, graph=False)
     alone.products, before = None, torch.cuda.memory_allocated()
     with engine.products.used():
@@ -136,7 +144,9 @@ def test_top_p_takes_one_copy_of_the_logits_and_not_six_as_if_it_sorted_them():
         torch.cuda.reset_peak_memory_stats()
         with recorded() as record:
             sample_tokens(logits, slots, slots, top_p=0.9, impl=impl)
-        assert (torch.cuda.max_memory_allocated() - before) / logits.nbytes == pytest.approx(copies, rel=0.02)
+        assert (torch.cuda.max_memory_allocated() - before) / logits.nbytes == pytest.approx(
+            copies, rel=0.02
+        )
         assert record.launches.total() <= launches
 
 
@@ -146,17 +156,26 @@ def test_updates_capture_nothing_anew_unless_memory_moves(returned, tokenizer, m
     if not returned:
         monkeypatch.setattr(Engine, "release_memory", lambda _: None)
     begun, begin = [], torch.cuda.CUDAGraph.capture_begin
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, **_: begun.append(graph) or begin(graph))
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph,
+        "capture_begin",
+        lambda graph, **_: begun.append(graph) or begin(graph),
+    )
     policy = make_policy()
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=6, batch_size=4)
     engines, addresses = set(), []
     for update in range(5):
-        prompts = [Prompt("", [3, *range(4, 5 + update), 6], number=n) for n in range(3 if update % 2 else 4)]
+        prompts = [
+            Prompt("", [3, *range(4, 5 + update), 6], number=n)
+            for n in range(3 if update % 2 else 4)
+        ]
         sampler(prompts, K, update)
         engines.add(sampler.engine)
         addresses.append(sampler.engine.graph.addresses)
         # What an update takes beside the weights, for a while.
-        labels = torch.zeros(2, 4, policy.model.config.vocab_size, device="cuda").log_softmax(-1).mean()
+        labels = (
+            torch.zeros(2, 4, policy.model.config.vocab_size, device="cuda").log_softmax(-1).mean()
+        )
         assert not labels.isnan()
         with torch.no_grad():
             torch._foreach_mul_([*policy.parameters()], 1.01)
@@ -174,9 +193,13 @@ def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
 
 
 def test_a_graph_serves_until_a_tensor_moves(monkeypatch):
-    """All captures share a stream, each waits for the work before it, and the work after it for that."""
+    """All captures share a stream, each waits for the work before it, and the work after it for
+    that.
+    """
     waited, modes, begin = [], [], torch.cuda.CUDAGraph.capture_begin
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: waited.append((stream, other)))
+    monkeypatch.setattr(
+        torch.cuda.Stream, "wait_stream", lambda stream, other: waited.append((stream, other))
+    )
 
     def noted(graph, *arguments, **options):
         modes.append(options)

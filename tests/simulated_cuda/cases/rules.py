@@ -20,7 +20,11 @@ def double_kernel(values_ptr, BLOCK: tl.constexpr):
 
 
 def test_tensors_of_two_devices_do_not_mix(x):
-    for operation in (lambda: x + torch.ones(2, 3), lambda: x @ torch.ones(3, 3), lambda: x + x.to("cuda:1")):
+    for operation in (
+        lambda: x + torch.ones(2, 3),
+        lambda: x @ torch.ones(3, 3),
+        lambda: x + x.to("cuda:1"),
+    ):
         with pytest.raises(RuntimeError, match="at least two devices"):
             operation()
     assert (x + torch.tensor(1.0)).device == x.device  # a number may
@@ -43,7 +47,9 @@ NO_WAITS = {
     "few to look among": lambda x: torch.isin(x, torch.arange(3.0, device="cuda")),
     "a number by a mask": lambda x: x.__setitem__(x > 1, 0.0),
     "indices of the device": lambda x: x[torch.arange(2, device="cuda")],
-    "repeats of a known size": lambda x: x.repeat_interleave(torch.ones(2, device="cuda").long(), 0, output_size=2),
+    "repeats of a known size": lambda x: x.repeat_interleave(
+        torch.ones(2, device="cuda").long(), 0, output_size=2
+    ),
     "pinned": lambda x: torch.zeros(3).pin_memory().to("cuda", non_blocking=True),
     "to the host, late": lambda x: x.to("cpu", non_blocking=True),
 }
@@ -80,7 +86,11 @@ def test_copies_are_late(x):
 
 
 def test_a_graph_replays_on_the_same_memory(x):
-    out, one, graph = torch.zeros(2, 3, device="cuda"), torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    out, one, graph = (
+        torch.zeros(2, 3, device="cuda"),
+        torch.ones(3, device="cuda"),
+        torch.cuda.CUDAGraph(),
+    )
     with torch.cuda.graph(graph):
         y = x + one
         out.add_(y)

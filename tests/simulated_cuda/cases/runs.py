@@ -1,4 +1,6 @@
-"""Small whole runs of the online stages on the pretended device. They end, and what they report is finite."""
+"""Small whole runs of the online stages on the pretended device. They end, and what they report is
+finite.
+"""
 
 import gc
 import json
@@ -17,18 +19,31 @@ from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.host import recorded
 
-SMALL = {"updates": 2, "prompts_per_update": 4, "prompts_per_minibatch": 4, "inner_epochs": 2, "max_response_tokens": 4}
+SMALL = {
+    "updates": 2,
+    "prompts_per_update": 4,
+    "prompts_per_minibatch": 4,
+    "inner_epochs": 2,
+    "max_response_tokens": 4,
+}
 
 
 def assert_finite(folder: str, steps: int, name: str = "metrics.jsonl") -> None:
     lines = metrics(folder, name)
     assert len(lines) == steps
-    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+    assert all(
+        math.isfinite(value)
+        for line in lines
+        for value in line.values()
+        if isinstance(value, float)
+    )
 
 
 def online(model: str, folder: str, config_class=P3OConfig, **changes) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    settings = SMALL | {"sampler": "transformers", "old_logprobs": "policy", "precision": "bf16"} | changes
+    settings = (
+        SMALL | {"sampler": "transformers", "old_logprobs": "policy", "precision": "bf16"} | changes
+    )
     train(config(model, folder, config_class, **settings))
 
 
@@ -44,8 +59,15 @@ def test_online_objectives(tiny_model, workplace, name):
 
 
 def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
-    """Steps are captured; the second update samples from weights that have moved, and captures nothing anew."""
-    given = {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl", "batch_size": 4, "report_to": "none"}
+    """Steps are captured; the second update samples from weights that have moved, and captures
+    nothing anew.
+    """
+    given = {
+        "train_data": "preferences.jsonl",
+        "eval_data": "preferences.jsonl",
+        "batch_size": 4,
+        "report_to": "none",
+    }
     given |= {"precision": "bf16", "max_prompt_tokens": 32, "max_response_tokens": 16}
     reward_model.train(reward_model.RewardModelConfig(model=tiny_model, output_dir="rm", **given))
     assert_finite("rm", 2)
@@ -58,7 +80,9 @@ def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_the_second_device(tiny_model, workplace, monkeypatch, current):
-    """Chosen by its number while the first one is current, or current as in a process with LOCAL_RANK=1."""
+    """Chosen by its number while the first one is current, or current as in a process with
+    LOCAL_RANK=1.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     torch.cuda.set_device(current)
     if current == 0:

@@ -16,17 +16,33 @@ STEP = "aten._fused_adamw_.default"  # launched once in each optimizer step
 
 def train(stage: str, model: str, folder: str, epochs: int) -> Record:
     data = {"sft": "sft", "kto": "unpaired"}.get(stage, "preferences")
-    settings = {"model": model, "output_dir": folder, "train_data": f"{data}.jsonl", "batch_size": 2, "epochs": epochs}
-    settings |= {"max_prompt_tokens": 32, "max_response_tokens": 16, "report_to": "none", "precision": "fp16"}
+    settings = {
+        "model": model,
+        "output_dir": folder,
+        "train_data": f"{data}.jsonl",
+        "batch_size": 2,
+        "epochs": epochs,
+    }
+    settings |= {
+        "max_prompt_tokens": 32,
+        "max_response_tokens": 16,
+        "report_to": "none",
+        "precision": "fp16",
+    }
     module = {"sft": sft, "reward model": reward_model}.get(stage, preference)
-    configs = OFFLINE_OBJECTIVES | {"sft": sft.SFTConfig, "reward model": reward_model.RewardModelConfig}
+    configs = OFFLINE_OBJECTIVES | {
+        "sft": sft.SFTConfig,
+        "reward model": reward_model.RewardModelConfig,
+    }
     with recorded() as record:
         module.train(configs[stage](**settings))
     return record
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward model", "dpo", "kto"])
-def test_a_step_waits_once_after_the_next_one_is_launched(tiny_model, workplace, monkeypatch, stage):
+def test_a_step_waits_once_after_the_next_one_is_launched(
+    tiny_model, workplace, monkeypatch, stage
+):
     launched, read = [], LateNumbers.read
 
     def noted(numbers: LateNumbers) -> list[float]:

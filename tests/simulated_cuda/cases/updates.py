@@ -1,4 +1,6 @@
-"""Whole online runs on the pretended device: where an update's host waits, and how much it launches."""
+"""Whole online runs on the pretended device: where an update's host waits, and how much it
+launches.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +14,11 @@ from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.host import Record, recorded, write_counts
 
-# Launches of an update of four optimizer steps of the tiny Llama and of the log-probs before them, most of them the
-# model's own. With older versions of torch and transformers there are some more.
+# Launches of an update of four optimizer steps of the tiny Llama and of the log-probs before them,
+# most of them the model's own. With older versions of torch and transformers there are some more.
 LAUNCHES = {"fp32": 1400, "bf16": 980, "bf16-autocast": 1160, "fp16": 1050}
-# Places where one update's host waits, except in its rollouts. The clock of the phases waits as well. Layers do in
-# transformers' `generate` alone, whose attention looks at the mask.
+# Places where one update's host waits, except in its rollouts. The clock of the phases waits as
+# well. Layers do in transformers' `generate` alone, whose attention looks at the mask.
 WAITS = {
     ("fastp3o/training/metrics.py", "update_metrics"): 1,
     ("fastp3o/runtime/finiteness.py", "require_finite"): 1,
@@ -25,12 +27,16 @@ WAITS = {
 
 
 def sampling(place: tuple[str, str]) -> bool:
-    """Whether a wait is of `generate`, which goes through our layers, too; other phases' are looked at alone."""
+    """Whether a wait is of `generate`, which goes through our layers, too; other phases' are looked
+    at alone.
+    """
     return "sampler" in place[0] or place[1] == "wired"
 
 
 @pytest.mark.parametrize("precision", LAUNCHES)
-def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, monkeypatch, precision):
+def test_an_update_waits_for_nothing_until_its_report(
+    tiny_model, workplace, monkeypatch, precision
+):
     phases: dict[str, list[Record]] = {}  # of each phase of an update, update by update
 
     @contextmanager
@@ -54,7 +60,10 @@ def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, mon
     last = {name: phases[name][-1] for name in ("logprobs", "update")}
     counts = {"launches": {name: record.launches.total() for name, record in last.items()}}
     assert sum(counts["launches"].values()) <= LAUNCHES[precision], last["update"].table()
-    write_counts(precision, counts | {"waits around them": {" ".join(place): count for place, count in waits.items()}})
+    write_counts(
+        precision,
+        counts | {"waits around them": {" ".join(place): count for place, count in waits.items()}},
+    )
     assert waits == WAITS
 
 
@@ -70,7 +79,9 @@ def test_advantages_of_ppo_double_their_terms_with_each_pass(longest, doublings)
     with recorded() as record:
         estimate_advantages(rewards, values, cu_seqlens, longest, gae_lambda=0.95)
     assert record.launches.total() <= BESIDE + DOUBLING * doublings, record.table()
-    write_counts(f"advantages of PPO, at most {longest} tokens", {"launches": record.launches.total()})
+    write_counts(
+        f"advantages of PPO, at most {longest} tokens", {"launches": record.launches.total()}
+    )
     with recorded() as whitening:
         whiten([rewards, values], lambda sums: sums)
     assert not record.waits + whitening.waits, record.table()

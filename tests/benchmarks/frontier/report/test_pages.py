@@ -22,10 +22,16 @@ def study() -> Study:
 
 def test_the_studys_tables_are_what_the_runs_give(study):
     page = verdicts.README.read_text()
-    tables = {"verdicts": verdicts.table(study), "beta": kl_coefs.table(study), "sums": arithmetic.table()}
+    tables = {
+        "verdicts": verdicts.table(study),
+        "beta": kl_coefs.table(study),
+        "sums": arithmetic.table(),
+    }
     tables |= {"circles": circles.table(), "reward models of circles": circles.reward_models()}
     for name, table in tables.items():
-        assert between_markers(page, name, markdown(table)) == page, "run: python -m benchmarks.frontier.report"
+        assert between_markers(page, name, markdown(table)) == page, (
+            "run: python -m benchmarks.frontier.report"
+        )
 
 
 def test_the_front_pages_results_are_the_studys(study):
@@ -33,8 +39,13 @@ def test_the_front_pages_results_are_the_studys(study):
     number = r"−?\d\.\d\d"
     stated = {tuple(one) for one in re.findall(rf"({number}) \[({number}), ({number})\]", results)}
     known = {found.estimate[:3] for found in verdicts.verdicts(study)}
-    sums = re.findall(rf"({number}) \[({number}), ({number})\]", markdown(arithmetic.table()).replace("+", ""))
-    written = {tuple(f"{value:.2f}".replace("-", "−").replace("−0.00", "0.00") for value in one) for one in known}
+    sums = re.findall(
+        rf"({number}) \[({number}), ({number})\]", markdown(arithmetic.table()).replace("+", "")
+    )
+    written = {
+        tuple(f"{value:.2f}".replace("-", "−").replace("−0.00", "0.00") for value in one)
+        for one in known
+    }
     assert written <= stated
     assert stated <= written | set(sums)
     runs = (RESULTS / "runs.jsonl").read_text().count("\n")
@@ -44,6 +55,10 @@ def test_the_front_pages_results_are_the_studys(study):
 def test_the_front_pages_range_of_what_offsets_cost_is_the_plots(study):
     ends = readme_plot.ends(study)
     without = ends["0"].mean
-    costs = [1 - ends[f"{deviation:g}"].mean / without for deviation in readme_plot.DEVIATIONS if deviation]
+    costs = [
+        1 - ends[f"{deviation:g}"].mean / without
+        for deviation in readme_plot.DEVIATIONS
+        if deviation
+    ]
     said = f"it costs PPO {100 * min(costs):.0f} to {100 * max(costs):.0f}% of its result"
     assert said in " ".join(FRONT_PAGE.split())

@@ -25,11 +25,23 @@ def task(tmp_path, monkeypatch) -> Task:
     tokenizer.save_pretrained(tmp_path / "policy")
     synthetic.make_model(tokenizer, 0).save_pretrained(tmp_path / "policy")
     for name in ("prompts.train.jsonl", "prompts.eval.jsonl"):
-        synthetic.write_jsonl(tmp_path / name, [{"prompt": prompt} for prompt in language.prompts(16, rng)])
-    (tmp_path / "length.py").write_text("def reward(prompts, responses):\n    return [len(r) / 8 for r in responses]\n")
+        synthetic.write_jsonl(
+            tmp_path / name, [{"prompt": prompt} for prompt in language.prompts(16, rng)]
+        )
+    (tmp_path / "length.py").write_text(
+        "def reward(prompts, responses):\n    return [len(r) / 8 for r in responses]\n"
+    )
     monkeypatch.chdir(tmp_path)
-    small = {"inner_epochs": 1, "sampler": "transformers", "updates": 2, "eval_at": "1", "max_prompt_tokens": 16}
-    monkeypatch.setattr(one_run, "SETTINGS", small | {"eval_responses_per_prompt": 2, "max_response_tokens": 8})
+    small = {
+        "inner_epochs": 1,
+        "sampler": "transformers",
+        "updates": 2,
+        "eval_at": "1",
+        "max_prompt_tokens": 16,
+    }
+    monkeypatch.setattr(
+        one_run, "SETTINGS", small | {"eval_responses_per_prompt": 2, "max_response_tokens": 8}
+    )
     return Task(
         name="many_languages-0",
         policy=str(tmp_path / "policy"),
@@ -58,7 +70,9 @@ def test_an_offset_moves_ppo(task, tmp_path):
 
 
 CRITIC = {"critic_learning_rate": 1e-3, "value_clip_range": 0.2}
-CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.compared(max(stale.LAGS))}}
+CHOSEN = {
+    "corrections": {stale.label(*pair): "weights" for pair in stale.compared(max(stale.LAGS))}
+}
 
 
 def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatch):
@@ -77,28 +91,57 @@ def test_every_part_names_each_run_once_and_none_runs_twice(tmp_path, monkeypatc
     ("changed", "set_to"),
     [
         ({"algorithm": "rloo"}, {"inner_epochs": 1, "kl_estimator": "k1"}),
-        ({"algorithm": "grpo", "own_parameter": 0.1}, {"inner_epochs": 4, "kl_estimator": "k3", "clip_low": 0.1}),
+        (
+            {"algorithm": "grpo", "own_parameter": 0.1},
+            {"inner_epochs": 4, "kl_estimator": "k3", "clip_low": 0.1},
+        ),
         ({"algorithm": "grpo-k1"}, {"kl_estimator": "k1", "prompts_per_minibatch": 2}),
         ({"algorithm": "rloo-token"}, {"clipping": "token", "inner_epochs": 4}),
         ({"algorithm": "ppo"} | CRITIC, CRITIC),
         ({"algorithm": "rebel", "own_parameter": 3.0}, {"eta": 3.0}),
-        ({"algorithm": "separate", "own_parameter": 0.5}, {"clipping": "separate", "clip_range": 0.5}),
-        ({"algorithm": "ppo", "own_parameter": 0.5}, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
+        (
+            {"algorithm": "separate", "own_parameter": 0.5},
+            {"clipping": "separate", "clip_range": 0.5},
+        ),
+        (
+            {"algorithm": "ppo", "own_parameter": 0.5},
+            {"clip_range": 0.5, "critic_learning_rate": 2e-3},
+        ),
         ({"algorithm": "oapl", "own_parameter": 0.3}, {"old_logprobs": "policy", "beta2": 0.3}),
-        ({"rounds_ahead": 6}, {"old_logprobs": "policy", "sampler_ratio_cap": 0.0, "rounds_ahead": 6}),
-        ({"rounds_ahead": 6, "correction": "ratios"}, {"old_logprobs": "sampler", "sampler_ratio_cap": 0.0}),
-        ({"rounds_ahead": 6, "correction": "weights"}, {"old_logprobs": "policy", "sampler_ratio_cap": 10.0}),
-        ({"rounds_ahead": 6, "correction": "weights", "algorithm": "ppo"}, {"sampler_ratio_cap": 2.0}),
+        (
+            {"rounds_ahead": 6},
+            {"old_logprobs": "policy", "sampler_ratio_cap": 0.0, "rounds_ahead": 6},
+        ),
+        (
+            {"rounds_ahead": 6, "correction": "ratios"},
+            {"old_logprobs": "sampler", "sampler_ratio_cap": 0.0},
+        ),
+        (
+            {"rounds_ahead": 6, "correction": "weights"},
+            {"old_logprobs": "policy", "sampler_ratio_cap": 10.0},
+        ),
+        (
+            {"rounds_ahead": 6, "correction": "weights", "algorithm": "ppo"},
+            {"sampler_ratio_cap": 2.0},
+        ),
     ],
 )
-def test_runs_name_objectives_their_own_parameters_and_corrections(task, tmp_path, monkeypatch, changed, set_to):
+def test_runs_name_objectives_their_own_parameters_and_corrections(
+    task, tmp_path, monkeypatch, changed, set_to
+):
     monkeypatch.setitem(one_run.SETTINGS, "inner_epochs", 4)
-    monkeypatch.setitem(one_run.SETTINGS, "sampler", "engine" if "rounds_ahead" in changed else "transformers")
+    monkeypatch.setitem(
+        one_run.SETTINGS, "sampler", "engine" if "rounds_ahead" in changed else "transformers"
+    )
     run = replace(START, responses_per_prompt=4, **changed)
     config = configuration(run, task, tmp_path)
     assert {name: getattr(config, name) for name in set_to} == set_to
     assert (config.learning_rate, config.kl_coef, config.responses_per_prompt) == (1e-3, 0.03, 4)
-    assert all(f"{name}={changed[name]}" in run.name for name in ("rounds_ahead", "correction") if name in changed)
+    assert all(
+        f"{name}={changed[name]}" in run.name
+        for name in ("rounds_ahead", "correction")
+        if name in changed
+    )
 
 
 def test_corrections_are_those_with_the_most_of_what_training_maximizes(tmp_path, monkeypatch):
@@ -107,7 +150,10 @@ def test_corrections_are_those_with_the_most_of_what_training_maximizes(tmp_path
 
     def recorded(run: Run) -> dict:
         gain = liked[run.correction] - (run.algorithm == run.correction == "none")
-        ends = [{"step": step, "kl": 3.0 * step, "reward": step * (gain + 0.3), "missing_eos": 0.0} for step in (0, 1)]
+        ends = [
+            {"step": step, "kl": 3.0 * step, "reward": step * (gain + 0.3), "missing_eos": 0.0}
+            for step in (0, 1)
+        ]
         return vars(run) | {"evaluations": ends}
 
     choice.choose_corrections(to_frames(map(recorded, stale.corrections())))

@@ -27,7 +27,10 @@ def test_the_degree_is_the_share_of_circles_and_leaves_the_noise_as_it_is(respon
         spread[degree] = np.log(preferred / (1 - preferred)).std()
     assert max(spread.values()) < 1.15 * min(spread.values())
     # At 0 the better utility wins; at 1 it says nothing.
-    agree = [np.mean((first > second)[:, 0] == (Raters(0, degree).preferred(first, second) > 0.5)) for degree in (0, 1)]
+    agree = [
+        np.mean((first > second)[:, 0] == (Raters(0, degree).preferred(first, second) > 0.5))
+        for degree in (0, 1)
+    ]
     assert agree[0] == 1
     assert 0.4 < agree[1] < 0.6
 
@@ -48,8 +51,12 @@ def test_a_language_and_degree_is_recorded(tmp_path, monkeypatch):
     """In small: two arms, two updates."""
     monkeypatch.setattr(circles, "SIZES", dict.fromkeys(circles.SIZES, 16))
     monkeypatch.setattr(circles, "SFT", circles.SFT | {"epochs": 1, "warmup_steps": 0})
-    monkeypatch.setattr(circles, "REWARD_MODEL", circles.REWARD_MODEL | {"epochs": 1, "warmup_steps": 0})
-    monkeypatch.setattr(runs, "ARMS", {name: arm for name, arm in runs.ARMS.items() if "P3O" in name})
+    monkeypatch.setattr(
+        circles, "REWARD_MODEL", circles.REWARD_MODEL | {"epochs": 1, "warmup_steps": 0}
+    )
+    monkeypatch.setattr(
+        runs, "ARMS", {name: arm for name, arm in runs.ARMS.items() if "P3O" in name}
+    )
     monkeypatch.setattr(runs, "SETTINGS", runs.SETTINGS | {"updates": 2, "prompts_per_update": 8})
     line = json.loads(json.dumps(runs.play(0, 0.5, tmp_path)))
     names = [runs.START, *runs.ARMS, *map(runs.averaged_name, runs.AVERAGED)]

@@ -1,4 +1,6 @@
-"""A stand-in for a vLLM server: its routes, answered by the engine, with faults that a run must not pass over."""
+"""A stand-in for a vLLM server: its routes, answered by the engine, with faults that a run must not
+pass over.
+"""
 
 import json
 import threading
@@ -34,13 +36,22 @@ class EndingOtherwise:
 
 
 class StandIn(LocalServer):
-    """Serves the model in `folder`, until it is told to load others. fault: of its answers, see `FAULTS`, from the
-    completion with the number `from_completion` on, counted from 0. version, room: what it says of itself; room is of
-    tokens. processed: whether log-probs are after temperature and truncation (--logprobs-mode processed_logprobs).
-    away: it answers nothing until it was asked for its version as often. paused: it keeps requests until it may resume.
+    """Serves the model in `folder`, until it is told to load others. fault: of its answers, see
+    `FAULTS`, from the completion with the number `from_completion` on, counted from 0. version,
+    room: what it says of itself; room is of tokens. processed: whether log-probs are after
+    temperature and truncation (--logprobs-mode processed_logprobs). away: it answers nothing until
+    it was asked for its version as often. paused: it keeps requests until it may resume.
     """
 
-    fault, from_completion, version, room, processed, away, paused = "", 0, "0.32.0", 1024, False, 0, False
+    fault, from_completion, version, room, processed, away, paused = (
+        "",
+        0,
+        "0.32.0",
+        1024,
+        False,
+        0,
+        False,
+    )
     gpus = 1
 
     def __init__(self, folder: str, **options):
@@ -76,30 +87,43 @@ class StandIn(LocalServer):
         sampler = EngineSampler(self.policy, tokenizer, settings=settings, **limits)
         ((_, responses),) = sampler([Prompt("", body["prompt"])], body["n"], body["seed"])
         if not self.processed and (body["temperature"] != 1 or settings != POLICY_ITSELF):
-            responses = [r._replace(logprobs=self.raw_logprobs(body["prompt"], r.ids)) for r in responses]
+            responses = [
+                r._replace(logprobs=self.raw_logprobs(body["prompt"], r.ids)) for r in responses
+            ]
         about = {"prompt_token_ids": body["prompt"]}
         choices = [
-            changed(about | {"index": index, "finish_reason": "stop" if r.finished else "length"}, r.ids, [*r.logprobs])
+            changed(
+                about | {"index": index, "finish_reason": "stop" if r.finished else "length"},
+                r.ids,
+                [*r.logprobs],
+            )
             for index, r in enumerate(responses)
         ]
         return {"choices": FAULTS.get(self.broken(), list)(choices)}
 
     def complete_in_halves(self, body: dict, until) -> dict:
-        """As a request that is under way until then: the second half is of the weights that are there by that time."""
+        """As a request that is under way until then: the second half is of the weights that are
+        there by that time.
+        """
         half = body["max_tokens"] // 2
         answer = StandIn.complete(self, body | {"max_tokens": half})
         self.changed.notify_all()
         assert self.changed.wait_for(until, 60.0)
         for choice in answer["choices"]:
             if choice["finish_reason"] == "length":
-                longer = {"prompt": body["prompt"] + choice["token_ids"], "max_tokens": body["max_tokens"] - half}
+                longer = {
+                    "prompt": body["prompt"] + choice["token_ids"],
+                    "max_tokens": body["max_tokens"] - half,
+                }
                 (rest,) = StandIn.complete(self, body | longer | {"n": 1})["choices"]
                 choice["token_ids"] += rest["token_ids"]
                 choice["logprobs"]["token_logprobs"] += rest["logprobs"]["token_logprobs"]
         return answer
 
     @torch.no_grad()
-    def raw_logprobs(self, prompt: list[int], ids: list[int], policy: PackedModel | None = None) -> list[float]:
+    def raw_logprobs(
+        self, prompt: list[int], ids: list[int], policy: PackedModel | None = None
+    ) -> list[float]:
         policy = policy or self.policy
         (row,) = pack([prompt], [[ids]], Packing(10_000))
         with untempered(policy):
@@ -115,7 +139,11 @@ FAULTS = {
     "cut": lambda choices: [changed(choices[0], [5], [-1.0]), *choices[1:]],
     # Log-probs of other weights.
     "off": lambda choices: [
-        changed(choice, choice["token_ids"], [value - 0.5 for value in choice["logprobs"]["token_logprobs"]])
+        changed(
+            choice,
+            choice["token_ids"],
+            [value - 0.5 for value in choice["logprobs"]["token_logprobs"]],
+        )
         for choice in choices
     ],
     "reversed": lambda choices: choices[::-1],

@@ -1,4 +1,6 @@
-"""Weights over NCCL, which sockets stand in for, by stand-ins of vLLM's classes; with -m vllm by vLLM's own."""
+"""Weights over NCCL, which sockets stand in for, by stand-ins of vLLM's classes; with -m vllm by
+vLLM's own.
+"""
 
 import math
 import os
@@ -36,10 +38,23 @@ from tests.fastp3o.training.test_distributed import FP32, ONLINE
 
 RUNS = Path(__file__).parents[2] / "training" / "runs_of_a_process.py"
 UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 48}
-SIZES |= {"num_key_value_heads": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 48,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+}
 SIZES |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4)
-SIZES |= dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+SIZES |= dict.fromkeys(
+    ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8
+)
 SIZES |= {"first_k_dense_replace": 1, "topk_group": 1, "num_experts_per_tok": 2}
 
 
@@ -50,7 +65,11 @@ def install(version: str, set_module=sys.modules.__setitem__) -> None:
     meta = namedtuple("ParamMeta", "name dtype shape")
     init_info = namedtuple("NCCLTrainerInitInfo", "master_address master_port world_size rank")
     engine = {"NCCLTrainerInitInfo": init_info, "NCCLTrainerWeightTransferEngine": Trainer}
-    contents = {"vllm": {"__version__": version}, "vllm.distributed": {}, f"{package}.nccl_engine": engine}
+    contents = {
+        "vllm": {"__version__": version},
+        "vllm.distributed": {},
+        f"{package}.nccl_engine": engine,
+    }
     contents[package] = {"ParamMeta": meta, "WeightSource": source, "nccl_engine": None}
     for name, content in contents.items():
         module = ModuleType(name)
@@ -86,7 +105,9 @@ class Trainer:
         engine = cls()
         engine.client, engine.source, engine.told = client, source, None
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(client.init_weight_transfer_engine, init_info._asdict() | {"rank_offset": 1})
+            joined = pool.submit(
+                client.init_weight_transfer_engine, init_info._asdict() | {"rank_offset": 1}
+            )
             engine.group = Wire(*init_info[:2], init_info.rank, init_info.world_size)
             joined.result()
         return engine
@@ -96,11 +117,19 @@ class Trainer:
         assert newer == isinstance(vars(type(self.source))["metadata"], cached_property)
         metadata = self.source.metadata if newer else self.source.metadata()
         # The newer one says only once what it sends.
-        names, dtypes, shapes = zip(*metadata, strict=True) if not newer or metadata != self.told else [()] * 3
-        info = {"names": names, "dtype_names": [str(dtype)[6:] for dtype in dtypes], "shapes": shapes}
+        names, dtypes, shapes = (
+            zip(*metadata, strict=True) if not newer or metadata != self.told else [()] * 3
+        )
+        info = {
+            "names": names,
+            "dtype_names": [str(dtype)[6:] for dtype in dtypes],
+            "shapes": shapes,
+        }
         self.client.start_weight_update()
         received = ThreadPoolExecutor(1).submit(self.client.update_weights, info)
-        for declared, (name, weight) in zip(metadata, self.source.iter_full() if newer else self.source, strict=True):
+        for declared, (name, weight) in zip(
+            metadata, self.source.iter_full() if newer else self.source, strict=True
+        ):
             assert declared == (name, weight.dtype, weight.shape)
             self.group.broadcast(weight, src=0)
         received.result()
@@ -112,8 +141,8 @@ class Trainer:
 
 
 class NCCLStandIn(StandIn):
-    """A server whose `gpus` must all receive the same. refuses, drops, hangs: a path that it answers so. checks: vLLM's
-    classes of what its workers are told, or none.
+    """A server whose `gpus` must all receive the same. refuses, drops, hangs: a path that it
+    answers so. checks: vLLM's classes of what its workers are told, or none.
     """
 
     refuses, drops, hangs, wires, checks = "", "", "", (), (dict, dict)
@@ -133,31 +162,49 @@ class NCCLStandIn(StandIn):
         if path == "/update_weights" != self.refuses:
             self.checks[1](**body["update_info"])
             if body["update_info"]["names"]:
-                self.described = [(*one,) for one in zip(*body["update_info"].values(), strict=True)]
-            described = [(name, getattr(torch, dtype), shape) for name, dtype, shape in self.described]
+                self.described = [
+                    (*one,) for one in zip(*body["update_info"].values(), strict=True)
+                ]
+            described = [
+                (name, getattr(torch, dtype), shape) for name, dtype, shape in self.described
+            ]
             sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in described]
             first, *others = [wire.makefile("rb").read(sum(sizes)) for wire in self.wires]
             assert [first] * len(others) == others
             parts = torch.frombuffer(bytearray(first), dtype=torch.uint8).split(sizes)
             pairs = zip(described, parts, strict=True)
-            self.received = {name: part.clone().view(dtype).view(shape) for (name, dtype, shape), part in pairs}
+            self.received = {
+                name: part.clone().view(dtype).view(shape) for (name, dtype, shape), part in pairs
+            }
         if path == "/finish_weight_update":
-            shutil.copytree(self.folder, received := f"received-{self.server_port}", dirs_exist_ok=True)
+            shutil.copytree(
+                self.folder, received := f"received-{self.server_port}", dirs_exist_ok=True
+            )
             save_file(self.received, f"{received}/model.safetensors", metadata={"format": "pt"})
             self.load(received)
         return None if path == self.refuses else {}
 
 
-@pytest.fixture(params=["0.32.0", "0.33.0", pytest.param("", marks=[pytest.mark.vllm, pytest.mark.timeout(600)])])
+@pytest.fixture(
+    params=[
+        "0.32.0",
+        "0.33.0",
+        pytest.param("", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+    ]
+)
 def version(request, monkeypatch):
-    """Of vLLM, whose stand-ins are imported; without one vLLM itself is, and the network alone is replaced."""
+    """Of vLLM, whose stand-ins are imported; without one vLLM itself is, and the network alone is
+    replaced.
+    """
     monkeypatch.setattr(nccl_transfer, "DEVICE", "cpu")
     if request.param:
         install(request.param, partial(monkeypatch.setitem, sys.modules))
         return request.param
     if "FASTP3O_VLLM" not in os.environ:
         pytest.skip("needs FASTP3O_VLLM, a Python that has vLLM: bash scripts/test_vllm.sh")
-    paths = subprocess.check_output([os.environ["FASTP3O_VLLM"], "-c", r"print(*__import__('sys').path, sep='\n')"])
+    paths = subprocess.check_output(
+        [os.environ["FASTP3O_VLLM"], "-c", r"print(*__import__('sys').path, sep='\n')"]
+    )
     monkeypatch.setattr(sys, "path", [*sys.path, *paths.decode().splitlines()])
     import vllm
     from vllm.distributed.weight_transfer import nccl_common, nccl_engine, packed_tensor
@@ -181,22 +228,36 @@ def test_names_and_values_are_those_of_the_folder(tmp_path, family, lora_rank):
         add_lora(model, TrainableConfig(lora_rank=lora_rank))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    write_model(Accelerator(cpu=True), model, SimpleNamespace(save_pretrained=print), tmp_path, torch.bfloat16)
+    write_model(
+        Accelerator(cpu=True),
+        model,
+        SimpleNamespace(save_pretrained=print),
+        tmp_path,
+        torch.bfloat16,
+    )
     written = load_file(tmp_path / "model.safetensors")
     layers = list(hub_weights(model.model, torch.bfloat16))
     assert len(layers) == 5  # embeddings, two layers, norm, head
     sent = {name: weight for layer in layers for name, weight in layer.items()}
     assert sent.keys() == written.keys()
     for name, weight in sent.items():
-        assert weight.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16), name
+        assert weight.dtype == (
+            torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        ), name
         assert torch.equal(weight, written[name].to(weight.dtype)), name
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_run_is_that_with_a_folder(workplace, tiny_model, version, lora_rank):
-    changes, served = {"updates": 3, "lora_rank": lora_rank, "learning_rate": 1e-2}, {"version": version}
+    changes, served = (
+        {"updates": 3, "lora_rank": lora_rank, "learning_rate": 1e-2},
+        {"version": version},
+    )
     for way in ("folder", "nccl"):
-        with NCCLStandIn(tiny_model, gpus=2, **served) as first, NCCLStandIn(tiny_model, **served) as last:
+        with (
+            NCCLStandIn(tiny_model, gpus=2, **served) as first,
+            NCCLStandIn(tiny_model, **served) as last,
+        ):
             train(config(tiny_model, way, **served_by(first, last), vllm_weights=way, **changes))
     assert metrics("folder") == metrics("nccl")
     assert_equal(weights("folder"), weights("nccl"))
@@ -207,9 +268,14 @@ def test_a_run_is_that_with_a_folder(workplace, tiny_model, version, lora_rank):
 
 @pytest.mark.parametrize("version", ["0.33.0"], indirect=True)
 @pytest.mark.parametrize(("away", "sizes"), [(0, ([3, 3], [3, 3])), (1, ([3, 3], [3, 2, 3]))])
-def test_a_server_that_was_started_anew_is_in_a_new_group(workplace, tiny_model, version, away, sizes):
+def test_a_server_that_was_started_anew_is_in_a_new_group(
+    workplace, tiny_model, version, away, sizes
+):
     """The first one is lost in the second update, and back in the next or the one after it."""
-    with NCCLStandIn(tiny_model, version=version) as first, NCCLStandIn(tiny_model, version=version) as last:
+    with (
+        NCCLStandIn(tiny_model, version=version) as first,
+        NCCLStandIn(tiny_model, version=version) as last,
+    ):
 
         def complete(body):
             if first.completions == 2 + 4 + 1:
@@ -219,27 +285,46 @@ def test_a_server_that_was_started_anew_is_in_a_new_group(workplace, tiny_model,
             return StandIn.complete(first, body)
 
         first.complete = complete
-        train(config(tiny_model, "run", **served_by(first, last), vllm_weights="nccl", learning_rate=1e-2))
+        train(
+            config(
+                tiny_model, "run", **served_by(first, last), vllm_weights="nccl", learning_rate=1e-2
+            )
+        )
     for server, expected in zip((first, last), sizes, strict=True):
-        infos = [body["init_info"] for path, body in server.requests if path == "/init_weight_transfer_engine"]
+        infos = [
+            body["init_info"]
+            for path, body in server.requests
+            if path == "/init_weight_transfer_engine"
+        ]
         assert [info["world_size"] for info in infos] == expected
-        assert infos[0]["master_address"] == "127.0.0.1"  # towards these servers, whatever this machine's name means
+        assert (
+            infos[0]["master_address"] == "127.0.0.1"
+        )  # towards these servers, whatever this machine's name means
 
 
 @pytest.mark.parametrize("version", ["0.32.0"], indirect=True)
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ({"refuses": "/init_weight_transfer_engine"}, "init_weight.* status 404.*needs --weight-transfer-config"),
+        (
+            {"refuses": "/init_weight_transfer_engine"},
+            "init_weight.* status 404.*needs --weight-transfer-config",
+        ),
         ({"refuses": "/update_weights"}, "update_weights answered with status 404"),
         ({"drops": "/update_weights"}, "update_weights does not answer"),
-        ({"hangs": "/update_weights"}, r"did not take the weights within 2 s \(--vllm_time_limit\)"),
+        (
+            {"hangs": "/update_weights"},
+            r"did not take the weights within 2 s \(--vllm_time_limit\)",
+        ),
     ],
 )
 def test_a_server_that_fails_ends_the_wait_for_all(workplace, tiny_model, version, fault, says):
     """The other one has no end of the weights, as vLLM's engine has none."""
     limit, begun = {"vllm_time_limit": 2.0 if "hangs" in fault else 60.0}, time.monotonic()
-    with NCCLStandIn(tiny_model, version=version) as first, NCCLStandIn(tiny_model, version=version, **fault) as last:
+    with (
+        NCCLStandIn(tiny_model, version=version) as first,
+        NCCLStandIn(tiny_model, version=version, **fault) as last,
+    ):
         with pytest.raises(EndpointError, match=f"{says}.*must be restarted"):
             train(config(tiny_model, "run", **served_by(first, last) | limit, vllm_weights="nccl"))
         assert time.monotonic() - begun < 30.0
@@ -256,13 +341,20 @@ def test_what_does_not_fit_is_refused(workplace, tiny_model, monkeypatch):
     refused("needs vllm in this environment, too")
     for here, there in (("0.32.0", "0.33.0"), ("0.34.0", "0.34.1")):
         install(here, partial(monkeypatch.setitem, sys.modules))
-        refused(f"0.32, or 0.33, on both sides, got {here[:4]} here, {there[:4]} there", version=there)
+        refused(
+            f"0.32, or 0.33, on both sides, got {here[:4]} here, {there[:4]} there", version=there
+        )
 
 
 def test_processes_send_together_what_is_spread_over_them(workplace, tiny_model):
     """Responses under way go on from new weights, which the probe compares with the policy's."""
     with NCCLStandIn(tiny_model, version="0.33.0", gpus=2) as server:
-        settings = served_by(server) | {"vllm_weights": "nccl", "model": tiny_model, "output_dir": "run", "updates": 4}
+        settings = served_by(server) | {
+            "vllm_weights": "nccl",
+            "model": tiny_model,
+            "output_dir": "run",
+            "updates": 4,
+        }
         settings |= {"rounds_ahead": 2, "interrupt_rollouts": True}
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         done = together(Path(__file__), "+", "p3o", *ONLINE, *FP32, *flags)

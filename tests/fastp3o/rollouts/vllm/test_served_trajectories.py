@@ -14,12 +14,21 @@ from fastp3o.training.loop import train
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from tests.fastp3o.rollouts.environments import SETTINGS, HangsLater
 from tests.fastp3o.rollouts.vllm.stand_in import StandIn, served_by
-from tests.fastp3o.rollouts.vllm.test_served_runs import INTERRUPTED, assert_close, run, train_like_servers
+from tests.fastp3o.rollouts.vllm.test_served_runs import (
+    INTERRUPTED,
+    assert_close,
+    run,
+    train_like_servers,
+)
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.training.test_distributed import furthest
 
 GAMES = "tests.fastp3o.rollouts.environments"
-GAME = SETTINGS | {"environment": f"{GAMES}:Greets", "reward": "environment", "max_response_tokens": 14}
+GAME = SETTINGS | {
+    "environment": f"{GAMES}:Greets",
+    "reward": "environment",
+    "max_response_tokens": 14,
+}
 
 
 def game(tiny_model, folder, *servers, **changes):
@@ -33,7 +42,11 @@ def turn_of(server, body):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_trajectories_from_two_servers_are_the_engines(workplace, tiny_model, monkeypatch, ahead):
-    changes = {"rounds_ahead": ahead, "eval_prompts": "prompts.jsonl", "eval_responses_per_prompt": 3}
+    changes = {
+        "rounds_ahead": ahead,
+        "eval_prompts": "prompts.jsonl",
+        "eval_responses_per_prompt": 3,
+    }
     train_like_servers(monkeypatch, game(tiny_model, "engine", **changes))
     with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
         train(game(tiny_model, "served", first, second, **changes))
@@ -45,8 +58,13 @@ def test_trajectories_from_two_servers_are_the_engines(workplace, tiny_model, mo
     for server in (first, second):
         # Weights go once an update, whatever the number of turns.
         assert server.paths().count("/collective_rpc") == 4 - ahead
-        asked = [body for path, body in server.requests if path == "/v1/completions" and body["max_tokens"] <= 4]
-        # One request has all first turns of a prompt; later ones go alone, where the turn before went.
+        asked = [
+            body
+            for path, body in server.requests
+            if path == "/v1/completions" and body["max_tokens"] <= 4
+        ]
+        # One request has all first turns of a prompt; later ones go alone, where the turn before
+        # went.
         together = [body["prompt"] for body in asked if body["n"] > 1]
         later = [body for body in asked if body["n"] == 1]
         assert len(together) == (3 + 2) * 4
@@ -67,8 +85,21 @@ def test_a_trajectory_goes_on_while_another_waits_for_its_server(workplace, tiny
                 third.set()
             return StandIn.complete(server, body)
 
-        slow.complete, fast.complete = partial(complete, server=slow), partial(complete, server=fast)
-        train(game(tiny_model, "run", fast, slow, updates=1, max_response_tokens=24, environment=f"{GAMES}:Long"))
+        slow.complete, fast.complete = (
+            partial(complete, server=slow),
+            partial(complete, server=fast),
+        )
+        train(
+            game(
+                tiny_model,
+                "run",
+                fast,
+                slow,
+                updates=1,
+                max_response_tokens=24,
+                environment=f"{GAMES}:Long",
+            )
+        )
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -82,7 +113,9 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_mode
             return StandIn.complete(server, body)
 
         server.complete = complete
-        with pytest.raises(EndpointError, match=f"update {2 + ahead}: .*does not answer.*--resume continues"):
+        with pytest.raises(
+            EndpointError, match=f"update {2 + ahead}: .*does not answer.*--resume continues"
+        ):
             train(game(tiny_model, "run", server, **changes))
     with StandIn(tiny_model) as server:
         train(game(tiny_model, "run", server, resume=True, **changes))
@@ -94,10 +127,14 @@ def test_a_server_that_dies_in_the_third_turn_loses_nothing(workplace, tiny_mode
 
 
 @pytest.mark.parametrize("changes", [{}, GAME], ids=["responses", "trajectories"])
-def test_responses_go_on_from_new_weights_while_training_goes_on(workplace, tiny_model, monkeypatch, changes):
+def test_responses_go_on_from_new_weights_while_training_goes_on(
+    workplace, tiny_model, monkeypatch, changes
+):
     """Those to a prompt of the third round are under way until the policy has trained."""
     interrupted, rounds, sample = [], {}, RolloutBuffer.__call__
-    monkeypatch.setattr(RolloutBuffer, "__call__", lambda self, n: rounds.setdefault(n, sample(self, n)))
+    monkeypatch.setattr(
+        RolloutBuffer, "__call__", lambda self, n: rounds.setdefault(n, sample(self, n))
+    )
     with StandIn(tiny_model) as server:
 
         def complete(body):
@@ -109,7 +146,9 @@ def test_responses_go_on_from_new_weights_while_training_goes_on(workplace, tiny
             return StandIn.complete(server, body)
 
         server.complete = complete
-        changes = changes | served_by(server) | INTERRUPTED | {"updates": 4, "old_logprobs": "sampler"}
+        changes = (
+            changes | served_by(server) | INTERRUPTED | {"updates": 4, "old_logprobs": "sampler"}
+        )
         train(config(tiny_model, "run", **changes))
     published = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
     assert [path for path in server.paths() if path != "/v1/completions"] == published * 2
@@ -117,10 +156,14 @@ def test_responses_go_on_from_new_weights_while_training_goes_on(workplace, tiny
     (body,) = interrupted
     for response in rounds[3][0].responses:
         ids = response.ids[slice(*response.spans[0])]
-        old, new = (server.raw_logprobs(body["prompt"], ids, server.policies[loaded]) for loaded in (1, 2))
+        old, new = (
+            server.raw_logprobs(body["prompt"], ids, server.policies[loaded]) for loaded in (1, 2)
+        )
         assert max(abs(one - two) for one, two in zip(old, new, strict=True)) > 1e-3
         half = body["max_tokens"] // 2
-        assert list(response.logprobs)[: len(ids)] == pytest.approx(old[:half] + new[half:], abs=1e-5)
+        assert list(response.logprobs)[: len(ids)] == pytest.approx(
+            old[:half] + new[half:], abs=1e-5
+        )
 
 
 def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(workplace, tiny_model):
@@ -133,13 +176,20 @@ def test_a_run_with_servers_and_rounds_ahead_resumes_to_the_bit(workplace, tiny_
 
 
 def test_an_environment_that_works_elsewhere_meanwhile_changes_no_run(workplace, tiny_model):
-    ahead = {"rounds_ahead": 1, "save_minutes": 1e-9, "eval_prompts": "prompts.jsonl", "report_to": "tensorboard"}
+    ahead = {
+        "rounds_ahead": 1,
+        "save_minutes": 1e-9,
+        "eval_prompts": "prompts.jsonl",
+        "report_to": "tensorboard",
+    }
     runs = {"Greets": "run", "Elsewhere": "other"}
     with StandIn(tiny_model) as server:
         for name, folder in runs.items():
             train(game(tiny_model, folder, server, environment=f"{GAMES}:{name}", **ahead))
     assert Path.cwd() == workplace
-    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("other").iterdir()}
+    assert {path.name for path in Path("run").iterdir()} == {
+        path.name for path in Path("other").iterdir()
+    }
     assert_equal(weights("run"), weights("other"))
 
 
@@ -153,13 +203,25 @@ def test_an_environment_that_hangs_ahead_ends_the_run_with_its_state(workplace, 
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "engine"])
-def test_processes_whose_trajectories_have_other_numbers_of_turns_train_what_one_does(workplace, tiny_model, sampler):
+def test_processes_whose_trajectories_have_other_numbers_of_turns_train_what_one_does(
+    workplace, tiny_model, sampler
+):
     """Weights are spread over the processes, which meet at the beginning and at the end of a call."""
-    changes = GAME | {"stop_strings": '["a", "e", "i", "o", " "]', "rounds_ahead": 1, "environment": f"{GAMES}:Echo"}
-    changes |= {} if sampler == "vllm" else {"sampler": "engine", "vllm_url": None, "vllm_time_limit": None}
+    changes = GAME | {
+        "stop_strings": '["a", "e", "i", "o", " "]',
+        "rounds_ahead": 1,
+        "environment": f"{GAMES}:Echo",
+    }
+    changes |= (
+        {}
+        if sampler == "vllm"
+        else {"sampler": "engine", "vllm_url": None, "vllm_time_limit": None}
+    )
     for processes in (1, 2):
         with StandIn(tiny_model) as first, StandIn(tiny_model) as second:
             done = run(f"run{processes}", tiny_model, first, second, processes=processes, **changes)
             assert done.returncode == 0, done.stdout
     assert furthest("run1", "run2") < 1e-4
-    assert [line["turns"] for line in metrics("run1")] == [line["turns"] for line in metrics("run2")]
+    assert [line["turns"] for line in metrics("run1")] == [
+        line["turns"] for line in metrics("run2")
+    ]

@@ -1,5 +1,5 @@
-"""A command in one of several processes, which in the first of its starts meets a fault of `FileCalls` in its folder:
-faulty_process.py PROCESS FAULT NUMBER COMMAND FLAGS ...
+"""A command in one of several processes, which in the first of its starts meets a fault of
+`FileCalls` in its folder: faulty_process.py PROCESS FAULT NUMBER COMMAND FLAGS ...
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Runs in child processes, of which one ends, is asked to stop or finds its disk full at a given file-system call."""
+"""Runs in child processes, of which one ends, is asked to stop or finds its disk full at a given
+file-system call.
+"""
 
 import errno
 import os
@@ -21,12 +23,16 @@ KILLED = 9
 LONGEST = 60.0  # seconds from the start to the end of processes that wait for each other
 
 
-def in_child(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
+def in_child(
+    work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None
+) -> int:
     """The exit status of a fork that does `work`; what it prints goes to `log`."""
     return wait_together([fork(work, log, prepare)])[0]
 
 
-def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
+def fork(
+    work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -36,9 +42,11 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        # A forked process makes torch's threads anew at their first use, and two threads that do so at once end it.
+        # A forked process makes torch's threads anew at their first use, and two threads that do so
+        # at once end it.
         torch.set_num_threads(torch.get_num_threads())
-        # Forks share the semaphore of tqdm's lock: one that is killed while it has it would stop all others.
+        # Forks share the semaphore of tqdm's lock: one that is killed while it has it would stop
+        # all others.
         tqdm.set_lock(threading.RLock())
         prepare()
         work()
@@ -56,14 +64,23 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         os._exit(status)
 
 
-def fork_together(work: Callable, logs: Sequence[Path], prepare: Callable = lambda number: None) -> list[int]:
-    """Forks that do `work` with each other over gloo, as torchrun's workers; `prepare` has the number of each."""
+def fork_together(
+    work: Callable, logs: Sequence[Path], prepare: Callable = lambda number: None
+) -> list[int]:
+    """Forks that do `work` with each other over gloo, as torchrun's workers; `prepare` has the
+    number of each.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
     def join(number: int) -> None:
-        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(logs), "LOCAL_WORLD_SIZE": len(logs)}
+        place = {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": len(logs),
+            "LOCAL_WORLD_SIZE": len(logs),
+        }
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
         prepare(number)
@@ -72,7 +89,9 @@ def fork_together(work: Callable, logs: Sequence[Path], prepare: Callable = lamb
 
 
 def wait_together(pids: Sequence[int], longest: float = LONGEST) -> list[int]:
-    """The exit statuses of processes. Kills those that run longer than `longest` s, and raises TimeoutError."""
+    """The exit statuses of processes. Kills those that run longer than `longest` s, and raises
+    TimeoutError.
+    """
     deadline = time.monotonic() + longest
     statuses: dict[int, int] = {}
     while len(statuses) < len(pids):
@@ -105,14 +124,27 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 class FileCalls:
-    """Counts the calls of Python that touch a folder, os.fsync among them, and acts before the one of a number.
-    stop_before: where SIGTERM comes. power: bytes that were not synced are lost by half when it ends. Nothing of it can
-    be taken back: for a child.
+    """Counts the calls of Python that touch a folder, os.fsync among them, and acts before the one
+    of a number. stop_before: where SIGTERM comes. power: bytes that were not synced are lost by
+    half when it ends. Nothing of it can be taken back: for a child.
     """
 
-    def __init__(self, folder: Path, *, kill_before: int = 0, full_from: int = 0, stop_before: int = 0, power=False):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kill_before: int = 0,
+        full_from: int = 0,
+        stop_before: int = 0,
+        power=False,
+    ):
         self.folder = folder.resolve()
-        self.kill_before, self.full_from, self.stop_before, self.power = kill_before, full_from, stop_before, power
+        self.kill_before, self.full_from, self.stop_before, self.power = (
+            kill_before,
+            full_from,
+            stop_before,
+            power,
+        )
         self.count = 0
         self.synced: dict[str, int] = {}
         self.acting = False
@@ -134,19 +166,25 @@ class FileCalls:
         if self.acting or event not in CALLS:
             return
         name = arguments[0]
-        if isinstance(name, int) or (len(arguments) > 1 and arguments[-1] not in (-1, None) and event == "os.remove"):
+        if isinstance(name, int) or (
+            len(arguments) > 1 and arguments[-1] not in (-1, None) and event == "os.remove"
+        ):
             self.call(event, False)
             return
         path = os.path.abspath(os.fsdecode(name))
         if not Path(path).is_relative_to(self.folder):
             return
-        is_write = event in WRITES or (event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR)))
+        is_write = event in WRITES or (
+            event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        )
         self.call(event, is_write)
         if event == "open" and is_write:
             self.synced.setdefault(path, os.path.getsize(path) if os.path.exists(path) else 0)
         if event == "os.rename":
             target = os.path.abspath(os.fsdecode(arguments[1]))
-            moved = {p: s for p, s in self.synced.items() if p == path or p.startswith(path + os.sep)}
+            moved = {
+                p: s for p, s in self.synced.items() if p == path or p.startswith(path + os.sep)
+            }
             self.synced = {p: s for p, s in self.synced.items() if p not in moved}
             self.synced |= {target + p.removeprefix(path): s for p, s in moved.items()}
 

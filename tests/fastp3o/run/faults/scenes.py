@@ -1,4 +1,6 @@
-"""Tiny runs of each stage in the folder `run`, and whether one that was broken ends as an unbroken one."""
+"""Tiny runs of each stage in the folder `run`, and whether one that was broken ends as an unbroken
+one.
+"""
 
 import os
 import shutil
@@ -30,10 +32,24 @@ SUPERVISED = COMMON | {"max_response_tokens": 16, "epochs": 2, "batch_size": 4, 
 SUPERVISED |= {"lr_schedule": "cosine"}
 DEMONSTRATIONS = SUPERVISED | {"train_data": "sft.jsonl", "eval_data": "sft.jsonl"}
 PAIRS = SUPERVISED | {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl"}
-SINGLE = SUPERVISED | {"train_data": "unpaired.jsonl", "eval_data": "unpaired.jsonl", "batch_size": 8}
+SINGLE = SUPERVISED | {
+    "train_data": "unpaired.jsonl",
+    "eval_data": "unpaired.jsonl",
+    "batch_size": 8,
+}
 DROPOUT = {"lora_rank": 2, "lora_dropout": 0.5, "gradient_checkpointing": True}
-ONLINE = COMMON | {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "updates": 4, "samples_every": 0}
-ONLINE |= {"prompts_per_update": 4, "prompts_per_minibatch": 2, "inner_epochs": 1, "max_response_tokens": 4}
+ONLINE = COMMON | {
+    "prompts": "prompts.jsonl",
+    "reward": "rewards_for_tests:varied",
+    "updates": 4,
+    "samples_every": 0,
+}
+ONLINE |= {
+    "prompts_per_update": 4,
+    "prompts_per_minibatch": 2,
+    "inner_epochs": 1,
+    "max_response_tokens": 4,
+}
 ONLINE |= {"eval_prompts": "prompts.jsonl", "eval_limit": 2, "eval_every": 3}
 AHEAD = ONLINE | {"rounds_ahead": 2, "updates": 5}
 SPARING = {"gradient_checkpointing": True, "offload": True, "lr_schedule": "cosine"}
@@ -43,7 +59,11 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
     "SFT in fp16": (sft.train, SFTConfig, DEMONSTRATIONS | {"precision": "fp16"}),
     "dropout": (sft.train, SFTConfig, DEMONSTRATIONS | DROPOUT),
     "reward model": (reward_model.train, RewardModelConfig, PAIRS),
-    "reward model, LoRA": (reward_model.train, RewardModelConfig, PAIRS | {"lora_rank": 2, "centring": 0.1}),
+    "reward model, LoRA": (
+        reward_model.train,
+        RewardModelConfig,
+        PAIRS | {"lora_rank": 2, "centring": 0.1},
+    ),
     "DPO": (preferences.train, DPOConfig, PAIRS),
     "KTO, LoRA": (preferences.train, KTOConfig, SINGLE | {"lora_rank": 2}),
     "SimPO": (preferences.train, SimPOConfig, PAIRS),
@@ -54,23 +74,33 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
     "fp16": (online.train, P3OConfig, ONLINE | {"precision": "fp16"}),
     "LoRA": (online.train, P3OConfig, ONLINE | {"lora_rank": 2}),
     "top layer": (online.train, P3OConfig, ONLINE | {"trainable_layers": 1}),
-    "K = 3, token clipping": (online.train, P3OConfig, ONLINE | {"responses_per_prompt": 3, "clipping": "token"}),
+    "K = 3, token clipping": (
+        online.train,
+        P3OConfig,
+        ONLINE | {"responses_per_prompt": 3, "clipping": "token"},
+    ),
     "checkpointing, offload": (online.train, P3OConfig, ONLINE | SPARING),
     "TensorBoard": (online.train, P3OConfig, ONLINE | {"report_to": "tensorboard"}),
     "rounds ahead": (online.train, P3OConfig, AHEAD),
-    "rounds ahead, sampler's ratios": (online.train, P3OConfig, AHEAD | {"old_logprobs": "sampler"}),
+    "rounds ahead, sampler's ratios": (
+        online.train,
+        P3OConfig,
+        AHEAD | {"old_logprobs": "sampler"},
+    ),
 }
 
 # How often each result came of a fault, for the table at the end of the session.
 COUNTS: dict[str, Counter[str]] = defaultdict(Counter)
-# How long the run of a scene takes, its file-system calls and what it leaves, wherever its folder is.
+# How long the run of a scene takes, its file-system calls and what it leaves, wherever its folder
+# is.
 UNBROKEN: dict[tuple[str, int], tuple[float, list[int], tuple[dict, list, list, list]]] = {}
 
 
 @dataclass
 class Scene:
-    """A run, what it leaves unbroken, how long it takes and each process's calls, and where its processes log. Two
-    processes have a part of the model each, its own log, and errors told as scripts tell them.
+    """A run, what it leaves unbroken, how long it takes and each process's calls, and where its
+    processes log. Two processes have a part of the model each, its own log, and errors told as
+    scripts tell them.
     """
 
     name: str
@@ -90,17 +120,23 @@ class Scene:
             self.clear()
         self.seconds, self.calls, self.expected = unbroken
 
-    def start(self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None) -> list[int]:
+    def start(
+        self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None
+    ) -> list[int]:
         """The ids of the processes that do it; `prepare` has the number of each."""
         if self.processes == 1:
             return [fork(work, self.logs[0], lambda: prepare(0))]
         return fork_together(lambda: run_script(work), self.logs, prepare)
 
-    def do(self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None) -> list[int]:
+    def do(
+        self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None
+    ) -> list[int]:
         """Their exit statuses."""
         return wait_together(self.start(work, prepare))
 
-    def do_with_fault(self, work: Callable[[], object], process: int = 0, **fault: int) -> list[int]:
+    def do_with_fault(
+        self, work: Callable[[], object], process: int = 0, **fault: int
+    ) -> list[int]:
         """The exit statuses where one process meets a fault of `FileCalls`."""
         calls = FileCalls(self.run, **fault)
         return self.do(work, lambda number: calls.install() if number == process else None)
@@ -143,7 +179,9 @@ class Scene:
         return sorted(os.listdir(self.run / "state")) if (self.run / "state").is_dir() else []
 
     def stopped_with_a_state(self, process: int = 0, part: float = 0.5) -> Path:
-        """A run of which a process was killed after this part of its calls, moved away; to be copied."""
+        """A run of which a process was killed after this part of its calls, moved away; to be
+        copied.
+        """
         self.clear()
         self.do_with_fault(self.train, process, kill_before=int(part * self.calls[process]))
         assert self.states()
@@ -153,24 +191,39 @@ class Scene:
         return stopped
 
     def result(self, fault: str, told: str = "") -> str:
-        """Resumes: the run must end with the bits and lines of the unbroken run. What came of the fault is counted."""
+        """Resumes: the run must end with the bits and lines of the unbroken run. What came of the
+        fault is counted.
+        """
         had_state = any(".unfinished-" not in name for name in self.states())
         assert not any(self.do(self.resume)), f"cannot resume:\n{self.told()}"
         weights, *logs, rollouts = self.outcome()
         assert weights == self.expected[0], "other weights"
         assert logs == [*self.expected[1:3]], "other metrics"
         assert rollouts == self.expected[3], "other rollouts"
-        left = [path for path in self.run.rglob("*.*-*") if ".unfinished-" in path.name or ".replaced-" in path.name]
+        left = [
+            path
+            for path in self.run.rglob("*.*-*")
+            if ".unfinished-" in path.name or ".replaced-" in path.name
+        ]
         assert not left, left
         assert len(self.states()) <= 2
-        result = "identical after `--resume`" if had_state else "identical, begun anew before the first state"
+        result = (
+            "identical after `--resume`"
+            if had_state
+            else "identical, begun anew before the first state"
+        )
         COUNTS[fault][told + result] += 1
         return result
 
     def furthest_alone(self) -> float:
-        """The largest difference of a weight where one process goes on with what is there, in another order of sums."""
+        """The largest difference of a weight where one process goes on with what is there, in
+        another order of sums.
+        """
         assert not any(wait_together([fork(self.resume, self.logs[0])])), self.told()
         expected, *_ = self.expected
         weights, metrics, *_ = self.outcome()
         assert [line["step"] for line in metrics] == [line["step"] for line in self.expected[1]]
-        return max(abs(frombuffer(weights[n], "f4") - frombuffer(expected[n], "f4")).max() for n in expected)
+        return max(
+            abs(frombuffer(weights[n], "f4") - frombuffer(expected[n], "f4")).max()
+            for n in expected
+        )

@@ -1,8 +1,9 @@
-"""Whatever stops a run of one or two processes, and wherever: `--resume` ends with the bits of a run that was not
-stopped. Where one of two processes has the fault, the other ends too, and says why.
+"""Whatever stops a run of one or two processes, and wherever: `--resume` ends with the bits of a
+run that was not stopped. Where one of two processes has the fault, the other ends too, and says
+why.
 
-A sample of each fault is part of the suite; `-m "faults or not faults"` tries all of them, and ends with the
-table of benchmarks/README.md. FASTP3O_KILLS: random kills and signals of each run.
+A sample of each fault is part of the suite; `-m "faults or not faults"` tries all of them, and ends
+with the table of benchmarks/README.md. FASTP3O_KILLS: random kills and signals of each run.
 """
 
 import itertools
@@ -34,7 +35,10 @@ PLACES = {"alone": (1, 0), "main": (2, 0), "other": (2, 1)}
 SAMPLES = {"alone": (7, 50), "main": (99, 200), "other": (2, 40)}
 FAULTS = [
     *(("killed", resumes, place) for resumes in (False, True) for place in PLACES),
-    *(("power lost: what is not synced is lost by half,", resumes, "alone") for resumes in (False, True)),
+    *(
+        ("power lost: what is not synced is lost by half,", resumes, "alone")
+        for resumes in (False, True)
+    ),
     *(("disk full", False, place) for place in PLACES),
     *(("SIGTERM", False, place) for place in ("main", "other")),
 ]
@@ -52,7 +56,9 @@ def scene(workplace: Path, tiny_model: str) -> MakeScene:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("fault", "resumes", "place"), FAULTS)
-def test_a_fault_before_a_file_system_call(scene: MakeScene, fault: str, resumes: bool, place: str, part):
+def test_a_fault_before_a_file_system_call(
+    scene: MakeScene, fault: str, resumes: bool, place: str, part
+):
     processes, process = PLACES[place]
     run = scene(processes=processes)
     work, total = run.train, run.calls[process]
@@ -79,7 +85,9 @@ def test_a_fault_before_a_file_system_call(scene: MakeScene, fault: str, resumes
         else:
             statuses = run.do_with_fault(work, process, kill_before=number, power="power" in fault)
             assert statuses[process] == KILLED
-            for other in {0, processes - 1} - {process}:  # with an error if there was anything left to do together
+            for other in {0, processes - 1} - {
+                process
+            }:  # with an error if there was anything left to do together
                 said = run.logs[other].read_text()
                 assert statuses[other] == 0 or "onnection" in said.splitlines()[-1], said
         kind = "a resumed run" if resumes else "a run with two saves"
@@ -94,7 +102,9 @@ def test_killed_after_its_first_state(scene: MakeScene, name: str):
     assert "--resume" in run.result("killed after the first state, in all kinds of training")
 
 
-@pytest.mark.parametrize("size", [0, 100, 3000, *(pytest.param(2**n, marks=at_night) for n in range(6, 19))])
+@pytest.mark.parametrize(
+    "size", [0, 100, 3000, *(pytest.param(2**n, marks=at_night) for n in range(6, 19))]
+)
 def test_no_file_longer_than(scene: MakeScene, size: int):
     """A write that stops in the middle of a file, as on a disk that gets full."""
     run = scene()
@@ -103,8 +113,12 @@ def test_no_file_longer_than(scene: MakeScene, size: int):
     run.result("writes that stop within a file, at 16 lengths")
 
 
-@pytest.mark.parametrize(("processes", "process"), [(1, 0), *(pytest.param(2, n, marks=at_night) for n in (0, 1))])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "P3O" else at_night) for name in SCENES])
+@pytest.mark.parametrize(
+    ("processes", "process"), [(1, 0), *(pytest.param(2, n, marks=at_night) for n in (0, 1))]
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "P3O" else at_night) for name in SCENES]
+)
 def test_killed_at_random(scene: MakeScene, name: str, processes: int, process: int):
     run, chance = scene(name, processes), random.Random(f"{name} {process}")
     for number in range(int(TRIES or 3 - processes)):
@@ -120,7 +134,10 @@ def test_killed_at_random(scene: MakeScene, name: str, processes: int, process: 
 @pytest.mark.parametrize(
     ("to", "number"),
     [
-        *(((0,), number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)),
+        *(
+            ((0,), number)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+        ),
         *(
             pytest.param(to, number, marks=at_night)
             for to in ((0, None), (None, 1), (0, 1))
@@ -128,7 +145,9 @@ def test_killed_at_random(scene: MakeScene, name: str, processes: int, process: 
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["P3O", *(pytest.param(name, marks=at_night) for name in ("SFT", "reward model"))])
+@pytest.mark.parametrize(
+    "name", ["P3O", *(pytest.param(name, marks=at_night) for name in ("SFT", "reward model"))]
+)
 def test_asked_to_stop_at_random(scene: MakeScene, name, to, number, tmp_path_factory, monkeypatch):
     """to: for each process whether it is the one, or None."""
     scratch = tmp_path_factory.mktemp("scratch")
@@ -153,7 +172,9 @@ def test_asked_to_stop_at_random(scene: MakeScene, name, to, number, tmp_path_fa
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=at_night)])
 @pytest.mark.parametrize("alone", [False, True], ids=["with-the-state-before", "alone"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_of_the_newest_state(scene: MakeScene, damage: str, alone: bool, processes: int):
+def test_damaged_files_of_the_newest_state(
+    scene: MakeScene, damage: str, alone: bool, processes: int
+):
     run = scene(processes=processes)
     assert not any(run.do(run.train))
     older, newest = run.states()
@@ -170,7 +191,9 @@ def test_damaged_files_of_the_newest_state(scene: MakeScene, damage: str, alone:
             shutil.rmtree(run.run / "state" / older)
             assert run.do(run.resume) == [1] * processes
             for log in run.logs:
-                assert f"no state is whole. run/state/{newest} is corrupt: {name}" in log.read_text()
+                assert (
+                    f"no state is whole. run/state/{newest} is corrupt: {name}" in log.read_text()
+                )
             COUNTS[f"{what}, and there is no other"]["refused with the file's name"] += 1
         else:
             run.result(f"{what}, with one before it")
@@ -198,13 +221,18 @@ def test_a_folder_that_a_process_does_not_see_is_refused(scene: MakeScene, tmp_p
     run, other = scene(processes=2), tmp_path_factory.mktemp("other")
     assert run.do(run.train, lambda number: os.chdir(other) if number else None) == [1, 1]
     for log in run.logs:
-        assert f"--output_dir: {other}/run on {socket.gethostname()} is not {run.run} on" in log.read_text()
+        assert (
+            f"--output_dir: {other}/run on {socket.gethostname()} is not {run.run} on"
+            in log.read_text()
+        )
     assert not [*other.iterdir(), *run.folder.glob("*.unfinished-*")]
 
 
 @pytest.mark.parametrize("name", ["P3O", pytest.param("SFT", marks=at_night)])
 @pytest.mark.parametrize("processes", [(0, 1), (0,), (1,)], ids=str)
-def test_an_error_of_any_kind_loses_no_state_that_is_whole(scene: MakeScene, name: str, processes: tuple[int, ...]):
+def test_an_error_of_any_kind_loses_no_state_that_is_whole(
+    scene: MakeScene, name: str, processes: tuple[int, ...]
+):
     """It comes while the state after step 2 is being written, in one or both of two processes."""
     run = scene(name, 2)
 
@@ -234,7 +262,9 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("name", "hangs", "process", "says"), HANGS)
-def test_a_process_that_hangs_is_named_and_one_that_works_alone_is_not(scene, name, hangs, process, says):
+def test_a_process_that_hangs_is_named_and_one_that_works_alone_is_not(
+    scene, name, hangs, process, says
+):
     def hang(*_: object) -> None:
         if "stopped" in hangs:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -285,7 +315,9 @@ def test_one_process_goes_on_with_what_two_left(scene: MakeScene):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize(("fault", "nodes"), [("kill_before", 1), ("kill_before", 2), ("full_from", 1)])
+@pytest.mark.parametrize(
+    ("fault", "nodes"), [("kill_before", 1), ("kill_before", 2), ("full_from", 1)]
+)
 def test_torchrun_starts_again(scene: MakeScene, fault: str, nodes: int, process: int):
     run = scene(processes=2)
     number = int(0.6 * run.calls[process])
