@@ -33,6 +33,7 @@ def write(study: Study) -> None:
     write_between(README, "beta", markdown(kl_coefs.table(study)))
     write_between(README, "sums", markdown(arithmetic.table()))
     write_between(README, "circles", markdown(circles.table()))
+    write_between(README, "differences of circles", markdown(circles.differences()))
     write_between(README, "reward models of circles", markdown(circles.reward_models()))
 
 

@@ -27,7 +27,11 @@ def test_the_studys_tables_are_what_the_runs_give(study):
         "beta": kl_coefs.table(study),
         "sums": arithmetic.table(),
     }
-    tables |= {"circles": circles.table(), "reward models of circles": circles.reward_models()}
+    tables |= {
+        "circles": circles.table(),
+        "reward models of circles": circles.reward_models(),
+        "differences of circles": circles.differences(),
+    }
     for name, table in tables.items():
         assert between_markers(page, name, markdown(table)) == page, (
             "run: python -m benchmarks.frontier.report"
