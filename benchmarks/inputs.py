@@ -20,9 +20,8 @@ class Inputs:
     weight: Tensor  # [V, D]
     labels: Tensor  # [N]
     cu_seqlens: Tensor  # [2P + 1] on the device
-    host_cu_seqlens: (
-        Tensor  # the same on the CPU, where the head reads them: it would wait for the device's
-    )
+    # the same on the CPU, where the head reads them: it would wait for the device's
+    host_cu_seqlens: Tensor
     sums: Tensor  # [P, 2], the policy's own log-probs
     old_logprobs: Tensor  # [P, 2]
     ref_logprobs: Tensor  # [P, 2]

@@ -84,9 +84,8 @@ def p3o(clipping: str) -> Objective:
         loss = token_p3o_loss(
             groups.token_logprobs, groups.cu_seqlens, *pairs, old_token_logprobs=old
         ).loss
-        return loss * len(
-            groups.lengths
-        )  # its mean is over tokens, of which all responses have as many
+        # its mean is over tokens, of which all responses have as many
+        return loss * len(groups.lengths)
 
     return objective
 

@@ -13,10 +13,8 @@ from typing import NamedTuple
 # programs reach.
 FLOPS, MEMORY, NVLINK, CARD, GPU_BYTES = 989e12, 3.35e12, 450e9, 50e9, 80e9
 USED_FLOPS, USED_MEMORY, USED_LINKS = 0.45, 0.6, 0.75
-WRITTEN, READ = (
-    1.5e9,
-    3e9,
-)  # bytes a second of a folder of weights in memory or on a fast file system
+# bytes a second of a folder of weights in memory or on a fast file system
+WRITTEN, READ = (1.5e9, 3e9)
 LAUNCHES = 0.002  # seconds of a decode step that no byte explains
 MOST_RUNNING = 512  # responses that a server samples at once
 ROW = 65536  # tokens of a packed row, or of the part of a group that is too long for one

@@ -35,9 +35,8 @@ ABSENT = "–"
 
 def comparison(results: Results, level: str) -> list[list[str]]:
     """Forward and backward at each shape, fastest first. Header first."""
-    bare = {"hidden": "products", "logits": "copy"}[
-        level
-    ]  # timed in turns; no implementation can be faster
+    # timed in turns; no implementation can be faster
+    bare = {"hidden": "products", "logits": "copy"}[level]
     lines = [["D, V", "N", "implementation", "ms", f"× bare {bare}", "extra GB"]]
     both = select(results, level=level, passes=BOTH)
     several = len({result.get("dtype") for result in both}) > 1

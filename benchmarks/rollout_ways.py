@@ -160,9 +160,8 @@ def pages(prompts: list[Ids], case: Rollouts) -> object:
     from transformers import ContinuousBatchingConfig
 
     defaults = ContinuousBatchingConfig()
-    page = (
-        defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size
-    )  # 5.17's name
+    # 5.17's name
+    page = defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size
     sequence_pages = -(-(max(map(len, prompts)) + case.response) // page)
     tokens = {} if CUDA else {"max_batch_tokens": 2048}
     return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, **tokens)

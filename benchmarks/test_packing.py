@@ -39,9 +39,8 @@ class Update:
     tokens: int  # computed, padding included
     labeled: int
     rows: list[PackedRow]  # none if it is padded
-    losses: list[
-        Callable[[], Tensor]
-    ]  # of each pass, weighted to add up to the mean over all pairs
+    # of each pass, weighted to add up to the mean over all pairs
+    losses: list[Callable[[], Tensor]]
 
     def run(self) -> Tensor:
         """Adds to the gradients and returns the loss."""

@@ -1,5 +1,6 @@
 from fastp3o.errors import UserError as UserError
 from fastp3o.objectives.config.distillation import DistillationConfig as DistillationConfig
+from fastp3o.objectives.config.function import FunctionConfig as FunctionConfig
 from fastp3o.objectives.config.p3o import P3OConfig as P3OConfig
 from fastp3o.objectives.config.p3o import PPGConfig as PPGConfig
 from fastp3o.objectives.config.policy_gradient import CISPOConfig as CISPOConfig
@@ -13,6 +14,7 @@ from fastp3o.objectives.config.policy_gradient import OAPLConfig as OAPLConfig
 from fastp3o.objectives.config.policy_gradient import REBELConfig as REBELConfig
 from fastp3o.objectives.config.policy_gradient import REINFORCEConfig as REINFORCEConfig
 from fastp3o.objectives.config.policy_gradient import RLOOConfig as RLOOConfig
+from fastp3o.objectives.config.policy_gradient import SAPOConfig as SAPOConfig
 from fastp3o.objectives.config.policy_gradient import VESPOConfig as VESPOConfig
 from fastp3o.objectives.config.ppo import PPOConfig as PPOConfig
 from fastp3o.objectives.config.preferences import APODownConfig as APODownConfig

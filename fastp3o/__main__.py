@@ -33,7 +33,7 @@ STAGES = {
     "sft": ("training.config:SFTConfig", "training.sft:train"),
     "reward": ("training.config:RewardModelConfig", "training.reward_model:train"),
     "p3o": ("objectives.config.p3o:P3OConfig", "training.loop:train"),
-    "online": ("objectives.online:OBJECTIVES", "training.loop:train"),
+    "online": ("objectives.config.online:OBJECTIVES", "training.loop:train"),
     "ppo": ("objectives.config.ppo:PPOConfig", "training.loop:train"),
     "online_dpo": ("objectives.config.preferences:OnlineDPOConfig", "training.loop:train"),
     "preference": (
@@ -77,7 +77,14 @@ def main() -> None:
             from fastp3o.cli import parse, parse_chosen
 
         chosen, action = imported(STAGES[command][0]), STAGES[command][1]
-        config = parse_chosen(chosen) if isinstance(chosen, dict) else parse(chosen)
+        of_function = (
+            imported("objectives.config.function:FunctionConfig") if command == "online" else None
+        )
+        config = (
+            parse_chosen(chosen, of_function=of_function)
+            if isinstance(chosen, dict)
+            else parse(chosen)
+        )
         # Its import takes seconds, and makes objects that stay: collecting garbage meanwhile adds a
         # third.
         gc.disable()

@@ -158,7 +158,7 @@ def truth(text: str) -> bool:
 
 
 def refused(arguments: Sequence[str], names: Sequence[str]) -> str:
-    """What is wrong with arguments that no option takes, with what is meant in the place of each.
+    """What is wrong with arguments that no option takes, with what is meant in place of each.
     names: of options.
     """
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
@@ -219,13 +219,21 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     return config
 
 
-def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
+def parse_chosen(
+    classes: Mapping[str, type[Config]],
+    arguments: list[str] | None = None,
+    *,
+    of_function: type[Config] | None = None,
+) -> Config:
     """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the
     YAML file. classes: keys are the objectives; each class has its own (`ObjectiveConfig`).
-    `--help` explains the options of the objective, or lists the objectives if none is named.
+    of_function: that of a function of the user's, `module:function`, where one can stand for an
+    objective. `--help` explains the options of the objective, or lists the objectives if none is
+    named.
     """
+    named = {**classes, "module:function": of_function} if of_function is not None else classes
     summaries = [
-        f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()
+        f"  {name:<14} {str(chosen.summary).splitlines()[0]}" for name, chosen in named.items()
     ]
     parser = argparse.ArgumentParser(
         description="\n".join(
@@ -237,18 +245,22 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument(
-        "--objective", choices=list(classes), metavar="NAME", help="Training objective."
-    )
+    parser.add_argument("--objective", metavar="NAME", help="Training objective.")
     path, flags = split_off_yaml(arguments)
     values = {} if path is None else yaml_values(parser, path)
-    named = []
+    in_file = []
     if "objective" in values:
         objective = next(flag for flag in fields(ObjectiveConfig) if flag.name == "objective")
-        named = [f"--objective={text_value(parser, path, objective, values['objective'])}"]
-    flags_of_choice, others = parser.parse_known_args(named + flags)
-    if flags_of_choice.objective is not None:
-        return parse(classes[flags_of_choice.objective], arguments)
+        in_file = [f"--objective={text_value(parser, path, objective, values['objective'])}"]
+    flags_of_choice, others = parser.parse_known_args(in_file + flags)
+    name = flags_of_choice.objective
+    if name is not None:
+        chosen = of_function if ":" in name and of_function is not None else classes.get(name)
+        if chosen is None:
+            parser.error(
+                f"argument --objective: invalid choice: {name!r} (choose from {', '.join(named)})"
+            )
+        return parse(chosen, arguments)
     if {"-h", "--help"} & set(others):
         parser.print_help()
         parser.exit()

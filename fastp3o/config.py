@@ -6,6 +6,7 @@ Python.
 import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from inspect import cleandoc, get_annotations
@@ -51,12 +52,14 @@ LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
+# `train` takes objects in place of their names.
 OBJECTS = (
     "model",
     "environment",
+    "tools",
     *DATA,
     *REWARDS,
-)  # `train` takes objects in the place of their names
+)
 # What the fields' types take, and in words.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "True or False"),
@@ -106,7 +109,7 @@ class Rules(TypedDict, total=False):
     needs: what this flag has no effect without. What is about a flag that a configuration does not
     have is ignored. changeable: a resumed run may have another value, since each step reads it
     again. required: there is no run without it. From Python it may come as an object, after the
-    configuration is made. python: what Python may have in the place of the text: a list of what
+    configuration is made. python: what Python may have in place of the text: a list of what
     stands between commas; or what the JSON says, a dict or a list. The field's type names it, for
     editors; the value is text in any case.
     """
@@ -167,12 +170,11 @@ class Flags:
     to their defaults; the others may yield to those.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset()
+    named: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     summary: ClassVar[str] = ""
-    section: ClassVar[str] = (
-        "objective"  # of the help, for the options that a class is the first to have
-    )
+    # Of the help, for the options that a class is the first to have.
+    section: ClassVar[str] = "objective"
     further_needs: ClassVar[Mapping[str, Needs]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
 
@@ -211,7 +213,7 @@ class Flags:
                 f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}"
             )
         config = super().__new__(cls)
-        vars(config)["named"] = frozenset(values)
+        vars(config)["named"] = values
         return config
 
     def __post_init__(self) -> None:
@@ -233,10 +235,16 @@ class Flags:
                 raise UserError(rule.words.format_map(values))
 
     def derived(self) -> dict[str, Any]:
-        """Values that options have in the place of what was set, such as one that stands for a
+        """Values that options have in place of what was set, such as one that stands for a
         default that depends on others. Groups add theirs to their parents'.
         """
         return {}
+
+    def with_values(self, **values: Any) -> Self:
+        """The same configuration with other values of some options. What nobody has set stays
+        unset, so that it may still yield to these.
+        """
+        return type(self)(**{**self.named, **values})
 
     def check_complete(self) -> None:
         """Checks what can be checked only once every object has come. Every run begins with it.
@@ -256,7 +264,13 @@ class Flags:
                 raise UserError(
                     f"--{flag.name} must not be empty or contain null bytes or unpaired surrogates, got {value!r}"
                 )
-            if flag.name == "objective" and value != flag.default:
+            # A function in place of an objective's name is required, and the only one without a
+            # default.
+            if (
+                flag.name == "objective"
+                and not flag.metadata.get("required")
+                and value != flag.default
+            ):
                 raise UserError(f"--objective is {flag.default} in these options, got {value!r}")
         self.check_needs()
 
@@ -344,9 +358,8 @@ def plain_value(name: str, value: Any, hint: Any) -> Any:
         raise UserError(f"--{name} must be {words}, got {value!r:.80}")
     if type(value) in KINDS:
         return value
-    return (
-        str.__str__(fspath(value)) if kind is str else kind(value)
-    )  # str() of an enum would be its name
+    # str() of an enum would be its name.
+    return str.__str__(fspath(value)) if kind is str else kind(value)
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
@@ -797,7 +810,7 @@ class ModelConfig(Flags):
         super().__post_init__()
         if self.model_revision and (isinstance(self.model, InMemory) or exists(self.model)):
             raise UserError(
-                f"--model_revision is of a hub's repository, and --model {self.model} is none"
+                f"--model_revision needs the name of a hub repository, and --model {self.model} is not one"
             )
 
     @property
@@ -813,8 +826,11 @@ class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
 # --- environments ---------------------------------------------------------------------------------
 
 
+TURNS = ("environment", "tools")  # what answers the policy's turns
+
+
 class EnvironmentConfig(Flags):
-    """Responses of several turns, which an environment answers."""
+    """Responses of several turns, which an environment or tools answer."""
 
     section = "turns"
     environment: str | InMemory | None = option(
@@ -822,32 +838,59 @@ class EnvironmentConfig(Flags):
         "Class whose objects answer the policy's turns, as module:Class (fastp3o/rollouts/README.md). Default: "
         "responses of one turn, without an environment.",
     )
-    max_turns: int = option(
-        8, "Maximum number of turns in a response.", at_least=1, needs="environment"
+    tools: str | InMemory | None = option(
+        None,
+        "Functions that the policy may call, as module:function, comma-separated (fastp3o/rollouts/tools.md). Their "
+        "type hints and docstrings reach the chat template. Default: none.",
     )
+    max_turns: int = option(8, "Maximum number of turns in a response.", at_least=1, needs=TURNS)
     max_turn_tokens: int = option(
         128,
         "Maximum length of one turn, in tokens; --max_response_tokens limits all turns and observations together.",
         at_least=1,
-        needs="environment",
+        needs=TURNS,
     )
     observation_role: Literal["text", "user", "tool"] = option(
         "text",
-        "How observations are written. text: as plain text behind the turn. user, tool: as chat messages of this role.",
-        needs="environment",
+        "How observations are written. text: as plain text behind the turn. user, tool: as chat messages of this role. "
+        "With --tools the default is tool.",
+        needs=TURNS,
     )
     environment_timeout: float | None = option(
         None,
-        "Seconds that environments may take to answer one round of turns. Default: no limit.",
+        "Seconds that environments or tools may take to answer one round of turns. Default: no limit.",
         above=0,
-        needs="environment",
+        needs=TURNS,
     )
     environment_errors: Literal["stop", "end"] = option(
         "stop",
         "Reaction to a step of an environment that raises, is late or returns something invalid. stop: the run "
         "stops. end: only that trajectory ends. A reset that fails stops the run in both cases.",
-        needs="environment",
+        needs=TURNS,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tools and self.environment:
+            raise UserError(
+                "--tools and --environment cannot be combined: an environment answers calls by itself"
+            )
+
+    def derived(self) -> dict[str, Any]:
+        values = super().derived()
+        if self.tools and "observation_role" not in self.named:
+            values["observation_role"] = "tool"
+        return values
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether responses are trajectories of several turns."""
+        return bool(self.environment or self.tools)
+
+    @property
+    def message_role(self) -> str | None:
+        """The role of observations that are chat messages; None for plain text."""
+        return None if self.observation_role == "text" else self.observation_role
 
     @property
     def responses_per_prompt(self) -> int:
@@ -1037,8 +1080,16 @@ class StageConfig(
 
     @cached_property
     def packing(self) -> Packing:
-        """Of rows as they are asked for, until `fit_rows` has found what memory holds."""
+        """How rows are packed: as they are asked for, or what `with_packing` was told."""
         return Packing(self.tokens_per_row or TOKENS_PER_ROW, self.share_prompts)
+
+    def with_packing(self, packing: Packing) -> Self:
+        """The same configuration, whose rows are packed like this. `tokens_per_row` still says what
+        was asked for, since a resumed run may have other memory.
+        """
+        copied = copy(self)
+        vars(copied)["packing"] = packing
+        return copied
 
     @property
     def needs_reference(self) -> bool:

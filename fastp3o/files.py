@@ -137,9 +137,8 @@ def sync(path: Path) -> None:
         with naming(path):
             os.fsync(descriptor)
     except OSError as error:
-        if not (
-            path.is_dir() and error.errno == errno.EINVAL
-        ):  # some network file systems sync no folders
+        if not (path.is_dir() and error.errno == errno.EINVAL):
+            # Some network file systems sync no folders.
             raise
     finally:
         os.close(descriptor)

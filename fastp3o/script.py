@@ -25,9 +25,8 @@ def run_script(main: Callable[[], None]) -> None:
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # a response may hold any character, and a terminal may not
+        if isinstance(stream, TextIOWrapper):
+            # A response may hold any character, and a terminal may not.
             stream.reconfigure(errors="backslashreplace")
     try:
         main()

@@ -1,7 +1,7 @@
 """What an option names: text as flags and files have it, an object in a program's memory, or a
 model at a revision.
 
-`train` puts objects in the place of texts, a configuration says which revision of a model is meant,
+`train` puts objects in place of texts, a configuration says which revision of a model is meant,
 and whatever loads takes a source as it comes. `str(source)` is its name, for messages, logs and
 files.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InMemory:
-    """An object that a caller from Python has in the place of an option's text. name: what stands
+    """An object that a caller from Python has in place of an option's text. name: what stands
     for it in text.
     """
 

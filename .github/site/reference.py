@@ -104,8 +104,12 @@ def names_page(module: str) -> str:
 
 
 def choices(command: str) -> dict[str, type[Flags]]:
-    """The configurations of a command, by objective, or by the command's name."""
+    """The configurations of a command, by objective, or by its name; `function` is one in an
+    objective's place.
+    """
     chosen = imported(STAGES[command][0])
+    if command == "online":
+        chosen = chosen | {"function": imported("objectives.config.function:FunctionConfig")}
     return chosen if isinstance(chosen, dict) else {command: chosen}
 
 

@@ -32,6 +32,24 @@ def precision(records: Records) -> str:
     return markdown(lines)
 
 
+def rounding_by_length(records: Records) -> str:
+    lines = [
+        [
+            "tokens",
+            "windows",
+            "true log-ratio",
+            "its error",
+            "responses beyond the range",
+            "pairs beyond it",
+        ]
+    ]
+    for one in records["rounding_by_length.json"]["precisions"]["bf16"]:
+        sizes = [f"{one[name]:.2g}" for name in ("truth", "error")]
+        shares = [f"{one[name]:.0%}" for name in ("beyond", "pairs_beyond")]
+        lines.append([str(one["length"]), str(one["windows"]), *sizes, *shares])
+    return markdown(lines)
+
+
 def trpo(records: Records) -> str:
     """Four seeds each: a difference with its interval of 95% by Student's t."""
     runs = records["trpo.json"]["runs"]

@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from benchmarks.markdown import between_markers, markdown
-from benchmarks.pages import counts, cpu, front, gpu, machines, memory, notes, runs
+from benchmarks.pages import counts, cpu, front, gallery, gpu, machines, memory, notes, runs
 from benchmarks.pages.sources import Records, Section, records
 from benchmarks.predicted_iteration import predicted_iterations
 
@@ -42,8 +42,12 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
     "fastp3o/training/compiled_layers.md": {"fused": counts.fused},
+    "fastp3o/training/gallery.md": {"gallery": gallery.gallery, "options": gallery.typed},
     "fastp3o/training/memory.md": {"h100": front.calculator, "fits": memory.fits},
-    "fastp3o/training/precision.md": {"precision": runs.precision},
+    "fastp3o/training/precision.md": {
+        "precision": runs.precision,
+        "lengths": runs.rounding_by_length,
+    },
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,

@@ -57,6 +57,6 @@ class Answers(Generic[Question, Answer]):
             self.pool.shutdown()
 
     def stop(self) -> None:
-        """Sends no more requests, and does not wait for those under way."""
+        """Sends no more requests, and does not wait for unfinished ones."""
         self.stopped.set()
         self.pool.shutdown(wait=False, cancel_futures=True)

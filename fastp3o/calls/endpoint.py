@@ -24,9 +24,8 @@ from fastp3o.calls.event_loop import event_loop
 from fastp3o.errors import UserError
 
 STARS = "***"
-SHORTEST_SECRET = (
-    8  # characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers
-)
+# Characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers.
+SHORTEST_SECRET = 8
 EXCERPT = 300  # characters
 KEEPALIVE = 2.0  # seconds; servers close what is idle for 5 or more, and one of the two must be sure to be first
 
@@ -74,7 +73,7 @@ class Endpoint:
     be read), too slow or unreachable. Any other status except 200 stops at once. backoff: seconds
     before the first retry, doubled for each further one, and up to half as much again at random.
     longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
-    abandons: whether a request under way is given up once its answer is no longer wanted, rather
+    abandons: whether an unfinished request is given up once its answer is no longer wanted, rather
     than waited for. query: parameters behind the URL, none of them secret.
 
     Raises ValueError on a URL, a key or a proxy that cannot be used.
@@ -107,14 +106,10 @@ class Endpoint:
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", **authorization}
         try:
-            client(
-                os.getpid(), self.proxied
-            )  # made here once, rather than in all threads that ask first
-        except (
-            httpx.InvalidURL,
-            ValueError,
-            ImportError,
-        ) as error:  # a SOCKS proxy needs another package
+            # Made here once, rather than in all threads that ask first.
+            client(os.getpid(), self.proxied)
+        except (httpx.InvalidURL, ValueError, ImportError) as error:
+            # a SOCKS proxy needs another package
             raise UserError(f"the environment's proxy for https cannot be used: {error}") from error
 
     def post(
@@ -189,7 +184,7 @@ class Endpoint:
             )
 
     def without_key(self, text: str) -> str:
-        """The text with stars in the place of the key, if it is long enough to be a secret."""
+        """The text with stars in place of the key, if it is long enough to be a secret."""
         return text.replace(self.key, STARS) if len(self.key) >= SHORTEST_SECRET else text
 
     def excerpt(self, body: bytes) -> str:
@@ -246,9 +241,8 @@ def check_url(url: str) -> str:
     except (httpx.InvalidURL, UnicodeError):
         names_server = False
     if not names_server or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
-        shown = re.split("[?#]", url.rpartition("@")[2])[
-            0
-        ]  # without a password, or a key in a query
+        # Without a password, or a key in a query.
+        shown = re.split("[?#]", url.rpartition("@")[2])[0]
         raise UserError(
             f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}"
         )

@@ -37,9 +37,8 @@ class FunctionInterruptedError(KeyboardInterrupt):
 
 def told(error: BaseException) -> str:
     """The place where users' code raised an error, and its message."""
-    *_, (frame, line) = traceback.walk_tb(
-        error.__traceback__
-    )  # `extract_tb` obeys sys.tracebacklimit
+    # `extract_tb` obeys sys.tracebacklimit.
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{frame.f_code.co_filename}, line {line}: {visible(type(error).__name__)}: {text_of(error)}"
 
 
@@ -82,10 +81,8 @@ def import_function(name: str, role: str) -> Callable:
         with restored():
             imported = importlib.import_module(module)
             function = getattr(imported, attribute)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a module is a program of the user's and may raise anything
+    except (Exception, SystemExit) as error:
+        # a module is a program of the user's and may raise anything
         kind = (
             "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         )
@@ -109,7 +106,7 @@ def import_function(name: str, role: str) -> Callable:
 
 
 def is_file(name: str) -> bool:
-    """Whether a function's name has the path of a file in the place of its module."""
+    """Whether a function's name has the path of a file in place of its module."""
     module = name.partition(":")[0]
     return "/" in module or (module.endswith(".py") and os.path.exists(module))
 
@@ -160,7 +157,7 @@ def call_for_list(
         raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
         *_, (frame, line), (last, _) = traceback.walk_tb(error.__traceback__)
-        # If the function has gone on after the alarm, nobody knows where it was.
+        # If the function has continued after the alarm, it is unknown where it was.
         place = (
             f": it was in {frame.f_code.co_filename}, line {line}"
             if last.f_code.co_name == "ring"
@@ -170,9 +167,8 @@ def call_for_list(
     except SystemExit as error:
         ended = f"ended the program (sys.exit, status {error.code!r}) instead of returning"
         raise FunctionError(f"{name} {ended}") from error
-    except (
-        BaseException
-    ) as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
+    except BaseException as error:
+        # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         raise FunctionError(f"{name} failed in {told(error)}") from error
     wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:

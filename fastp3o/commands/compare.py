@@ -137,27 +137,25 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
 
 def print_table(sides: list[dict[Seed, Evaluations]], kls: list[float], metric: str) -> None:
     """Prints the gains of both sides over update 0 at each KL, and their paired difference."""
-    columns = (
-        Column(name, justify="right")
-        for name in ("KL, nats", "first", "second", "first − second, paired")
+    table = Table(
+        title=f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)",
+        caption="KL exceeded: already at the first evaluation after update 0, so no gain was "
+        "measured (--eval_at 1,2,5)",
     )
-    title = (
-        f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)"
-    )
-    caption = "KL exceeded: already at the first evaluation after update 0, so no gain was measured (--eval_at 1,2,5)"
-    table = Table(*columns, title=title, caption=caption)
+    for name in ("KL, nats", "first", "second", "first − second, paired"):
+        table.add_column(name, justify="right")
     for kl in kls:
-        gains = [
-            {seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides
-        ]
-        early = [
-            sum(any(evaluation["kl"] >= kl for evaluation in run[:2]) for run in side.values())
-            for side in sides
-        ]
-        none = [f"KL exceeded ({count})" if count else "not reached" for count in early]
-        means = map(matched_kl.interval, gains)
-        cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
-        table.add_row(f"{kl:g}", *cells, format_estimate(paired_difference(*gains), "–"))
+        cells, gains = [], []
+        for side in sides:
+            gains.append({seed: gain_at_kl(run, kl, metric) for seed, run in side.items()})
+            # Update 0 and the first evaluation after it.
+            begins = [run[:2] for run in side.values()]
+            early = sum(any(one["kl"] >= kl for one in begin) for begin in begins)
+            absent = f"KL exceeded ({early})" if early else "not reached"
+            cells.append(format_estimate(matched_kl.interval(gains[-1]), absent))
+        first, second = gains
+        paired = format_estimate(paired_difference(first, second), "–")
+        table.add_row(f"{kl:g}", *cells, paired)
     Console(width=110).print(table)
     print(f"{len(sides[0].keys() & sides[1].keys())} seeds in both; each interval is single")
 

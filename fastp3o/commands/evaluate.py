@@ -8,7 +8,6 @@ fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/mo
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +37,7 @@ def main() -> None:
     from fastp3o.run.log import prompt_end
 
     disable_progress_bar()
-    settings = replace(config, top_k=1, greedy=False) if config.greedy else config
+    settings = config.with_values(top_k=1, greedy=False) if config.greedy else config
     if config.output:
         require_place(Path(config.output))
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)

@@ -16,14 +16,17 @@ from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 
 if TYPE_CHECKING:
+    from fastp3o.models.packed_model import PackedModel
     from fastp3o.training.predicted_memory import Lengths, Memory, Model
 
 CONTEXT = 1.5  # GB of CUDA's context, workspaces of cuBLAS and NCCL, and fragments; estimated, not measured
 NOTE = """\
 peak = the sum, with the larger of head and layer only; where embeddings need more than these and
 activations, they count instead. others = the model that waits: the reference, which --offload, LoRA and
---kl_coef 0 save, or the policy. A reward model of its own comes on top of that. With --rollout_memory, or
-less free memory, rollouts cache less."""
+--kl_coef 0 save, or the policy; and a judge. A reward model of its own comes on top of that. With
+--rollout_memory, or less free memory, rollouts cache less."""
+PHASES = ("policy's update", "reference's pass", "rollouts")
+QUESTION = 200  # tokens around what a judge compares, by the template without principles
 
 
 class MemoryConfig(TrainableConfig):
@@ -65,6 +68,15 @@ class MemoryConfig(TrainableConfig):
     kl_coef: float = option(
         0.05, "Weight of the KL as in training; with 0 there is no reference.", at_least=0
     )
+    judge_model: str | None = option(
+        None,
+        "Language model that judges on this machine, as with --reward judge in training: a folder or hub name; only "
+        "its configuration is read. Default: none.",
+    )
+    rival: str | None = option(
+        None,
+        "Model that --rival names in training, a folder or hub name; only its configuration is read. Default: none.",
+    )
     gpu_gb: float = option(
         0.0,
         "Memory of each GPU, in GB: the head takes a twentieth of it for logits. 0: at most 19.",
@@ -98,17 +110,12 @@ def main() -> None:
     config = parse(MemoryConfig)
     # These take seconds, which --help does without.
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fastp3o.models.checkpoint_files import errors_naming
-    from fastp3o.models.packed_model import PackedModel
     from fastp3o.models.trainable import choose_trainable
     from fastp3o.training.predicted_memory import Lengths, Model
 
-    with errors_naming(config.model):
-        architecture = AutoConfig.from_pretrained(config.model)
+    policy = on_meta(config.model)
     with torch.device("meta"):
-        policy = PackedModel(AutoModelForCausalLM.from_config(architecture))
         choose_trainable(policy, config)
     lengths = Lengths.full_row(
         Packing(config.tokens_per_row, config.share_prompts),
@@ -118,28 +125,42 @@ def main() -> None:
     )
     phases = phases_of(config, Model(policy, config.trainable_layers), lengths)
     each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
-    columns = (
-        Column(name, justify="right")
-        for name in ("policy's update", "reference's pass", "rollouts")
-    )
+    columns = (Column(name, justify="right") for name in phases)
     title = f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labeled} of them labeled"
     table = Table("", *columns, title=title)
-    for name in (*vars(phases[0]), "peak"):
-        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in phases))
-    table.add_row("and about, for CUDA", *3 * [f"{CONTEXT:.2f}"])
+    for name in (*vars(phases[PHASES[0]]), "peak"):
+        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in phases.values()))
+    table.add_row("and about, for CUDA", *len(phases) * [f"{CONTEXT:.2f}"])
     Console().print(table)
     print(NOTE)
     if config.gpu_gb:
-        needed = max(memory.peak for memory in phases) / 1e9 + CONTEXT
+        needed = max(memory.peak for memory in phases.values()) / 1e9 + CONTEXT
         does = "fits" if needed <= config.gpu_gb else "does not fit"
         print(f"{needed:.1f} GB at most: this {does} into {config.gpu_gb:g} GB.")
 
 
-def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list[Memory]":
-    """The update, the reference's pass and rollouts, each with what waits beside it."""
+def on_meta(name: str) -> "PackedModel":
+    """A causal LM of this configuration, without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fastp3o.models.checkpoint_files import errors_naming
+    from fastp3o.models.packed_model import PackedModel
+
+    with errors_naming(name):
+        architecture = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        return PackedModel(AutoModelForCausalLM.from_config(architecture))
+
+
+def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "dict[str, Memory]":
+    """The update, the reference's pass and rollouts, and those of a judge and a rival, by their
+    names, each with what waits beside it.
+    """
     from fastp3o.rollouts.cache import fitting_room
     from fastp3o.runtime.precision import choose_precision
     from fastp3o.training.predicted_memory import (
+        Model,
         frozen_memory,
         rollout_memory,
         sharded,
@@ -172,6 +193,31 @@ def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "list
         update, frozen = (
             sharded(memory, part, precision, config.shards) for memory in (update, frozen)
         )
-    return together(
-        update, frozen, rollouts, second=config.kl_coef > 0 and not adapters, offload=config.offload
+    names, others = [*PHASES], {}
+    if config.judge_model:
+        judge = Model(on_meta(config.judge_model)).cut(config.tensor_parallel)
+        others["judge"] = frozen_memory(judge, questions(config), precision, budget=budget)
+        if config.gpus > 1:
+            others["judge"] = sharded(others["judge"], judge, precision, config.shards)
+        names.append("judge's pass")
+    if config.rival:
+        shards = config.shards * config.tensor_parallel
+        others["rival"] = rollout_memory(
+            Model(on_meta(config.rival)), room, precision, shards=shards
+        )
+        names.append("rival's rollouts")
+    second = config.kl_coef > 0 and not adapters
+    phases = together(update, frozen, rollouts, second=second, offload=config.offload, **others)
+    return dict(zip(names, phases, strict=True))
+
+
+def questions(config: MemoryConfig) -> "Lengths":
+    """A row filled with questions to a judge, each with a prompt, two responses to it, and two
+    letters as answers.
+    """
+    from fastp3o.training.predicted_memory import Lengths
+
+    asked = QUESTION + config.prompt_tokens + 2 * config.response_tokens
+    return Lengths.full_row(
+        Packing(config.tokens_per_row, config.share_prompts), prompt=asked, response=1
     )

@@ -70,12 +70,22 @@ def print_table(config: WinRateConfig, rates: "Rates", responses: "list[Response
     table = Table(title="win rates of the first", caption="ties count half; interval over prompts")
     for column in ("first", "second", "by"):
         table.add_column(column, overflow="fold")
-    for column in ("win rate", "95% interval", "wins", "ties", "losses", "no verdict", "prompts"):
+    for column in (
+        "win rate",
+        "95% interval",
+        "at equal length",
+        "wins",
+        "ties",
+        "losses",
+        "no verdict",
+        "prompts",
+    ):
         table.add_column(column, justify="right")
     for name, by_pair in rates.items():
         for pair, rate in by_pair.items():
             counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
-            shares = (f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}")
+            controlled = "" if rate.length_controlled is None else f"{rate.length_controlled:.3f}"
+            shares = (f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", controlled)
             table.add_row(
                 *(config.checkpoints[number] for number in pair), name, *shares, *map(str, counts)
             )

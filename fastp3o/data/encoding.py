@@ -312,13 +312,19 @@ class ChatTemplate:
             self.require_all_said(
                 messages[-1], field, lambda names: drops(names, len(messages) - 1)
             )
+        self.note_unread(
+            messages[first:], self.tokenizer.get_chat_template(tools=variables.get("tools")), drops
+        )
+
+    def note_unread(
+        self, messages: list[Message], source: str, drops: Callable[[list[str]], bool]
+    ) -> None:
+        """Notes which fields of messages the template reads, and which it does not. source: the
+        template. drops: whether the text is the same without some fields.
+        """
         has_value = [
-            n
-            for one in messages[first:]
-            for n, value in one.items()
-            if value not in (None, "", [], {})
+            n for one in messages for n, value in one.items() if value not in (None, "", [], {})
         ]
-        source = self.tokenizer.get_chat_template(tools=variables.get("tools"))
         for name in dict.fromkeys(has_value):
             if name in CHECKED or name in self.read:
                 continue
@@ -374,9 +380,8 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has not ended after {TIME_LIMIT:g} s, for field '{field}'"
             ) from error
-        except (
-            Exception
-        ) as error:  # a template is a program of the model's author and may raise anything
+        except Exception as error:
+            # a template is a program of the model's author and may raise anything
             refusal = Found(f"its refusal: {error}")
             raise RecordError(field, "messages that the chat template accepts", refusal) from error
 
@@ -542,21 +547,22 @@ class Encoder:
         """One result for each entry of the batch, in order; a RecordError if its tokens cannot be
         used.
         """
-        prompt_ids = self.tokenize([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
-        # What responses continue: nothing, text, or a special token, behind which a text may begin
-        # again.
-        last = [ids[-1] if ids else BEGINNING for ids in prompt_ids]
-        last = [entry if entry in self.continuation.begins else INSIDE for entry in last]
-        keys = [
-            [(entry.templated, end, text) for text in entry.responses]
-            for entry, end in zip(batch, last, strict=True)
-        ]
-        response_ids = iter(self.tokenize([key for those in keys for key in those]))
-        ids = [
-            [first, *islice(response_ids, len(those))]
-            for first, those in zip(prompt_ids, keys, strict=True)
-        ]
-        return list(map(self.encode_one, batch, ids))
+        prompts = self.tokenize([(entry.templated, BEGINNING, entry.prompt) for entry in batch])
+        keys = []
+        for entry, prompt_ids in zip(batch, prompts, strict=True):
+            # What responses continue: nothing, text, or a special token, behind which a text may
+            # begin again.
+            last = prompt_ids[-1] if prompt_ids else BEGINNING
+            if last not in self.continuation.begins:
+                last = INSIDE
+            keys += [(entry.templated, last, text) for text in entry.responses]
+        # The responses of all entries go to the tokenizer together.
+        response_ids = iter(self.tokenize(keys))
+        encoded = []
+        for entry, prompt_ids in zip(batch, prompts, strict=True):
+            responses = islice(response_ids, len(entry.responses))
+            encoded.append(self.encode_one(entry, [prompt_ids, *responses]))
+        return encoded
 
     def tokenize(self, keys: list[tuple[bool, int, str]]) -> list[list[int]]:
         """The ids of texts: whether the chat template wrote it, the token before it, and the text

@@ -26,6 +26,7 @@ from fastp3o.data.layouts import (
     UNPAIRED_PREFERENCES,
     Fields,
     Layout,
+    Part,
     desirable,
     find_layout,
     margin,
@@ -190,7 +191,9 @@ class Loader:
     do not say otherwise. ends: what ends responses of the model; by default what the tokenizer
     alone says. clock: that the template reads, by default the process's. observation_role: of
     messages that will follow replies, which the template must write with a record's variables.
-    all_turns: an example of each assistant's turn in `messages` that follows a user's or a tool's.
+    tools: schemas of the run's functions, which every prompt of messages has in place of its
+    own field `tools`. all_turns: an example of each assistant's turn in `messages` that follows a
+    user's or a tool's.
     """
 
     tokenizer: Tokenizer
@@ -210,6 +213,7 @@ class Loader:
     ends: ResponseEnds | None = None
     clock: Clock | None = None
     observation_role: str | None = None
+    tools: list[Fields] = field(default_factory=list)
     all_turns: bool = False
 
     def __post_init__(self) -> None:
@@ -221,6 +225,8 @@ class Loader:
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
         self.examples: Counter[str] = Counter()  # by their file
         self.repeated: Counter[str] = Counter()
+        # Variables with which the template leaves replies as they are.
+        self.continued: set[str] = set()
 
     # --- the data set -----------------------------------------------------------------------------
 
@@ -330,40 +336,71 @@ class Loader:
         """Reads a record by its file's layout, which the first record that has one decides for the
         whole file.
         """
-        if isinstance(record.content, RecordError):
-            raise record.content
-        if not isinstance(record.content, Mapping):
-            raise RecordError(None, "an object", record.content)
+        content = record.content
+        if isinstance(content, RecordError):
+            raise content
+        if not isinstance(content, Mapping):
+            raise RecordError(None, "an object", content)
         if record.file not in layouts:
             least = 2 if self.takes_all else len(self.response_columns)
-            layouts[record.file] = find_layout(record.content, least, self.layouts)
+            layouts[record.file] = find_layout(content, least, self.layouts)
         layout = layouts[record.file]
-        prompt = layout.prompt(record.content)
+        prompt = layout.prompt(content)
         if not isinstance(prompt.value, str) and self.tokenizer.chat_template is None:
             place = f"{record.file} record {record.number}"
             raise DataError(
                 f"{place}: holds messages, and the tokenizer has no chat template (see --chat_template)"
             )
-        responses = layout.responses(record.content) if self.response_columns else ()
+        if self.tools:
+            content = self.with_tools(record, prompt)
+        responses = layout.responses(content) if self.response_columns else ()
         if layout.response_count == 2 and self.response_columns and not self.takes_all:
-            require_preferred(record.content)
+            require_preferred(content)
         responses = responses if self.takes_all else responses[: len(self.response_columns)]
-        texts = self.encoder.render(prompt, responses, record.content)
+        texts = self.encoder.render(prompt, responses, content)
         template = self.encoder.template
-        if self.observation_role and not texts.given.keys().isdisjoint(TEMPLATE_FIELDS):
-            template.between_turns(self.observation_role, template.variables(record.content))
+        fields = {name: texts.given[name] for name in TEMPLATE_FIELDS if name in texts.given}
+        if (
+            self.observation_role
+            and fields
+            and (once := json.dumps(fields, default=str)) not in self.continued
+        ):
+            template.between_turns(self.observation_role, template.variables(content))
+            self.continued.add(once)
         read = {
             *layout.fields,
             *self.columns,
             *self.labels,
             *(TEMPLATE_FIELDS if texts.templated else ()),
         }
-        has_value = (name for name, value in record.content.items() if value is not None)
+        has_value = (name for name, value in content.items() if value is not None)
         self.report.templated |= texts.templated
         if texts.templated and template.reads_clock:
             self.report.clock = str(template.clock)
         self.report.unread |= dict.fromkeys(name for name in has_value if name not in read)
         return texts
+
+    def with_tools(self, record: Record, prompt: Part) -> Fields:
+        """The record's fields with the run's tools. Raises RecordError for one that has others, and
+        DataError for a prompt that no chat template could tell of them.
+        """
+        content, place = cast(Fields, record.content), f"{record.file} record {record.number}"
+        if isinstance(prompt.value, str):
+            if self.observation_role is None:
+                return content
+            raise DataError(
+                f"{place}: the prompt is text, and only a chat template tells the policy of --tools: give messages, or "
+                "describe the tools in the text and set --observation_role text"
+            )
+        if not self.encoder.template.reads("tools", self.tools):
+            raise DataError(
+                f"{place}: the chat template does not read `tools`: --chat_template names one that does"
+            )
+        if content.get("tools"):
+            raise RecordError(
+                "tools", "none, since only the run's --tools are answered", content["tools"]
+            )
+        return {**content, "tools": self.tools}
 
     def example(
         self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError

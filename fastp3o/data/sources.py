@@ -89,9 +89,8 @@ def read_records(source: Source, split: str) -> Iterator[Record]:
             place, _, config = name.partition(":")
             try:
                 dataset = datasets.load_dataset(place, config or None, split=split)
-            except (
-                Exception
-            ) as error:  # the hub's own errors, the network's and the builders' share no base class
+            except Exception as error:
+                # the hub's own errors, the network's and the builders' share no base class
                 raise DataError(
                     f"{name}: the split '{split}' cannot be loaded from the hub: {error}"
                 ) from error

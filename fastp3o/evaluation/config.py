@@ -54,8 +54,6 @@ class JudgeConfig(LanguageJudgeConfig):
         super().__post_init__()
         if self.judge and self.judge_url:
             raise UserError("--judge and --judge_url cannot be combined")
-        if self.judge_url and not self.judge_model:
-            raise UserError("--judge_url has no effect without --judge_model")
         if self.judge_model and not self.judge_url and not any(map(is_judge, self.single_scorers)):
             raise UserError("--judge_model has no effect without --judge_url or --reward judge")
 

@@ -2,9 +2,10 @@
 frontier.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.evaluation.interval import share_interval
-from fastp3o.evaluation.rival import preferences
+from fastp3o.evaluation.length_controlled import NotDeterminedError, length_controlled
+from fastp3o.evaluation.rival import Preferences, Rival, preferences
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, with_tensor_group
@@ -29,13 +31,34 @@ from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prom
 EVALUATION = 2**32 - 1
 
 
+class PromptVerdicts(NamedTuple):
+    """Comparisons with the rival's responses. won: points of each prompt, half a point for a tie,
+    and judged: the prompt's comparisons with a verdict, [P]. preferred, longer: as `Preferences`
+    has them, [P, K].
+    """
+
+    won: np.ndarray
+    judged: np.ndarray
+    preferred: np.ndarray
+    longer: np.ndarray
+
+    def of(self, places: range) -> "PromptVerdicts":
+        """The verdicts of some prompts."""
+        return PromptVerdicts(*(part[places.start : places.stop] for part in self))
+
+
+def by_prompt(table: Preferences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The parts of PromptVerdicts."""
+    return table.preferred.nansum(dim=1), (~table.preferred.isnan()).sum(dim=1), *table
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them. rewards: keys
     are the names of their means. prompts: with the columns that rewards ask for. sets: places of
     prompts, whose own means are `set/NAME/...`. greedy: samples the most likely tokens, for
-    `greedy/...`. rival: the rewards, [P, K] each, of the responses to this process's prompts that
-    the policy's are compared with; None if they are not.
+    `greedy/...`. rival: whose responses to this process's prompts the policy's are compared with;
+    None if they are not.
     """
 
     accelerator: Accelerator
@@ -49,14 +72,15 @@ class Evaluation:
     seed: int
     sets: Mapping[str, range] = field(default_factory=dict)
     greedy: Sampler | None = None
-    rival: Mapping[str, Tensor] | None = None
+    rival: Rival | None = None
 
     def __call__(self) -> dict[str, float]:
         """Means over prompts of: rewards (no penalties), KL to the reference, if there is one, in
         nats per sequence (log π − log π_ref of the samples), response length in tokens, share
         without end-of-sequence. `_std` is the standard deviation over prompts. And means of what
         rewards log. Against a rival also win rates, with `_low` and `_high`, their 95% interval
-        over prompts; missing verdicts count for nothing.
+        over prompts, and with `_length_controlled`, unless this is not determined, which is
+        printed; missing verdicts count for nothing.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
@@ -67,7 +91,11 @@ class Evaluation:
             with_deviation = rewarded(self.rewards, groups)
             if self.reference is not None:
                 with_deviation["kl"] = self.sequence_log_ratios(groups, self.reference)
-        wins = {} if self.rival is None else preferences(self.rewards, with_deviation, self.rival)
+        wins = (
+            {}
+            if self.rival is None
+            else preferences(self.rewards, with_deviation, groups, self.rival)
+        )
         logged = logged_means(self.rewards)
         values = with_deviation | lengths_and_ends(groups)
         if self.greedy is not None:
@@ -76,7 +104,7 @@ class Evaluation:
                 likeliest = rewarded(self.rewards, groups) | lengths_and_ends(groups)
             values |= {f"greedy/{name}": value for name, value in likeliest.items()}
             if self.rival is not None:
-                of_greedy = preferences(self.rewards, likeliest, self.rival)
+                of_greedy = preferences(self.rewards, likeliest, groups, self.rival)
                 wins |= {f"greedy/{name}": table for name, table in of_greedy.items()}
             logged |= {
                 f"greedy/{name}": value for name, value in logged_means(self.rewards).items()
@@ -88,12 +116,25 @@ class Evaluation:
             for name, value in values.items()
         }
         verdicts = {
-            name: (table.nansum(dim=1), (~table.isnan()).sum(dim=1)) for name, table in wins.items()
+            name: PromptVerdicts(
+                *(
+                    np.array(gather_object(part.tolist()))[order.numpy()]
+                    for part in by_prompt(table)
+                )
+            )
+            for name, table in wins.items()
         }
-        points = {
-            name: [np.array(gather_object(part.tolist()))[order.numpy()] for part in parts]
-            for name, parts in verdicts.items()
-        }
+        return self.by_set(means, verdicts, with_deviation.keys()) | logged
+
+    def by_set(
+        self,
+        means: Mapping[str, Tensor],
+        verdicts: Mapping[str, PromptVerdicts],
+        with_deviation: Collection[str],
+    ) -> dict[str, float]:
+        """Metrics over all prompts and over those of each set, from values of each prompt, [P].
+        verdicts: of each win rate. with_deviation: names of the means that get one.
+        """
         metrics: dict[str, float] = {}
         sets = {"": range(len(self.prompts))} | {
             f"set/{name}/": places for name, places in self.sets.items()
@@ -104,14 +145,22 @@ class Evaluation:
                 metrics[prefix + name] = chosen.mean().item()
                 if name in with_deviation:
                     metrics[f"{prefix}{name}_std"] = chosen.std().item() if len(chosen) > 1 else 0.0
-            for name, (won, judged) in points.items():
-                metrics |= win_rate(
-                    prefix + name,
-                    won[places.start : places.stop],
-                    judged[places.start : places.stop],
-                )
+            metrics |= self.win_rates(
+                {prefix + name: its.of(places) for name, its in verdicts.items()}
+            )
             metrics[f"{prefix}prompts"] = len(places)
-        return metrics | logged
+        return metrics
+
+    def win_rates(self, verdicts: Mapping[str, PromptVerdicts]) -> dict[str, float]:
+        """Win rates by their names. Prints why one that is length-controlled is not determined."""
+        rates: dict[str, float] = {}
+        for name, (won, judged, preferred, longer) in verdicts.items():
+            rates |= win_rate(name, won, judged)
+            try:
+                rates[f"{name}_length_controlled"] = length_controlled(preferred, longer)
+            except NotDeterminedError as error:
+                self.accelerator.print(f"no {name}_length_controlled: {error}")
+        return rates
 
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group], reference: Reference) -> Tensor:

@@ -37,5 +37,9 @@ def t_quantile(tail: float, degrees: int) -> float:
     # and bounded.
     angles = np.linspace(math.pi / 2, 0, 2**16 + 1)
     density = np.cos(angles) ** (degrees - 1)
+    # Its integral from π / 2, where t is infinite, by trapezoids of a common factor: half of all
+    # lies between that and an angle of 0.
     beyond = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(degrees) * math.tan(float(np.interp(2 * tail, beyond / beyond[-1], angles)))
+    share_of_half = beyond / beyond[-1]
+    angle = float(np.interp(2 * tail, share_of_half, angles))
+    return math.sqrt(degrees) * math.tan(angle)

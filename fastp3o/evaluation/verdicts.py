@@ -19,6 +19,8 @@ class WinRate:
     win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even. low,
     high: its 95% interval over prompts. wins, ties, losses: numbers of comparisons. missing: those
     without a verdict, which count nowhere else. prompts: number of prompts with a verdict.
+    length_controlled: the win rate at equal length; None where verdicts and lengths do not
+    determine it.
     """
 
     win_rate: float
@@ -29,6 +31,7 @@ class WinRate:
     losses: int
     missing: int
     prompts: int
+    length_controlled: float | None = None
 
 
 def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1) -> WinRate:

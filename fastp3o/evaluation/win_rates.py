@@ -1,10 +1,10 @@
 """Checkpoints respond to the same prompts; a reward or a judge says whose responses are better."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from math import isfinite
 
+import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
@@ -14,14 +14,15 @@ from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import EvaluateConfig, SamplingConfig, WinRateConfig
 from fastp3o.evaluation.judge import Judge
-from fastp3o.evaluation.verdicts import WinRate, win_rate
+from fastp3o.evaluation.length_controlled import NotDeterminedError, length_controlled
+from fastp3o.evaluation.verdicts import POINTS, WinRate, win_rate
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.comparisons import Comparison, RelativeReward
 from fastp3o.rewards.load import load_named_reward
 from fastp3o.rewards.reward import asked_of_records, rewarded
-from fastp3o.rewards.rivals import compares
+from fastp3o.rewards.rivals import compares, longer_than
 from fastp3o.rewards.verdicts import Verdict, verdict_of
 from fastp3o.rollouts.groups import Group, lengths, make_prompts, texts
 from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
@@ -122,18 +123,28 @@ def win_rates(
     """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as
     it is known.
     """
-    rate = partial(win_rate, responses_per_prompt=config.responses_per_prompt)
+    longer = (
+        longer_than(first.groups, [group.responses for group in second.groups]).flatten().numpy()
+    )
+
+    def rate(name: str, verdicts: list[Verdict]) -> tuple[str, WinRate]:
+        known = win_rate(verdicts, responses_per_prompt=config.responses_per_prompt)
+        try:
+            at_equal_length = length_controlled(
+                np.array([POINTS[verdict] for verdict in verdicts]), longer
+            )
+        except NotDeterminedError as error:
+            print(f"no length-controlled win rate by {name}: {error}")
+            return name, known
+        return name, replace(known, length_controlled=at_equal_length)
+
     if config.reward:
-        yield (
-            "reward",
-            rate(
-                by_reward(first, second) if first.relative is None else by_comparison(first, second)
-            ),
-        )
+        compared = by_reward if first.relative is None else by_comparison
+        yield rate("reward", compared(first, second))
     if judge is not None:
         prompts, first_responses = texts(first.groups)
         _, second_responses = texts(second.groups)
-        yield "judge", rate(judge(prompts, first_responses, second_responses))
+        yield rate("judge", judge(prompts, first_responses, second_responses))
 
 
 def by_comparison(first: Responses, second: Responses) -> list[Verdict]:

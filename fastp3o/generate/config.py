@@ -5,6 +5,7 @@ from typing import Literal
 from fastp3o.config import Flags, PrecisionName, RunConfig, option, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
+from fastp3o.rewards.config import ComparisonConfig
 from fastp3o.sources import Source
 
 JUDGED = "judged"  # by verdicts; all others by rewards
@@ -12,6 +13,12 @@ PAIRS = ("rso", "rs_dpo", JUDGED, "revised_pairs")
 REVISED = ("revised", "revised_pairs")
 NOTHING = "none"
 TOURNAMENT = "tournament"
+# Which responses are compared follows from the choice itself.
+PAIRS_OF_ITS_OWN = (
+    TOURNAMENT,
+    JUDGED,
+    *REVISED,
+)
 REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 
 
@@ -80,7 +87,7 @@ class SelectionConfig(Flags):
             raise UserError(f"--accept must be at least 2 for pairs, got {self.accept}")
 
 
-class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
+class GenerateConfig(JudgeConfig, SelectionConfig, ComparisonConfig, SamplingConfig, RunConfig):
     """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection
     sampling, preferences.
     """
@@ -112,9 +119,10 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.environment and self.keep != NOTHING:
+        if self.has_turns and self.keep != NOTHING:
+            answers = "--environment says" if self.environment else "--tools say"
             raise UserError(
-                f"--keep {self.keep} would train on what the --environment says: give --keep none"
+                f"--keep {self.keep} would train on what the {answers}: give --keep none"
             )
         if self.keep in REVISED and (self.reward or self.sampler == "vllm" or not self.principles):
             raise UserError(
@@ -130,9 +138,25 @@ class GenerateConfig(JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
             raise UserError(
                 f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}"
             )
+        if self.comparisons != "all":
+            self.check_comparisons()
         if f"keep={self.keep}" in REJECTION_SAMPLING and self.accept >= self.responses_per_prompt:
             raise UserError(
                 f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt})"
+            )
+
+    def check_comparisons(self) -> None:
+        """Raises UserError where a choice of pairs has no effect."""
+        chosen = f"--comparisons {self.comparisons}"
+        if self.keep in PAIRS_OF_ITS_OWN:
+            raise UserError(
+                f"--keep {self.keep} chooses the pairs that are compared: leave out {chosen}"
+            )
+        if not self.reward:
+            raise UserError(f"{chosen} has no effect without --reward")
+        if self.responses_per_prompt < 2:
+            raise UserError(
+                f"{chosen} needs pairs of responses: --responses_per_prompt must be at least 2, got 1"
             )
 
     @property

@@ -20,7 +20,7 @@ from fastp3o.evaluation.judge import load_judge
 from fastp3o.generate.config import TOURNAMENT, GenerateConfig
 from fastp3o.generate.read_back import reads_back
 from fastp3o.generate.report import Generated, summary, write_kept
-from fastp3o.generate.revision import revising
+from fastp3o.generate.revision import read_principles, revising
 from fastp3o.generate.samples import SamplesFile, make_samples
 from fastp3o.models.attention import choose_attention
 from fastp3o.models.ends import checkpoint_ends
@@ -28,10 +28,11 @@ from fastp3o.models.frozen import load_frozen_policy
 from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.rewards.cascade import Cascade
-from fastp3o.rewards.comparisons import Knockout, RelativeReward
-from fastp3o.rewards.load import load_named_reward
+from fastp3o.rewards.comparisons import JudgedPairs, Knockout, RelativeReward
+from fastp3o.rewards.load import choose_judged_pairs, load_named_reward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_of_records, require_finite_rewards, rewarded
+from fastp3o.rewards.rivals import compares
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.plan import policy_sampler, sampled_frozen
 from fastp3o.rollouts.prefix import Prefix
@@ -49,6 +50,7 @@ from fastp3o.run.phases import Phases
 from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.runtime.processes import on_main_process
+from fastp3o.training.rivals import Anchors
 from fastp3o.training.setup import make_accelerator
 
 
@@ -100,7 +102,10 @@ def generate(config: GenerateConfig) -> Generated:
         speed = (
             0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
         )
-        generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
+        generated = on_main_process(
+            accelerator,
+            lambda: write_kept(config, config, samples, folder / KEPT, seed=config.seed),
+        )
         generated.tokens_per_second = speed
     finally:
         release(folder)
@@ -122,6 +127,11 @@ def load_models(
         reward = load_named_reward(
             context, config, config, config.reward, prompts, continues=config.resume
         )
+        choose_judged_pairs({"reward": reward}, config.comparisons)
+        if compares(reward) and config.responses_per_prompt < 2:
+            raise UserError(
+                f"--reward {config.reward} compares responses to a prompt: --responses_per_prompt must be at least 2"
+            )
     if config.keep == TOURNAMENT:
         if not isinstance(reward, RelativeReward):
             raise UserError(
@@ -133,17 +143,33 @@ def load_models(
     if config.principles:
         chats = isinstance(json.loads(prompts[0]["given"])["prompt"], list)
         room = (policy.longest_sequence or LARGEST_INT) - config.max_prompt_tokens - len(prefix.ids)
-        config = revising(config, chats=chats, room=room)
+        config = config.with_values(
+            **revising(
+                read_principles(config.principles),
+                rounds=config.revisions,
+                turn_tokens=config.max_response_tokens,
+                chats=chats,
+                room=room,
+                seed=config.seed,
+            )
+        )
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_frozen(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
-    return prefix.before_each(
+    sampler = prefix.before_each(
         policy_sampler(config, sampled, context, config.rollout_batch_size)
-    ), reward
+    )
+    if config.comparisons == "anchor" and isinstance(reward, JudgedPairs):
+        reward.anchor = Anchors(sampler, config.seed)
+    return sampler, reward
 
 
 def asked_together(reward: Reward) -> bool:
-    """Whether each process has a part of a reward's models."""
+    """Whether each process has a part of a reward's models, or of the policy that a reward samples
+    anchors from.
+    """
+    if isinstance(reward, JudgedPairs) and reward.anchor is not None:
+        return True
     return isinstance(reward, ModelReward | Cascade) or getattr(reward, "together", False)
 
 

@@ -50,12 +50,11 @@ def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[R
     """The records kept of a prompt. Random choices depend only on the seed and the prompt's number."""
     candidates = valid_candidates(samples, unfinished=config.keep_unfinished)
     rewards, random = candidates.rewards, np.random.default_rng([seed, samples.number])
+    # The first of the highest: of a tournament, the rounds that it survived.
     match config.keep:
         case "all":
             return demonstrations(samples.prompt, candidates, range(len(rewards)))
-        case (
-            "best" | "tournament"
-        ):  # the first of the highest: of a tournament, the rounds that it survived
+        case "best" | "tournament":
             return demonstrations(
                 samples.prompt, candidates, [rewards.index(max(rewards))] if rewards else []
             )

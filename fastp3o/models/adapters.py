@@ -43,9 +43,8 @@ def with_adapters(model: Any, name: ModelSource) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # what peft still calls of transformers
             warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys")
-            warnings.filterwarnings(
-                "ignore", message=r".*tie_word_embeddings"
-            )  # `part` does what it asks for
+            # `part` does what it asks for.
+            warnings.filterwarnings("ignore", message=r".*tie_word_embeddings")
             adapted: Any = PeftModel(
                 model, config, ADAPTER, low_cpu_mem_usage=model.device.type == "meta"
             )
@@ -110,9 +109,8 @@ def part(model: Any) -> None:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or (plain := base_of(head)).weight is not base_of(embeddings).weight:
         return
-    tied_tokens = getattr(
-        getattr(head, "token_adapter", None), "tied_adapter", None
-    )  # the same ones in both
+    # The same ones in both.
+    tied_tokens = getattr(getattr(head, "token_adapter", None), "tied_adapter", None)
     if tied_tokens is None and (plain is not head or base_of(embeddings) is not embeddings):
         plain.weight = nn.Parameter(plain.weight.detach().clone())
         for config in (model.config, model.config.get_text_config()):

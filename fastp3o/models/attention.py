@@ -44,7 +44,7 @@ flash_attn_varlen_func = installed_flash_attn
 
 logger = get_logger(__name__)
 # transformers treats names with "flash" specially. For a name without a mask function it makes no
-# mask, and does not wait for the device in every pass to see whether positions begin anew
+# mask, and does not wait for the device in every pass to see whether positions begin again
 # somewhere.
 NAME = "fastp3o_segments"
 # Head size that both libraries take.
@@ -59,9 +59,8 @@ FLASH_ATTN_3 = "kernels-community/flash-attn3", "43f0bd269777115d94ff826e0d113ce
 # Elements of a segment's queries up to which a CPU pads all segments of a row to its longest, and
 # computes them in one call: it takes less time than the calls for each.
 LARGEST_PADDED = 2**13
-LARGEST_BLOCK = (
-    2**24
-)  # products of queries and keys that are in memory at once, where a kernel does not hide them
+# Products of queries and keys that are in memory at once, where a kernel does not hide them.
+LARGEST_BLOCK = 2**24
 
 
 # --- attention of a layer over segments -----------------------------------------------------------
@@ -93,6 +92,30 @@ class KeyValueCache(Protocol):
         """
 
 
+def require_packed_row(
+    query: Tensor, attention_mask: Tensor | None, dropout: float, *, has_place: bool
+) -> None:
+    """Raises UserError for what no packed row has: a mask, dropout, a batch. has_place: whether a
+    layer has handed on where responses begin.
+    """
+    if attention_mask is not None:
+        made = "it builds its own attention mask, which ignores where responses begin"
+        raise UserError(
+            f'{made}: attention "{NAME}" takes one packed row with its segments instead'
+        )
+    if not has_place:
+        lost = "it does not pass its keyword arguments on to its attention"
+        raise UserError(
+            f'{lost}: "{NAME}" takes one packed row with its segments, and never sees these'
+        )
+    if len(query) != 1:
+        raise UserError(f'attention "{NAME}" takes one packed row, got a batch of {len(query)}')
+    if dropout:
+        raise UserError(
+            f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0"
+        )
+
+
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -121,22 +144,8 @@ def segment_attention(
     not packed, and for dropout.
     """
     segments, cache = fastp3o_segments, fastp3o_cache
-    if attention_mask is not None:
-        made = "it builds its own attention mask, which ignores where responses begin"
-        raise UserError(
-            f'{made}: attention "{NAME}" takes one packed row with its segments instead'
-        )
-    if segments is None and cache is None:
-        lost = "it does not pass its keyword arguments on to its attention"
-        raise UserError(
-            f'{lost}: "{NAME}" takes one packed row with its segments, and never sees these'
-        )
-    if len(query) != 1:
-        raise UserError(f'attention "{NAME}" takes one packed row, got a batch of {len(query)}')
-    if dropout:
-        raise UserError(
-            f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0"
-        )
+    has_place = segments is not None or cache is not None
+    require_packed_row(query, attention_mask, dropout, has_place=has_place)
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         # Rotary embeddings leave queries and keys in fp32, while values are in half precision.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -201,9 +210,8 @@ def choose_attention(name: AttentionName, device: torch.device) -> None:
         else:
             activate_flash_attention_impl(name.upper())
             flash_attn_varlen_func = None
-    except (
-        Exception
-    ) as error:  # whatever a package raises that is missing, or built for another torch
+    except Exception as error:
+        # whatever a package raises that is missing, or built for another torch
         raise UserError(f"--attention {name}: {error}") from error
 
 
@@ -272,9 +280,8 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
         softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return (
-        result[0] if isinstance(result, tuple) else result
-    )  # some builds of flash-attn 3 return sums, too
+    # Some builds of flash-attn 3 return sums, too.
+    return result[0] if isinstance(result, tuple) else result
 
 
 @torch.compiler.assume_constant_result
@@ -331,7 +338,7 @@ def sdpa_per_segment(query, key, value, segments: Segments, scale, window, softc
     pieces = zip(query.split(segments.query_lengths, dim=2), keys, values, strict=True)
     attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
     if softcap or query.is_cuda:
-        # The backward pass computes a block's products anew: kept, they would take memory by the
+        # The backward pass computes a block's products again: kept, they would take memory by the
         # square of its length.
         recomputed: dict[str, Any] = {
             "use_reentrant": False,
@@ -368,9 +375,13 @@ def causal_blocks(query, key, value, window, softcap) -> Iterator[tuple[Tensor, 
     is [queries, keys]: the products of all heads with a softcap, else a mask; a whole segment needs
     none.
     """
-    (_, heads, queries, _), keys = query.shape, key.shape[2]
-    whole, end = not softcap and is_whole(queries, keys, window), keys - queries
-    size = queries if whole else max(1, LARGEST_BLOCK // (keys * (heads if softcap else 1)))
+    _, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    size = queries
+    if softcap or not is_whole(queries, keys, window):
+        products = keys * heads if softcap else keys  # of one query
+        size = max(1, LARGEST_BLOCK // products)
+    end = keys - queries  # of the keys that the block before this one sees
     for block in query.split(size, dim=2):
         first = 0 if window is None else max(0, end - window + 1)
         end += block.shape[2]

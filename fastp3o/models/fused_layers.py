@@ -251,9 +251,8 @@ def norm_of(module: nn.Module) -> Norm | None:
     def part(x: Tensor, weight: Tensor) -> Tensor:
         return type(module).forward(shadow(module, _parameters={name: weight}), x)
 
-    scales = torch.tensor(
-        [[1e-2], [0.3], [1.0], [3.0], [1e3]], device="cpu"
-    )  # of rows, next to the root of eps
+    # Of rows, next to the root of eps.
+    scales = torch.tensor([[1e-2], [0.3], [1.0], [3.0], [1e3]], device="cpu")
     for eps, offset in product(
         {value for value in vars(module).values() if type(value) is float}, (0.0, 1.0)
     ):
@@ -314,9 +313,8 @@ def with_fused_rotation(kind: Any) -> Callable[..., Any] | None:
     """
     forward: Any = kind.forward
     while hasattr(forward, "__wrapped__"):
-        if (
-            forward.__globals__["__name__"] != "transformers.utils.deprecation"
-        ):  # which renames keywords
+        if forward.__globals__["__name__"] != "transformers.utils.deprecation":
+            # It renames keywords.
             return None
         forward = forward.__wrapped__
     for name in forward.__code__.co_names if inspect.isfunction(forward) else ():

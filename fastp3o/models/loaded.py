@@ -107,15 +107,13 @@ def own_code(model: PreTrainedModel, plain: PreTrainedModel) -> str:
             return f"a hook in {place}"
         if "forward" in vars(module):
             return f"a forward method of its own in {place}"
-        copied = (
-            copies.get(name, module) if name else module
-        )  # a reward model begins with another model's body
+        # A reward model begins with another model's body.
+        copied = copies.get(name, module) if name else module
         if type(copied) is not type(module):
             return f"a {type(module).__name__} of its own in {place}"
         for key, value in vars(copied).items():
-            if (
-                value and isinstance(value, float) and vars(module).get(key) != value
-            ):  # 0: noise that a run takes off
+            if value and isinstance(value, float) and vars(module).get(key) != value:
+                # 0: noise that a run takes off.
                 return f"another {key} in {place} than its configuration gives"
     hooked = (
         name

@@ -132,11 +132,8 @@ def load_reward_model(
     `score` head over hidden states, or other outputs, if a reward model is asked for and it is a
     preference model or the other way round, and if packed rows cannot run it.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "num_labels": vector_size or 1,
-    }
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options["num_labels"] = vector_size or 1
     base = base_model_name(name)
     stored = stored_vector_size(name, trust_remote_code=trust_remote_code)
     require_same_kind(name, stored, vector_size)
@@ -151,19 +148,10 @@ def load_reward_model(
     model, loading = from_checkpoint(
         AutoModelForSequenceClassification, base, as_stored and base == name, **options
     )
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise UserError(
-            f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model"
-        )
+    head = score_head(name, model)
     headless = "score.weight" in loading["missing_keys"]
-    mismatched = (shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight")
-    outputs = next(mismatched, len(head.weight))
-    if not headless and (outputs, stored) != (len(head.weight), vector_size):
-        begins = "--preference_dim begins with a language model, or goes on with a preference model of its size"
-        raise UserError(
-            f"{name} has {outputs} outputs; {begins if vector_size else 'a reward model has one'}"
-        )
+    if not headless:
+        require_outputs(name, head, loading, stored, vector_size)
     require_whole(
         base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"}
     )
@@ -175,15 +163,48 @@ def load_reward_model(
     if base != name:
         model = with_adapters(model, name)
         head = model.score
-    if not new_head and not head.weight.any():
-        lack = "it has no head `score`" if headless else "its head `score` is zero"
-        raise UserError(
-            f"{name} is not a trained reward model: {lack}; train one from it with fastp3o reward"
-        )
+    if not new_head:
+        require_trained(name, head, headless=headless)
     checked(model)
     scorer = PackedModel(named(model, name, base).to(device))
     with computed_in(dtype, scorer) if as_stored else nullcontext():
         return require_packable(scorer, name)
+
+
+def score_head(name: ModelSource, model: nn.Module) -> nn.Linear:
+    """A classifier's head. Raises UserError if it has no linear one."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise UserError(
+            f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model"
+        )
+    return head
+
+
+def require_trained(name: ModelSource, head: nn.Linear, *, headless: bool) -> None:
+    """Raises UserError for a head without weights, or of zeros. headless: whether the checkpoint
+    has none.
+    """
+    if not head.weight.any():
+        lack = "it has no head `score`" if headless else "its head `score` is zero"
+        raise UserError(
+            f"{name} is not a trained reward model: {lack}; train one from it with fastp3o reward"
+        )
+
+
+def require_outputs(
+    name: ModelSource, head: nn.Linear, loading: dict[str, Any], stored: int, vector_size: int
+) -> None:
+    """Raises UserError if a checkpoint has a head of other outputs than are asked for. stored: of
+    the vectors that the checkpoint says it has.
+    """
+    mismatched = (shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight")
+    outputs = next(mismatched, len(head.weight))
+    if (outputs, stored) != (len(head.weight), vector_size):
+        begins = "--preference_dim begins with a language model, or goes on with a preference model of its size"
+        raise UserError(
+            f"{name} has {outputs} outputs; {begins if vector_size else 'a reward model has one'}"
+        )
 
 
 def stored_vector_size(name: ModelSource, *, trust_remote_code: bool = False) -> int:
@@ -221,9 +242,8 @@ def from_checkpoint(
             labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
             return name.value.copied(model_class, name.value.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
-            GenerationConfig.from_pretrained(
-                str(name), **at(name)
-            )  # transformers ignores one that it cannot read
+            # Transformers ignores one that it cannot read.
+            GenerationConfig.from_pretrained(str(name), **at(name))
         # First, since transformers would load other formats.
         stored = {dtype for file in weight_files(name) for dtype in dtypes_of_floats(file)}
         dtype = (

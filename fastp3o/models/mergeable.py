@@ -44,12 +44,12 @@ class UnmergeableError(UserError):
 def sizes(model: nn.Module) -> dict[str, torch.Size]:
     """The sizes of the weights of a model without adapters, by name."""
     layers: dict[int, Any] = {id(layer.weight): layer for layer in quantized_layers(model).values()}
-    found: dict[str, torch.Size] = {}
+    by_name: dict[str, torch.Size] = {}
     for names, part, _ in named_weights(model):
         layer = layers.get(id(part))
         size = part.shape if layer is None else torch.Size([layer.out_features, layer.in_features])
-        found |= dict.fromkeys(names, size)
-    return found
+        by_name |= dict.fromkeys(names, size)
+    return by_name
 
 
 def require_mergeable(model: PackedModel, plain: Mapping[str, torch.Size]) -> None:

@@ -125,10 +125,10 @@ def overflow(
     as_it_is = quantized or spread(model)
     ready = as_it_is or (model.model.dtype, model.model.device.type) == (torch.float16, device.type)
     with nullcontext() if ready else computed_in(torch.float16, model, device):
-        found = activations(model, row)
+        seen = activations(model, row)
     # A residual stream in fp32 beside weights in half precision holds what they do not.
     counted = {model.model.dtype} if quantized else {torch.float16}
-    held = {place: one.value for place, one in found.items() if one.dtype in counted}
+    held = {place: one.value for place, one in seen.items() if one.dtype in counted}
     broken = next((place for place, value in held.items() if not isfinite(value)), None)
     if broken is None:
         place = max(held, key=held.__getitem__)

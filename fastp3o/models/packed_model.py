@@ -106,8 +106,8 @@ class PackedModel(nn.Module):
         """The body's results [T, D] for one row of tokens [1, T], with segments, a cache or both
         (see `segment_attention`, which gets them).
         """
-        given = {"fastp3o_segments": segments, "fastp3o_cache": cache}
-        ours = {name: value for name, value in given.items() if value is not None}
+        arguments = {"fastp3o_segments": segments, "fastp3o_cache": cache}
+        ours = {name: value for name, value in arguments.items() if value is not None}
         output = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **ours
         )
@@ -118,7 +118,7 @@ class PackedModel(nn.Module):
         each part, so that only one part's are in memory.
         """
         parts = row.parts or (row,)
-        found = []
+        states = []
         for number in range(row.passes):
             part = parts[min(number, len(parts) - 1)]
             hidden = checkpoint(
@@ -129,12 +129,11 @@ class PackedModel(nn.Module):
                 use_reentrant=False,
             )
             if number < len(parts):
-                found.append(hidden[part.again if isinstance(part, Part) else 0 :])
+                states.append(hidden[part.again if isinstance(part, Part) else 0 :])
             else:
-                found[-1] = (
-                    found[-1] + 0.0 * hidden[:1]
-                )  # made only to be in step with other processes
-        return torch.cat(found)
+                # Made only to be in step with other processes.
+                states[-1] = states[-1] + 0.0 * hidden[:1]
+        return torch.cat(states)
 
     def check_reach(self, tokens: int, *, context: int = 0) -> None:
         """Raises ValueError if positions end before so many tokens of prompt and response, after

@@ -105,7 +105,7 @@ def checked(model: Any) -> Any:
 
 def in_training_mode(layer: nn.Module, _: object) -> None:
     """On a CPU layers compute otherwise in evaluation mode, and rollouts would be another policy's:
-    8-bit layers round their inputs, and 4-bit ones pack their weights anew if the CPU has
+    8-bit layers round their inputs, and 4-bit ones pack their weights again if the CPU has
     AVX512-BF16.
     """
     layer.training = True

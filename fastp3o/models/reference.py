@@ -18,9 +18,8 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o.runtime.shares import local_part
 
-TokenValues = Callable[
-    [PackedModel, PackedRow], Tensor
-]  # a model's values of a row's labeled tokens, [N, ...]
+# A model's values of a row's labeled tokens, [N, ...].
+TokenValues = Callable[[PackedModel, PackedRow], Tensor]
 
 
 class Reference(ABC):
@@ -155,18 +154,23 @@ class InContext(Reference):
         self.moved = moved
 
     def map_rows(self, rows: Sequence[PackedRow], compute: TokenValues) -> list[Tensor]:
-        numbers, groups = zip(
-            *(pair for row in rows for pair in zip(row.groups, row.given, strict=True)), strict=True
+        numbers = [number for row in rows for number in row.groups]
+        groups = [group for row in rows for group in row.given]
+        prompts = []
+        for group in groups:
+            begin = int(group.prompt[0] == self.bos)  # tokens before the context: bos or none
+            rest = self.moved(group.prompt[begin:])
+            prompts.append([*group.prompt[:begin], *self.context, *rest])
+        longer = pack(
+            prompts,
+            [group.responses for group in groups],
+            self.packing,
+            groups=numbers,
+            labeled=[group.labeled for group in groups],
         )
-        before = [int(group.prompt[0] == self.bos) for group in groups]
-        prompts = [
-            [*x.prompt[:n], *self.context, *self.moved(x.prompt[n:])]
-            for x, n in zip(groups, before, strict=True)
-        ]
-        responses = [group.responses for group in groups]
-        labeled = [group.labeled for group in groups]
-        packed = pack(prompts, responses, self.packing, groups=numbers, labeled=labeled)
-        longer = [row.to(rows[0].labels.device) for row in packed]
+        longer = [row.to(rows[0].labels.device) for row in longer]
+        # The longer rows hold the groups in another order: their values are taken apart by groups,
+        # and put together as the caller's rows have them.
         by_number: dict[int, Tensor] = {}
         for row, values in zip(longer, self.reference.map_rows(longer, compute), strict=True):
             lengths = row.cu_seqlens_on_host[:: row.responses_per_prompt].diff().tolist()

@@ -36,9 +36,8 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.tensor_parallel import cut
 from fastp3o.packing.packed_row import ALIGNMENT, PackedRow, view_like
 
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-    logging.ERROR
-)  # warns of gathers in two steps
+# Warns of gathers in two steps.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 

@@ -77,26 +77,38 @@ def require_same_vocabulary(
     tokenizer: Tokenizer,
     *,
     trust_remote_code: bool = False,
-    role: str = "reference",
 ) -> None:
     """Raises ValueError if the reference has another vocabulary than the policy, so that its
-    log-probs would be those of other tokens. tokenizer: the policy's. If the reference has no
-    tokenizer, only the sizes are compared. role: what it is, in messages.
+    log-probs would be those of other tokens. Arguments are those of `vocabulary_difference`.
     """
-    expected = (
-        f"a {role} needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
-    )
-    with errors_naming(reference):
-        configs = (load_config(name, trust_remote_code) for name in (reference, policy))
+    if difference := vocabulary_difference(
+        reference, policy, tokenizer, trust_remote_code=trust_remote_code
+    ):
+        raise UserError(
+            f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: {difference}"
+        )
+
+
+def vocabulary_difference(
+    other: ModelSource,
+    policy: ModelSource,
+    tokenizer: Tokenizer,
+    *,
+    trust_remote_code: bool = False,
+) -> str:
+    """How a model's vocabulary differs from the policy's, in words; "" if it does not. tokenizer:
+    the policy's. If the model has no tokenizer, only the sizes are compared.
+    """
+    with errors_naming(other):
+        configs = (load_config(name, trust_remote_code) for name in (other, policy))
         there, here = (config.get_text_config().vocab_size for config in configs)
         ids = others = tokenizer.get_vocab()
-        if has_tokenizer(reference):
+        if has_tokenizer(other):
             others = AutoTokenizer.from_pretrained(
-                str(reference), trust_remote_code=trust_remote_code
+                str(other), trust_remote_code=trust_remote_code
             ).get_vocab()
     if there != here:
-        raise UserError(f"{expected}{there} tokens instead of {here}")
+        return f"{there} tokens instead of {here}"
     if differing := sorted({token for token, _ in ids.items() ^ others.items()}):
-        raise UserError(
-            f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}"
-        )
+        return f"{len(differing)} tokens have other ids or none, {listed(differing)}"
+    return ""

@@ -74,11 +74,10 @@ def add_lora(model: PackedModel, config: TrainableConfig) -> None:
         raise UserError(
             f"--lora_rank is {config.lora_rank}, and the model's matrices have a rank of {largest} at most"
         )
+    # peft divides it by the rank, whatever number it is.
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=cast(
-            int, config.lora_alpha
-        ),  # peft divides it by the rank, whatever number it is
+        lora_alpha=cast(int, config.lora_alpha),
         lora_dropout=dropout,
         use_rslora=config.use_rslora,
         target_modules=targets if targets == "all-linear" else targets.split(","),

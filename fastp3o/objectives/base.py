@@ -36,26 +36,22 @@ class Microbatch:
     # [P, K] fp32, scaled; [P, K, K] where the reward compares and the objective takes that
     # (`takes_pairs`)
     rewards: Tensor
-    old_token_logprobs: (
-        Tensor  # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`)
-    )
+    # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`).
+    old_token_logprobs: Tensor
     ref_token_logprobs: Tensor  # [N] fp32, by the reference; zeros without one
     # [N] fp32: the update's first loss leaves the policy's log-probs here, NaN until then. None:
     # nothing needs that. If it is `old_token_logprobs`, they have no pass of their own, since the
     # update makes one step.
     noted_token_logprobs: Tensor | None = field(default=None, kw_only=True)
-    sampler_token_logprobs: Tensor | None = field(
-        default=None, kw_only=True
-    )  # [N] fp32, by what sampled, if needed
-    loss_mask: Tensor | None = field(
-        default=None, kw_only=True
-    )  # [P, K] bool, takes part in the loss; None: all do
+    # [N] fp32, by what sampled, if needed.
+    sampler_token_logprobs: Tensor | None = field(default=None, kw_only=True)
+    # [P, K] bool, takes part in the loss; None: all do.
+    loss_mask: Tensor | None = field(default=None, kw_only=True)
     # [N] fp32, scaled: parts of `rewards` that come at these tokens; None: all of it comes at a
     # response's last
     token_rewards: Tensor | None = field(default=None, kw_only=True)
-    prepared: Mapping[str, Tensor] = field(
-        default_factory=dict, kw_only=True
-    )  # added by `Objective.prepare`
+    # Added by `Objective.prepare`.
+    prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @cached_property
     def old_logprobs(self) -> Tensor:
@@ -251,13 +247,17 @@ class GroupwiseObjective(Objective):
     outputs: tuple[str, ...] = ()
     sampler_ratio_cap: float = 0.0
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads `sampler_tokens`."""
+        return bool(self.sampler_ratio_cap)
+
     @abstractmethod
     def sums(self, groups: Groups) -> LossAndMetrics:
         """The loss of some prompts, summed, and its metrics.
 
         groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `loss_mask` [P, K] and
-            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_tokens` [n], by what
-            sampled.
+            `Microbatch.prepared`; if it `reads_sampler` also `sampler_tokens` [n], by what sampled.
         """
 
     def loss(
@@ -274,7 +274,7 @@ class GroupwiseObjective(Objective):
                 microbatch.rewards.shape[:2], dtype=torch.bool, device=microbatch.rewards.device
             )
         token_tensors = {"ref_tokens": microbatch.ref_token_logprobs}
-        if self.sampler_ratio_cap:
+        if self.reads_sampler:
             token_tensors["sampler_tokens"] = microbatch.known_sampler_logprobs()
         responses = {
             "ref": microbatch.ref_logprobs,

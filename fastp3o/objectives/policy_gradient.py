@@ -294,6 +294,31 @@ class CISPO(GRPO):
     formula = staticmethod(formulas.cispo)
 
 
+class SAPO(PolicyGradient):
+    """A soft gate of the ratio of each token, the mean over a response's tokens, A as of GRPO."""
+
+    config: configs.SAPOConfig
+    loss_mean = "sequence"
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return formulas.group_advantages(rewards)
+
+    def losses(self, groups: Groups) -> Tensor:
+        advantages = groups.per_token(groups["advantages"])
+        tau = (self.config.tau_pos, self.config.tau_neg)
+        return formulas.sapo(
+            groups.token_logprobs, groups["old_tokens"], advantages, tau_pos=tau[0], tau_neg=tau[1]
+        )
+
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        """log π_old − log π_sampler of tokens, [n]."""
+        return sampler_log_ratios(groups)
+
+    def metrics(self, groups: Groups) -> dict[str, Tensor]:
+        ratios = formulas.bounded_exp(groups.token_logprobs.detach() - groups["old_tokens"])
+        return {"ratio_mean": self.metric_sum(groups, ratios)}
+
+
 class VESPO(PolicyGradient):
     """−φ(ρ) A log π(y|x), φ a soft kernel of a response's whole ratio ρ, A as of GRPO."""
 

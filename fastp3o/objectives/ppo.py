@@ -33,9 +33,8 @@ from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head, sequence_logprobs
 from fastp3o_kernels.losses import bounded_exp, ppo_clip, ppo_penalty, step_kl, truncated_ratios
 
-if (
-    TYPE_CHECKING
-):  # functions import what they need of `models`: with transformers' models it takes seconds
+if TYPE_CHECKING:
+    # Functions import what they need of `models`: with transformers' models it takes seconds.
     from fastp3o.models.packed_model import PackedModel
 
 

@@ -82,10 +82,11 @@ class TRPO(ActorCritic):
         """Moves the policy, or leaves it if no step is better. Raises UserError if a gradient is
         NaN or infinite.
         """
-        near, config = Neighborhood(policy, [*chain.from_iterable(minibatches)]), self.config
-        before, _, gradient = near.at(
-            nowhere := torch.zeros_like(near.start), gradient_of=SURROGATE
-        )
+        config = self.config
+        near = Neighborhood(policy, [*chain.from_iterable(minibatches)])
+        nowhere = torch.zeros_like(near.start)
+        before, _, gradient = near.at(nowhere, gradient_of=SURROGATE)
+        # The natural gradient F⁻¹g. A step of length s along it has a KL of s² gᵀF⁻¹g / 2.
         natural = conjugate_gradients(
             near.fisher_product, gradient, config.cg_steps, config.cg_damping
         )
@@ -93,12 +94,13 @@ class TRPO(ActorCritic):
         if not curvature.isfinite():
             raise UserError("the gradient of TRPO's surrogate, or its KL's, is NaN or infinite")
         longest = natural * (2 * config.max_kl / curvature.clamp(min=1e-30)).sqrt()
+        # The line search: shorter steps, until one gains and keeps the bound.
         for tried in range(config.line_search_steps):
             surrogate, kl, _ = near.at(longest * 0.8**tried)
             if surrogate > before and kl <= config.max_kl:
                 break
         else:
-            surrogate, kl, _ = near.at(nowhere)
+            surrogate, kl, _ = near.at(nowhere)  # the policy stays
         line_search = {
             "surrogate_gain": surrogate - before,
             "trpo_kl": kl,

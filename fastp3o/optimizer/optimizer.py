@@ -66,27 +66,7 @@ class Optimizer:
         self.parameters = (
             trained_parameters(model) if self.masters is None else self.masters.parameters
         )
-        make: Callable[..., Any] = partial(DividingAdamW, fused=True)
-        if config.optimizer == "adamw_8bit":
-            if mesh is not None:
-                raise UserError(
-                    "--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors"
-                )
-            try:
-                from fastp3o.optimizer.adamw_8bit import DividingAdamW8bit
-            except ImportError as error:
-                raise UserError(
-                    "--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'"
-                ) from error
-            embeddings = [
-                f"{name}.weight"
-                for name, part in model.named_modules()
-                if isinstance(part, nn.Embedding)
-            ]
-            make = partial(
-                DividingAdamW8bit,
-                [self.parameters[name] for name in embeddings if name in self.parameters],
-            )
+        make = self.adamw(config, mesh)
         # First all with the common learning rate, then each submodule with its own.
         rates = {"": config.learning_rate, **(learning_rates or {})}
         groups: dict[str, list[nn.Parameter]] = {module: [] for module in rates}
@@ -99,28 +79,39 @@ class Optimizer:
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
         )
-        if config.warmup_steps > steps:
-            raise UserError(
-                f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps"
-            )
-        if config.lr_schedule == "constant":
-            # transformers' leaves out the warm-up, and its schedules import peft.
-            warmup = config.warmup_steps
-            self.schedule = LambdaLR(
-                self.optimizer, lambda step: step / warmup if step < warmup else 1.0
-            )
-        else:
-            from transformers import get_scheduler
-
-            self.schedule = get_scheduler(
-                config.lr_schedule, self.optimizer, config.warmup_steps, steps
-            )
+        self.schedule = schedule(self.optimizer, config, steps)
         self.learning_rate = self.next_learning_rate()
         self.share = Share.of(mesh)
         self.recent: deque[PackedRow] = deque(
             maxlen=RECENT if precision.weights == torch.float16 else 0
         )
         self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
+
+    def adamw(self, config: OptimizerConfig, mesh: DeviceMesh | None) -> Callable[..., Any]:
+        """What makes the AdamW of the configuration from groups of parameters. Raises UserError if
+        it is bitsandbytes' and cannot run.
+        """
+        if config.optimizer != "adamw_8bit":
+            return partial(DividingAdamW, fused=True)
+        if mesh is not None:
+            raise UserError(
+                "--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors"
+            )
+        try:
+            from fastp3o.optimizer.adamw_8bit import DividingAdamW8bit
+        except ImportError as error:
+            raise UserError(
+                "--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'"
+            ) from error
+        embeddings = [
+            f"{name}.weight"
+            for name, part in self.model.named_modules()
+            if isinstance(part, nn.Embedding)
+        ]
+        return partial(
+            DividingAdamW8bit,
+            [self.parameters[name] for name in embeddings if name in self.parameters],
+        )
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -255,9 +246,8 @@ class Optimizer:
         read(tensors := self.tensors())
         for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {})
-            if isinstance(
-                state.get("step"), int
-            ):  # bitsandbytes has a number, of which the tensor is a copy
+            if isinstance(state.get("step"), int):
+                # bitsandbytes has a number, of which the tensor is a copy.
                 state["step"] = int(tensors[f"step.{name}"])
         if self.masters is not None:
             self.masters.round()
@@ -278,9 +268,8 @@ class Optimizer:
         """Restores that state. AdamW's settings stay as they are configured now, also a learning
         rate that is new.
         """
-        if (rates := state.get("rates")) and rates[0] == self.optimizer.defaults[
-            "lr"
-        ]:  # older states have none
+        if (rates := state.get("rates")) and rates[0] == self.optimizer.defaults["lr"]:
+            # Older states have none.
             self.schedule.base_lrs[0] = rates[1]
         if state["steps"]:
             before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
@@ -288,3 +277,20 @@ class Optimizer:
             self.schedule.step()
             self.learning_rate = self.next_learning_rate()
         self.guard.load_state_dict(state["loss_scale"])
+
+
+def schedule(optimizer: Any, config: OptimizerConfig, steps: int) -> Any:
+    """The learning rate's schedule over the run's steps. Raises UserError for a warm-up that is
+    longer than the run.
+    """
+    if config.warmup_steps > steps:
+        raise UserError(
+            f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps"
+        )
+    if config.lr_schedule == "constant":
+        # transformers' leaves out the warm-up, and its schedules import peft.
+        warmup = config.warmup_steps
+        return LambdaLR(optimizer, lambda step: step / warmup if step < warmup else 1.0)
+    from transformers import get_scheduler
+
+    return get_scheduler(config.lr_schedule, optimizer, config.warmup_steps, steps)

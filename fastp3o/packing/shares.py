@@ -15,12 +15,13 @@ def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:
 
 def own_part(share: Share, examples: Examples) -> Examples:
     """The share's examples of a batch: about as many tokens as each other one gets."""
-    texts = [column for name, column in examples.items() if name.endswith("_ids")]
-    # A column has one text for each example, or a list of them.
-    lengths = (
-        [sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in column]
-        for column in texts
-    )
-    (parts,) = deal([list(map(sum, zip(*lengths, strict=True)))], share.count)
+    columns = [column for name, column in examples.items() if name.endswith("_ids")]
+    tokens = [0] * len(columns[0])
+    for column in columns:
+        for example, ids in enumerate(column):
+            # A column has one text for each example, or a list of them.
+            texts = ids if isinstance(ids[0], list) else [ids]
+            tokens[example] += sum(map(len, texts))
+    (parts,) = deal([tokens], share.count)
     part = parts[share.index]
     return {name: [column[example] for example in part] for name, column in examples.items()}

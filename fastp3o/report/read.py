@@ -2,8 +2,10 @@
 from its folder.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +97,13 @@ def answers(runs: Sequence[LoggedRun]) -> dict[str, list[LoggedResponse | None]]
     update that has the prompt; None where a run has none. Runs on the same prompts log the same
     ones (`--log_rollouts_prompts`).
     """
-    of_runs: list[dict[str, LoggedResponse]] = []
+    by_run: list[dict[str, LoggedResponse]] = []
     for run in runs:
-        last: dict[str, LoggedResponse] = {}
+        responses: dict[str, LoggedResponse] = {}
         for groups in read_updates(run.folder / ROLLOUTS):
-            last |= {group.prompt: group.responses[0] for group in groups}
-        of_runs.append(last)
-    prompts = dict.fromkeys(prompt for last in of_runs for prompt in last)
-    shared = [prompt for prompt in prompts if sum(prompt in last for last in of_runs) > 1]
-    return {prompt: [last.get(prompt) for last in of_runs] for prompt in shared}
+            responses |= {group.prompt: group.responses[0] for group in groups}
+        by_run.append(responses)
+    # In the order in which the runs have them; a prompt counts once for each run.
+    runs_with = Counter(chain.from_iterable(by_run))
+    shared = [prompt for prompt, count in runs_with.items() if count > 1]
+    return {prompt: [responses.get(prompt) for responses in by_run] for prompt in shared}

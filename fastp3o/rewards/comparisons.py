@@ -1,4 +1,4 @@
-"""Relative rewards: comparisons of the responses to one prompt, in the place of scores.
+"""Relative rewards: comparisons of the responses to one prompt, in place of scores.
 
 P prompts with K responses each. D [P, K, K] has P(response i is better than response j) − 1/2,
 within −1/2 and 1/2: it is skew-symmetric, and 0 on the diagonal, for a tie and where nothing has

@@ -36,7 +36,7 @@ ENVIRONMENT_RULES = (
     Rule(
         ("reward_columns", "environment"),
         lambda config: ENVIRONMENT in config.single_scorers and not config.environment,
-        "--reward environment needs an --environment that gives it",
+        "--reward environment needs an --environment that gives it; --tools give none",
     ),
 )
 
@@ -173,10 +173,13 @@ class LanguageJudgeConfig(RemoteConfig):
         changeable=True,
     )
 
-    def check_complete(self) -> None:
-        super().check_complete()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.judge_url and not self.judge_model:
             raise UserError("--judge_url has no effect without --judge_model")
+
+    def check_complete(self) -> None:
+        super().check_complete()
         if any(map(is_judge, self.single_scorers)) and not self.judge_model:
             raise UserError(
                 "--reward judge asks a language model: give --judge_model, and --judge_url if it is served"
@@ -206,7 +209,8 @@ class RewardConfig(RemoteConfig):
     rival: str | None = option(
         None,
         "Model whose responses to --eval_prompts evaluations compare the policy's with, for win_rate. Default: the "
-        "starting model where a reward compares responses; else no win_rate.",
+        "starting model where a reward compares responses; else no win_rate. A rival of another vocabulary reads "
+        "prompts in its own tokens and by its own chat template; limits count those then.",
         needs="eval_prompts",
     )
 
@@ -250,14 +254,15 @@ class RewardConfig(RemoteConfig):
 
 
 class ComparisonConfig(Flags):
-    """Rewards that compare the responses to a prompt, in the place of scoring each."""
+    """Rewards that compare the responses to a prompt, in place of scoring each."""
 
     section = "rewards"
     comparisons: Compared = option(
         "all",
         "Pairs that a reward which compares responses judges, of K responses to a prompt. all: every pair, K (K − 1) / "
-        "2. circular: each response with the next, K. anchor: each with one response of the reference, K. Needs a "
-        "reward that judges pair by pair: a function or judge, no preference model.",
+        "2. circular: each response with the next, K. anchor: each with one response of the reference (in `generate`, "
+        "one more response of the model), K. Needs a reward that judges pair by pair: a function or judge, no "
+        "preference model.",
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastp3o.rollouts.groups import AtTokens, Group
+from fastp3o.rollouts.groups import AtTokens, Group, Response
 
 
 class EnvironmentReward:
@@ -20,10 +20,14 @@ class EnvironmentReward:
     def __call__(self, groups: list[Group]) -> Tensor:
         parts = self.parts(groups)
         values = torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
-        rewarded = torch.tensor(
-            [[any(turn.rewards for turn in r.turns) for r in group.responses] for group in groups]
-        )
-        return values.masked_fill(~rewarded, torch.nan) if self.passes else values
+        if not self.passes:
+            return values
+
+        def has_reward(response: Response) -> bool:
+            return any(turn.rewards for turn in response.turns)
+
+        rewarded = torch.tensor([list(map(has_reward, group.responses)) for group in groups])
+        return values.masked_fill(~rewarded, torch.nan)
 
     def at_tokens(self, groups: list[Group]) -> Iterator[AtTokens]:
         """A turn's rewards come at its end."""
@@ -38,13 +42,12 @@ class EnvironmentReward:
 
     def parts(self, groups: list[Group]) -> dict[str, Tensor]:
         """The sums over turns of each reward, unweighted, [P, K] fp32."""
-        return {
-            name: torch.tensor(
-                [
-                    [sum(turn.rewards.get(name, 0.0) for turn in r.turns) for r in group.responses]
-                    for group in groups
-                ],
-                dtype=torch.float32,
-            )
-            for name in self.weights
-        }
+
+        def total(name: str, response: Response) -> float:
+            return sum(turn.rewards.get(name, 0.0) for turn in response.turns)
+
+        tables = {}
+        for name in self.weights:
+            sums = [[total(name, response) for response in group.responses] for group in groups]
+            tables[name] = torch.tensor(sums, dtype=torch.float32)
+        return tables

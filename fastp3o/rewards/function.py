@@ -100,12 +100,12 @@ class FunctionReward(UserFunction):
         takes_all = Parameter.VAR_KEYWORD in kinds.values()
         # Whether TRL could call it, with `completions` and much else by name.
         in_trls_form = takes_all and kinds.get("completions") in BY_NAME
-        given = (
+        names = (
             ["prompts", "completions", "completion_ids"]
             if in_trls_form
             else first_two(signature, name)
         )
-        super().__init__(name, timeout, function, given)
+        super().__init__(name, timeout, function, names)
         self.compares_siblings = getattr(function, SIBLINGS, False)
         self.in_trls_form, self.logs = in_trls_form, self.logs or in_trls_form
         self.takes_ids = "completion_ids" in kinds or in_trls_form
@@ -113,12 +113,10 @@ class FunctionReward(UserFunction):
             self.function = lambda prompts, texts, **more: function(
                 prompts=prompts, completions=texts, **more
             )
-        self.passes = (
-            False  # whether None leaves a response to the next reward of a cascade, as NaN
-        )
-        self.of_tokens: list[
-            Any
-        ] = []  # the answers of the last call that are lists, None in the place of others
+        # Whether None leaves a response to the next reward of a cascade, as NaN.
+        self.passes = False
+        # the answers of the last call that are lists, None in place of others
+        self.of_tokens: list[Any] = []
 
     def check(self, prompt: Prompt, siblings: int = 1) -> None:
         """Asks for the reward of a response to a prompt, the word "response"; or of as many
@@ -132,32 +130,32 @@ class FunctionReward(UserFunction):
     def __call__(self, groups: list[Group]) -> Tensor:
         """Raises FunctionError if the function fails, or does not return one number a response."""
         further = self.by_name([group.prompt for group in groups for _ in group.responses])
+        responses = [response for group in groups for response in group.responses]
         if self.takes_ids:
-            further["completion_ids"] = [
-                list(response.ids) for group in groups for response in group.responses
-            ]
+            further["completion_ids"] = [list(response.ids) for response in responses]
         function = partial(self.function, **further)
         texts_or_chats = texts_or_messages(groups) if self.in_trls_form else texts(groups)
         returned = call_for_list(function, self.name, *texts_or_chats, timeout=self.timeout)
-        responses = len(groups[0].responses)
-        for start in range(0, len(returned), responses):
-            if all(value is None for value in returned[start : start + responses]):
-                returned[start : start + responses] = [nan if self.passes else 0.0] * responses
-        ids = [response.ids for group in groups for response in group.responses]
+
+        # None for all responses to a prompt: the function says nothing of it.
+        siblings = len(groups[0].responses)
+        for start in range(0, len(returned), siblings):
+            of_prompt = slice(start, start + siblings)
+            if all(value is None for value in returned[of_prompt]):
+                returned[of_prompt] = [nan if self.passes else 0.0] * siblings
+
+        # A list has a number for each token of its response; a reward is their sum.
         self.of_tokens = [value if isinstance(value, list | tuple) else None for value in returned]
-        if any(
-            values is not None and len(values) != len(its)
-            for values, its in zip(self.of_tokens, ids, strict=True)
-        ):
-            raise FunctionError(
-                f"{self.name} must return as many numbers for a response as it has completion_ids"
-            )
+        for values, response in zip(self.of_tokens, responses, strict=True):
+            if values is not None and len(values) != len(response.ids):
+                raise FunctionError(
+                    f"{self.name} must return as many numbers for a response as it has completion_ids"
+                )
         try:
             returned = [
-                value if values is None else sum(values)
-                for values, value in zip(self.of_tokens, returned, strict=True)
+                sum(value) if isinstance(value, list | tuple) else value for value in returned
             ]
-            return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
+            return torch.tensor(returned, dtype=torch.float32).view(len(groups), siblings)
         except BaseException as error:  # of an entry's own __float__, too
             kinds = ", ".join(sorted({type(value).__name__ for value in returned}))
             wrong = f"must return a number for each response: {text_of(error)} (got {kinds})"

@@ -162,7 +162,7 @@ class EndpointJudge:
 
     path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it
     already holds for the same model, template, prompt and responses are not requested again, unless
-    they are NONE. file: in the place of a path. requests: concurrent ones. template: of
+    they are NONE. file: in place of a path. requests: concurrent ones. template: of
     `read_template`. logprobs: whether to ask for probabilities. Raises ValueError if the file was
     not written by a judge.
     """

@@ -139,5 +139,5 @@ def judged_text(prompt: Prompt) -> str:
     """A prompt as the judge reads it: messages as the record has them, else the text that the
     policy sees.
     """
-    given = json.loads(prompt.given)["prompt"] if prompt.given else prompt.text
-    return plain_text(given) if isinstance(given, str | list) else prompt.text
+    written = json.loads(prompt.given)["prompt"] if prompt.given else prompt.text
+    return plain_text(written) if isinstance(written, str | list) else prompt.text

@@ -1,5 +1,6 @@
 """Loads the rewards that a configuration names, and tries them before anything is written."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -73,11 +74,18 @@ def load_rewards(
         )
     if config.gold_reward and eval_prompts is not None:
         rewards["gold"] = load(config.gold_reward, eval_prompts)
+    choose_judged_pairs(rewards, comparisons)
+    return rewards
+
+
+def choose_judged_pairs(rewards: Mapping[str, Reward], comparisons: Compared) -> None:
+    """Tells the rewards that judge pair by pair which pairs to judge. Raises UserError for another
+    choice than "all" if no part of `reward` does.
+    """
     require_judged_pairs(rewards.get("reward"), comparisons)
     for single in single_rewards(rewards).values():
         if isinstance(single, JudgedPairs):
             single.judged = comparisons
-    return rewards
 
 
 def require_judged_pairs(reward: Reward | None, comparisons: Compared) -> None:

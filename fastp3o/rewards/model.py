@@ -205,8 +205,8 @@ class Translation:
         except RecordError as refusal:
             if not self.said:
                 logger.warning(
-                    f"the chat template of the reward model {self.scorer.name_or_path} does not take all messages "
-                    f"({refusal.reason}, got {refusal.got}): it scores the others as the policy's template writes them"
+                    f"the chat template of {self.scorer.name_or_path} does not take all messages ({refusal.reason}, "
+                    f"got {refusal.got}): that model reads the others as the policy's template writes them"
                 )
             self.said = True
             return None

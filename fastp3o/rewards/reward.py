@@ -31,6 +31,7 @@ from fastp3o.rewards.config import (
     ENVIRONMENT,
     PenaltyConfig,
     RemoteConfig,
+    RewardConfig,
     cascaded,
     is_endpoint,
     is_function,
@@ -42,6 +43,7 @@ from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.rivals import AgainstRival
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.rollouts.turns.environment import load_environments
+from fastp3o.rollouts.turns.tools import load_tools
 from fastp3o.runtime.finiteness import NotFiniteError, require_finite
 from fastp3o.runtime.precision import wider_precision
 from fastp3o.sources import InMemory, Source
@@ -116,8 +118,8 @@ def require_no_module(name: Source) -> None:
 
 def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str, Any]:
     """Options of `load_prompts`: columns that rewards and environment ask for, with their asker;
-    whether records are kept as they are, for those that take chats; and the role of observations
-    that are messages.
+    whether records are kept as they are, for those that take chats; the role of observations that
+    are messages; and the tools' schemas.
     """
     singles = [single for several in names for single in cascaded(several)]
     objects = {
@@ -134,22 +136,31 @@ def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str,
         for name in singles
         if name not in objects and not is_endpoint(name) and name != ENVIRONMENT
     ]
-    role = None
+    role, tools = None, []
     columns = {
         column: f"the reward function {name}"
         for name, reward in functions.items()
         for column in reward.columns
     }
-    if isinstance(config, EnvironmentConfig) and config.environment:
-        environments = load_environments(config)
-        role = None if config.observation_role == "text" else config.observation_role
+    if isinstance(config, EnvironmentConfig) and config.has_turns:
+        environments, role = load_environments(config), config.message_role
+        tools = load_tools(config.tools) if config.tools else []
         columns |= dict.fromkeys(environments.columns, f"the environment {environments.name}")
     return {
         "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
         "as_given": bool(models or role)
         or any(reward.in_trls_form for reward in functions.values()),
         "observation_role": role,
+        "tools": [tool.schema for tool in tools],
     }
+
+
+def asked_of_evaluations(config: RewardConfig) -> dict[str, Any]:
+    """The same for evaluations. A rival of another vocabulary reads messages by its own chat
+    template.
+    """
+    asked = asked_of_records(config.scorers, config)
+    return asked | {"as_given": asked["as_given"] or bool(config.rival)}
 
 
 # --- sums of rewards ------------------------------------------------------------------------------
@@ -177,7 +188,7 @@ class WeightedSum:
 
 
 def single_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
-    """The rewards, and in the place of sums their parts, as `name/part`."""
+    """The rewards, and in place of sums their parts, as `name/part`."""
     singles: dict[str, Reward] = {}
     for name, reward in rewards.items():
         parts = reward.rewards if isinstance(reward, WeightedSum) else {}
@@ -198,37 +209,47 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     for name, single in singles.items():
         try:
             values[name] = single(groups)
-            if isinstance(single, EnvironmentReward) and len(single.weights) > 1:
-                values |= {f"{name}/{part}": table for part, table in single.parts(groups).items()}
-            if isinstance(single, Cascade):
-                values |= {
-                    f"{name}/{part}_answered": table for part, table in single.answered.items()
-                }
-            if isinstance(single, JudgedPairs):
-                values[f"{name}_answered"] = single.answered
-            if isinstance(single, ComparisonCascade):
-                shares = single.answered_by.items()
-                values |= {
-                    f"{name}/{part}_answered": torch.full_like(values[name], share)
-                    for part, share in shares
-                }
-            logged = [entry for function in functions_in(single) for entry in function.logged]
-            if clash := taken.intersection(
-                f"{name.partition('/')[0]}/{metric}" for metric, _ in logged
-            ):
-                raise FunctionError(
-                    f"{name} logs what would be {min(clash)}, a metric of the run: rename it"
-                )
+            values |= further_tables(name, single, values[name], groups)
+            require_new_names(name, single, taken)
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
-    if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
+    failed = gather_object([type(failure)(str(failure)) for failure in failures])
+    if failed:
         raise failed[0] from (failures[0] if failures else None)
-    sums = {
-        name: reward.sum([values[f"{name}/{part}"] for part in reward.rewards])
-        for name, reward in rewards.items()
-        if isinstance(reward, WeightedSum)
-    }
+    sums = {}
+    for name, reward in rewards.items():
+        if isinstance(reward, WeightedSum):
+            sums[name] = reward.sum([values[f"{name}/{part}"] for part in reward.rewards])
     return sums | values
+
+
+def further_tables(
+    name: str, reward: Reward, values: Tensor, groups: list[Group]
+) -> dict[str, Tensor]:
+    """What a reward tells beside its values, [P, K] each: the parts of what an environment gives,
+    and which responses each part of a cascade, or a judge, has answered.
+    """
+    tables: dict[str, Tensor] = {}
+    if isinstance(reward, EnvironmentReward) and len(reward.weights) > 1:
+        tables |= {f"{name}/{part}": table for part, table in reward.parts(groups).items()}
+    if isinstance(reward, Cascade):
+        tables |= {f"{name}/{part}_answered": table for part, table in reward.answered.items()}
+    if isinstance(reward, JudgedPairs):
+        tables[f"{name}_answered"] = reward.answered
+    if isinstance(reward, ComparisonCascade):
+        for part, share in reward.answered_by.items():
+            tables[f"{name}/{part}_answered"] = torch.full_like(values, share)
+    return tables
+
+
+def require_new_names(name: str, reward: Reward, taken: set[str]) -> None:
+    """Raises FunctionError if a reward function logs a metric under the name of one of the run."""
+    prefix = name.partition("/")[0]
+    logged = [entry for function in functions_in(reward) for entry in function.logged]
+    if clash := taken.intersection(f"{prefix}/{metric}" for metric, _ in logged):
+        raise FunctionError(
+            f"{name} logs what would be {min(clash)}, a metric of the run: rename it"
+        )
 
 
 # --- checks and logs ------------------------------------------------------------------------------

@@ -162,9 +162,8 @@ class AbsoluteScaler(Scaler):
         return (rewards / self.std()).clamp(-self.clip, self.clip)
 
     def of_pairs(self, table: Tensor) -> Tensor:
-        self(
-            table.mean(dim=2)
-        )  # the deviation is of rewards, and row means are those of the responses
+        # The deviation is of rewards, and row means are those of the responses.
+        self(table.mean(dim=2))
         return (table / self.std()).clamp(-2 * self.clip, 2 * self.clip)
 
     def std(self) -> float:

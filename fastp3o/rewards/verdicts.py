@@ -34,9 +34,8 @@ def verdict_of(preferred: float) -> Verdict:
     return Verdict.TIE if preferred == 0.5 else Verdict.FIRST if preferred > 0.5 else Verdict.SECOND
 
 
-LINE_START = (
-    b'{"key": "'  # tells an unfinished line of this file from the last line of another file
-)
+# Tells an unfinished line of this file from the last line of another file.
+LINE_START = b'{"key": "'
 
 
 class VerdictFile:

@@ -69,9 +69,8 @@ def math_answer(
     for text in {*true_texts}:
         final = final_answer(text)
         known[text] = read(text if final is None else final)
-        if all(
-            isinstance(one, str) for one in known[text]
-        ):  # text that it could not read, or nothing
+        if all(isinstance(one, str) for one in known[text]):
+            # Text that it could not read, or nothing.
             raise UserError(f"math-verify reads no mathematics in the answer {text!r}")
     return [
         float(equal(true, response)) for response, true in zip(responses, true_texts, strict=True)

@@ -61,9 +61,8 @@ class BundledCache(Cache):
     def cut(self, shapes: dict[int, LayerShape], sizes: list[int]) -> None:
         # Layers of one shape lie side by side: a step cuts its views of all of them at once.
         self.stacks: list[tuple[list[int], Tensor]] = []  # [2 n, Hkv, tokens, D] of n layers
-        self.stored: dict[
-            int, tuple[Tensor, ...]
-        ] = {}  # keys and values by layer, [1, Hkv, tokens, D] each
+        # keys and values by layer, [1, Hkv, tokens, D] each
+        self.stored: dict[int, tuple[Tensor, ...]] = {}
         begin = 0
         for shape in dict.fromkeys(shapes.values()):
             layers = [layer for layer in shapes if shapes[layer] == shape]

@@ -123,7 +123,7 @@ class Cache:
         self.position_of_token: Tensor
 
     def tokens(self) -> int:
-        """That keys and values are kept of."""
+        """The number of tokens whose keys and values are kept."""
         return self.room.tokens
 
     def zeros(self, size: int, device: torch.device) -> Tensor:

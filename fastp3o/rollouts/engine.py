@@ -82,9 +82,8 @@ class Engine:
         self.caches = [self.cache]
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
-        self.widened: Tensor | None = (
-            None  # its weight as products take it, while responses are sampled
-        )
+        # Its weight as products take it, while responses are sampled.
+        self.widened: Tensor | None = None
         self.numbers: list[Tensor] = []  # of the next steps, where shapes change
         self.captures = device.type == "cuda" if graph is None else graph
         # A step on a CPU reads the same bytes either way, and products there round by their sizes.
@@ -139,9 +138,8 @@ class Engine:
         """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots())
-        keys = (
-            queue.keys if self.numbers else queue.keys[queue.response]
-        )  # which give the numbers, if none are known
+        # Keys give the random numbers, if those are not known.
+        keys = queue.keys if self.numbers else queue.keys[queue.response]
         if not self.static and not self.numbers:
             steps = queue.steps + torch.arange(STEPS_OF_NUMBERS)[:, None]
             drawn = race_numbers(keys.repeat(len(steps)), steps.flatten(), logits.shape[1])
@@ -157,9 +155,8 @@ class Engine:
         self.cache.begin_step(slots, self.queue.most_own_tokens)
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.policy.hidden_states(self.queue.tokens[None], positions, cache=self.cache)
-        if (
-            self.widened is None or self.captures
-        ):  # a graph takes weights as they are when it is replayed
+        if self.widened is None or self.captures:
+            # A graph takes weights as they are when it is replayed.
             self.widened = HeadDtypes.for_hidden(hidden).cast(self.head.weight).T
         return head_logits(hidden, self.head, self.widened)
 
@@ -228,15 +225,15 @@ def prefill(
 ) -> None:
     """Puts keys and values of the prompts into the cache. pad: to a multiple of TILE."""
     cache.begin([len(ids) - 1 for ids in prompts])
-    given = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
-    for row in rows_to_cache(given, tokens_per_row, pad, policy.model.device):
+    to_store = [(p, 0, ids[:-1]) for p, ids in enumerate(prompts) if len(ids) > 1]
+    for row in rows_to_cache(to_store, tokens_per_row, pad, policy.model.device):
         cache.prompt_of_token = row.number_of_token
         cache.position_of_token = row.position_ids[0, : len(row.number_of_token)]
         store_keys(policy, row, cache, cache.last_layer)
 
 
 class AllStoredError(Exception):
-    """The last layer's keys and values are stored: nobody needs what is left of the pass."""
+    """Ends a forward pass once the keys and values of the last layer are stored."""
 
 
 class KeysOnly(NamedTuple):

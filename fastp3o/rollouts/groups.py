@@ -29,9 +29,8 @@ class Prompt(NamedTuple):
 
     text: str
     ids: list[int]
-    number: int = (
-        0  # among all prompts that the processes sample together; random numbers depend on it
-    )
+    # Among all prompts that the processes sample together; random numbers depend on it.
+    number: int = 0
     columns: Mapping[str, Any] = {}  # further fields of the prompt's record, for rewards
     given: str = ""  # as the record has it, in JSON, for rewards that take messages; empty where no reward does
 
@@ -53,9 +52,8 @@ class Response(NamedTuple):
     ids: list[int]  # with the end-of-sequence if it was sampled
     text: str  # what prompt and ids decode to behind the prompt, without special tokens: see `Continuation.text`
     finished: bool  # whether it ended with an end-of-sequence; of a trajectory: whether the environment says so
-    logprobs: Sequence[float] | None = (
-        None  # log π of its own tokens in nats by the sampler; None if it computes none
-    )
+    # Log π of its own tokens in nats by the sampler; None if it computes none.
+    logprobs: Sequence[float] | None = None
     turns: tuple[Turn, ...] = ()  # of a trajectory
 
     @property
@@ -102,9 +100,9 @@ def make_prompts(
     columns = column_values(examples)
     texts, ids = examples["prompt"], examples["prompt_ids"]
     numbers = range(len(texts)) if numbers is None else numbers
-    given = examples.get("given") or [""] * len(texts)
+    records = examples.get("given") or [""] * len(texts)
     return [
-        Prompt(*prompt, {name: values[index] for name, values in columns.items()}, given[index])
+        Prompt(*prompt, {name: values[index] for name, values in columns.items()}, records[index])
         for index, prompt in enumerate(zip(texts, ids, numbers, strict=True))
     ]
 
@@ -158,10 +156,11 @@ def lengths(groups: Sequence[Group]) -> Tensor:
     """[P, K] fp32: the number of the policy's tokens in each response, including the
     end-of-sequence.
     """
-    spans = [[response.spans for response in group.responses] for group in groups]
-    return torch.tensor(
-        [[sum(end - start for start, end in one) for one in group] for group in spans]
-    ).float()
+
+    def tokens(response: Response) -> int:
+        return sum(end - start for start, end in response.spans)
+
+    return torch.tensor([list(map(tokens, group.responses)) for group in groups]).float()
 
 
 def finished(groups: Sequence[Group]) -> Tensor:

@@ -54,7 +54,7 @@ class SampledModel:
     """A model to sample from. copy: sampled in its place, if it is spread over processes, if its
     weights are finer than its passes, or if it has adapters; None if it is sampled itself.
     optional: a copy that memory may have no room for. publisher: brings it to servers, which sample
-    in the place of both; None without.
+    in place of both; None without.
     """
 
     model: PackedModel
@@ -188,7 +188,7 @@ def policy_sampler(
     """
     settings = sampling_settings(config)
     settings = replace(settings, top_k=1) if greedy else settings
-    if isinstance(config, EnvironmentConfig) and config.environment:
+    if isinstance(config, EnvironmentConfig) and config.has_turns:
         return trajectory_sampler(config, config, policy, context, batch_size, settings)
     longest, tokenizer = config.max_response_tokens, context.tokenizer
     if policy.publisher is not None:
@@ -212,21 +212,21 @@ def trajectory_sampler(
     batch_size: int,
     settings: SamplingSettings,
 ) -> Sampler:
-    """Builds a sampler of responses of several turns, which the configuration's environment
-    answers.
+    """Builds a sampler of responses of several turns, which the configuration's environment or
+    tools answer.
     """
     tokenizer = context.tokenizer
     if policy.publisher is not None:
         tokenizer = deepcopy(tokenizer)  # threads that share one change its settings for each other
     ends = Ends(policy.model.model, tokenizer, settings.stops).ids
-    role = turns.observation_role
+    role = turns.message_role
     variables = config.template_settings, context.clock
     observe = (
-        plain_observations(tokenizer)
-        if role == "text"
-        else chat_observations(tokenizer, role, ends, *variables)
+        chat_observations(tokenizer, role, ends, *variables)
+        if role
+        else plain_observations(tokenizer)
     )
-    environments = load_environments(turns)
+    environments = load_environments(turns, tokenizer)
     limits = {"max_turns": turns.max_turns, "longest": config.max_response_tokens}
     if policy.publisher is not None:
         answers = VLLMSampler(

@@ -39,10 +39,11 @@ class Queue:
         ends[[token for token in sorted(end_ids) if token >= 0]] = True
         self.end_ids, self.ends = end_ids, to_device(ends, device)
         self.cached_lengths = zeros(room.prompts + 1)
+        # Inputs of first steps; keys of random numbers.
         self.first_tokens, self.keys = (
             zeros(N + 1),
             zeros(N + 1),
-        )  # inputs of first steps; keys of random numbers
+        )
         # Tokens so far and log-probabilities; NO_TOKEN after a response's end.
         self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
         self.by_slot = zeros(3, room.slots)

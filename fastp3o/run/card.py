@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from fastp3o import __version__
-from fastp3o.config import StageConfig
+from fastp3o.config import Flags, ModelConfig
 from fastp3o.data.sources import FILE_SUFFIXES
 from fastp3o.rewards.config import RewardConfig, cascaded, is_endpoint, is_function
 from fastp3o.run.log import read
@@ -27,9 +27,8 @@ CITATION = """@article{wu2023pairwise,
   journal = {arXiv preprint arXiv:2310.00212},
   year = {2023}
 }"""
-HUB_NAME = re.compile(
-    r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?"
-)  # of a model, or of a data set and its configuration
+# Of a model, or of a data set and its configuration.
+HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")
 PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 LICENSE = ("license", "license_name", "license_link")  # in a card's metadata
 DATA = ("train_data", "prompts", "ptx_data")
@@ -52,7 +51,7 @@ class Training:
     `steps`. evaluations: eval.jsonl.
     """
 
-    config: StageConfig
+    config: ModelConfig
     stage: str
     step: int
     steps: int
@@ -143,7 +142,7 @@ class Training:
         ]
 
 
-def options(config: StageConfig) -> dict[str, Any]:
+def options(config: Flags) -> dict[str, Any]:
     """The numbers and choices that matter, where they are not the default. No text, which may name
     paths or keys.
     """
@@ -155,14 +154,13 @@ def options(config: StageConfig) -> dict[str, Any]:
             isinstance(value, str) and "choices" in flag.metadata
         )
         matters = flag.name in ALWAYS or (flag.default is not MISSING and value != flag.default)
-        if (
-            plain and matters and flag.name not in ("resume", "precision")
-        ):  # the precision stands above
+        if plain and matters and flag.name not in ("resume", "precision"):
+            # The precision stands above.
             chosen[flag.name] = value
     return chosen
 
 
-def named_rewards(config: StageConfig) -> list[str]:
+def named_rewards(config: Flags) -> list[str]:
     """The rewards that were maximized: their public names, and their weights where there are
     several.
     """
@@ -222,7 +220,7 @@ def table(first: str, second: str, rows: dict[str, Any]) -> str:
     )
 
 
-def data_names(config: StageConfig) -> list[str]:
+def data_names(config: Flags) -> list[str]:
     values = [str(value) for option in DATA if (value := config.values().get(option))]
     return [
         name.strip()
@@ -255,7 +253,8 @@ def ancestry(model: str) -> tuple[str | None, dict[str, Any]]:
         OSError,
         ValueError,
         yaml.YAMLError,
-    ):  # no folder, no card, or one that is not in the hub's form
+    ):
+        # No folder, no card, or one that is not in the hub's form.
         stated = None
     stated = stated if isinstance(stated, dict) else {}
     base = stated.get("base_model")

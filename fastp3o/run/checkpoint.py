@@ -169,9 +169,8 @@ class States:
         self.other_tensors, self.pending = carried.tensors, carried.pending
         self.parts = {"optimizer": optimizer, **carried.parts}
         self.newest: Path | None = None  # the newest state that is known to be whole
-        self.writing: Iterator[None] = iter(
-            ()
-        )  # waits for the state that is being written, and places it
+        # Waits for the state that is being written, and places it.
+        self.writing: Iterator[None] = iter(())
         self.written: Future[dict[str, str]] | None = None  # this process's part of that state
         self.corrupt: list[Path] = []
 

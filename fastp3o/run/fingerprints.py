@@ -2,7 +2,8 @@
 under a name.
 
 A fingerprint has the name of its option, behind it the model's if there are several; a function's
-ends in ` function`.
+ends in ` function`: a resumed run says that it changed, and goes on. An objective's does not:
+another loss is another run.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from datasets import Dataset
 from huggingface_hub import constants, snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from fastp3o.calls.function import is_file
+from fastp3o.calls.function import import_function, is_file
 from fastp3o.models.checkpoint_files import (
     TOKENIZER_FILES,
     at,
@@ -34,6 +35,7 @@ from fastp3o.rewards.config import (
     is_judge,
     reward_names,
 )
+from fastp3o.run.code import code_fingerprint
 from fastp3o.sources import InMemory, ModelSource, revised
 
 MODELS = ("model", "reference", "rival", "reward", "gold_reward")
@@ -68,6 +70,14 @@ def run_fingerprints(
     }
     if environment := options.get("environment"):
         fingerprints["environment" + FUNCTION] = function_fingerprint(str(environment))
+    for tool in str(options.get("tools") or "").split(","):
+        if tool:
+            fingerprints[f"tools {tool.strip()}{FUNCTION}"] = function_fingerprint(tool.strip())
+    objective = options.get("objective", "")
+    if isinstance(objective, InMemory):
+        fingerprints["objective"] = code_fingerprint(objective.value)
+    elif is_function(objective):
+        fingerprints["objective"] = code_fingerprint(import_function(objective, "objective"))
     for option in TEXTS:
         if path := options.get(option):
             fingerprints[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -91,9 +91,8 @@ def require_usable(config: RunConfig) -> None:
     if not folder.is_dir():
         raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
     held = sorted(path.name for path in folder.iterdir() if not LEFTOVER.fullmatch(path.name))
-    is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(
-        held
-    )  # a removed lock is made again
+    # A removed lock is made again.
+    is_a_run = names.LOCK in held or {names.CONFIG, names.STATES} <= set(held)
     if held and not is_a_run:
         other = f"is not empty and was not written by this version of fastp3o ({held[0]})"
         raise FileExistsError(f"--output_dir {folder} {other}: name a new or empty folder")

@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-CHECKS = (
-    20  # in `--hang_minutes`; counted, not timed: a job that was suspended as a whole continues
-)
+# In `--hang_minutes`; counted, not timed: a job that was suspended as a whole continues.
+CHECKS = 20
 
 
 class HangWatch:
@@ -60,9 +59,8 @@ class HangWatch:
             self.short,
             f"{socket.gethostname()} ({self.step}, {self.place})",
         ]
-        with suppress(
-            RuntimeError
-        ):  # the store has gone with a process, and this one learns that elsewhere
+        with suppress(RuntimeError):
+            # The store has gone with a process, and this one learns that elsewhere.
             if self.groups:
                 self.store.set(f"hang/{dist.get_rank()}", json.dumps(told))
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,18 +27,21 @@ def save_trained(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     training: Training,
+    lora_save: Literal["both", "merged", "adapter"],
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says, each with a
+    """Saves the model that trains, its LoRA adapter, or both, as `lora_save` says, each with a
     card. What an earlier save with another choice has left is removed. folder: of the model. The
     adapter goes into `adapter/`, beside `model/` and inside any other folder. files: further texts
     in the folder, by the names of their files.
     """
-    accelerator, model, parts = optimizer.accelerator, optimizer.model, training.config.lora_save
-    saves_adapter = parts != "merged" and base_name(model.model) is not None
-    saves_model = parts != "adapter" or not saves_adapter
+    accelerator, model = optimizer.accelerator, optimizer.model
+    has_adapter = base_name(model.model) is not None
+    saves_adapter = has_adapter and lora_save != "merged"
+    saves_model = not saves_adapter or lora_save != "adapter"
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER)
+    # Gathered from all processes, so before one of them writes alone.
     weights = adapter_weights(optimizer.parameters) if saves_adapter else {}
 
     def write_alone(place: Path) -> None:
@@ -46,13 +50,17 @@ def save_trained(
         (place / CARD).write_text(training.card(classifies=scores_responses(model), adapter=True))
 
     def write_texts(place: Path) -> None:
-        card = (
-            {CARD: training.card(classifies=scores_responses(model), adapter=False)}
-            if saves_model
-            else {}
-        )
-        for name, text in {**card, **files}.items():
+        texts = dict(files)
+        if saves_model:
+            card = training.card(classifies=scores_responses(model), adapter=False)
+            texts = {CARD: card, **texts}
+        for name, text in texts.items():
             (place / name).write_text(text)
+
+    def remove_stale() -> None:
+        for place, is_saved in ((folder, saves_model), (adapter, saves_adapter)):
+            if not is_saved and place.exists():
+                remove(place)
 
     if saves_adapter and beside:
         with whole_folder(accelerator, adapter) as place:
@@ -65,5 +73,4 @@ def save_trained(
                 on_main_process(accelerator, lambda: write_alone(place / ADAPTER))
             on_main_process(accelerator, lambda: write_texts(place))
     if beside:
-        stale = None if saves_adapter and saves_model else folder if saves_adapter else adapter
-        on_main_process(accelerator, lambda: remove(stale) if stale and stale.exists() else None)
+        on_main_process(accelerator, remove_stale)

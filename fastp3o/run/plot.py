@@ -32,10 +32,11 @@ SUPERVISED = {
 }
 PART = "reward/"  # begins the names of a reward's parts
 MOST_IN_A_ROW, MOST_IN_ROWS = 3, 4  # panels of a single row, and of each of several
+# Steps from which on there is a running mean; its window is this part of them.
 SMOOTHED_FROM, MEANS = (
     100,
     25,
-)  # steps from which on there is a running mean; its window is this part of them
+)
 STEPS, EVALUATIONS = "#1f77b4", "#d62728"
 
 

@@ -116,6 +116,7 @@ class Run:
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
         self.on_update, self.on_evaluation = context.caller or Caller()
         self.pending = None if state is None else state.pending
+        # From here on no other run may write into the folder, until this one ends or cannot begin.
         self.folder = claim(self.accelerator, config)
         try:
             self.fingerprints = on_main_process(
@@ -126,6 +127,7 @@ class Run:
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
+            # A loss is best when it is lowest; every other metric when it is highest.
             metric = config.keep_best
             lowest = (config.best_is or config.keep_best) in ("lowest", "loss")
             self.best: Best | None = None
@@ -137,12 +139,7 @@ class Run:
             release(self.folder)
             raise
         done = self.progress.step
-        trackers: dict[str, dict[str, Any]] = (
-            {"tensorboard": {"purge_step": done + 1}} if done else {}
-        )
-        if config.run_name is not None:
-            trackers |= {tracker: {"name": config.run_name} for tracker in ("wandb", "trackio")}
-        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=trackers)
+        self.begin_trackers(done)
         self.reporter = Reporter(
             self.accelerator,
             self.folder,
@@ -156,11 +153,22 @@ class Run:
         self.hang_watch = HangWatch(config.hang_minutes, context.mesh)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
-        self.unread: Callable[[], None] | None = (
-            None  # settles the step whose outcome the host has not read
-        )
+        # Settles the step whose outcome the host has not read.
+        self.unread: Callable[[], None] | None = None
         self.last = steps.last  # number of the last step, an earlier one once the run is to end
         self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
+
+    def begin_trackers(self, done: int) -> None:
+        """Opens accelerate's trackers, which continue after the steps that are done."""
+        trackers: dict[str, dict[str, Any]] = {}
+        if done:
+            # What a run has logged after the state that it continues from is logged again.
+            trackers["tensorboard"] = {"purge_step": done + 1}
+        if self.config.run_name is not None:
+            trackers |= {
+                tracker: {"name": self.config.run_name} for tracker in ("wandb", "trackio")
+            }
+        self.accelerator.init_trackers("trackers", config=self.config.plain(), init_kwargs=trackers)
 
     def resumed(self) -> Progress | None:
         """Loads the newest state if there is one, and prints its name and the options that have
@@ -168,6 +176,7 @@ class Run:
         """
         if not self.config.resume:
             return None
+        # Checked before anything is loaded, so that a refused run leaves everything as it was.
         manifest, lines = self.states.find()
         if manifest is None:
             self.accelerator.print(
@@ -195,6 +204,8 @@ class Run:
         """Cleans the folder up, after all checks have passed."""
         clear_away(self.folder)
         clear_leftovers(self.states.folder, NAME)
+        # Steps after the state are made again, so their lines in the logs go. An evaluation after
+        # the state's step is repeated, too, unless the state was saved after it.
         done, evaluated = self.progress.step, self.progress.evaluated
         for name, last in (
             (METRICS, done),
@@ -208,18 +219,21 @@ class Run:
     def __iter__(self) -> Iterator[int]:
         with self.stops, self.hang_watch:
             try:
+                # Before the first step: the evaluation and the checkpoint that a killed run has not
+                # made after its last state.
                 self.evaluate_after(self.progress.step)
                 step = self.progress.step
                 checkpoint = self.checkpoint_after(step)
-                # A run that was killed has not written it.
                 if checkpoint and not on_main_process(self.accelerator, checkpoint.exists):
                     self.save_model(checkpoint)
+                # `self.last` may come nearer on the way, by early stopping or a callback.
                 while step < self.last:
                     step += 1
                     self.hang_watch.step = f"{self.steps.name} {step}"
                     yield step
                     self.hang_watch.at("after it")
                     self.states.place()
+                    # A supervised step reports later (`report_later`), and notes its progress then.
                     if self.unread is None:
                         self.require_finite_weights(step)
                         self.note_progress(step, evaluated=False)
@@ -234,21 +248,25 @@ class Run:
                             self.accelerator,
                             lambda: keep_newest(self.folder, self.config.keep_checkpoints),
                         )
+                # The state comes before the model: if saving that fails, --resume saves it again.
                 self.read_late_step()
                 self.call_back(step)
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
+                # An upload that fails ends the program with an error, but not before all else is
+                # written and told.
                 address, error = on_main_process(
                     self.accelerator,
                     lambda: result_or_error(partial(upload, self.config.folder, self.config)),
                 )
                 self.finish(address)
-                if error is not None:  # now that all else has ended well
+                if error is not None:
                     raise error
             finally:
                 if self.pending is not None:
                     self.pending.close()
+                # After an error of one process, the others may not come: none waits for them here.
                 if self.accelerator.num_processes == 1:
                     self.states.place()
                 else:
@@ -309,9 +327,8 @@ class Run:
                 raise NotFiniteError(
                     f"{where}; the weights are already non-finite as well. {self.remedy()}"
                 ) from error
-            if (
-                self.progress.step == 0 and not self.moved
-            ):  # there is nothing that the start does not have
+            if self.progress.step == 0 and not self.moved:
+                # There is nothing that the start does not have.
                 self.reporter.close()
                 raise type(error)(
                     f"{where}; nothing was trained before that. {self.remedy()}"
@@ -381,6 +398,8 @@ class Run:
         saved or evaluated. begun: when its work began. metrics: 0-d, on the device. host_metrics:
         the others.
         """
+        # What tells of this step is launched on the device behind its work, so that the host reads
+        # it later without waiting for the steps after it.
         self.read_late_step()
         outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
         steps, learning_rate = self.optimizer.steps, self.optimizer.learning_rate
@@ -537,6 +556,7 @@ class Run:
         """Saves the state if that is due, and places one that all have written. After a signal,
         saves it and ends the run.
         """
+        # The main process's clock and any process's signal decide for all, in one exchange.
         waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
         due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
         number, due, written = self.stops.agreed(due, self.states.part_is_written)
@@ -563,6 +583,7 @@ class Run:
         """Writes the state of the noted progress, after syncing the logs; without `wait` it is
         placed as soon as all processes have written it, a step later at most.
         """
+        # Logs are on the disk before the state that counts on them.
         self.hang_watch.at("saving")
         assert not self.moved
         on_main_process(self.accelerator, lambda: require_claimed(self.folder))
@@ -590,4 +611,4 @@ class Run:
         training = Training(
             self.config, self.steps.stage, step, self.steps.last, precision, evaluations
         )
-        save_trained(self.optimizer, self.tokenizer, folder, training, files)
+        save_trained(self.optimizer, self.tokenizer, folder, training, self.config.lora_save, files)

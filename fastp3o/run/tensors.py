@@ -97,9 +97,8 @@ class CopyingWriter(HuggingFaceStorageWriter):
                 written = {
                     name: part if part.is_cuda else part.clone() for name, part in parts.items()
                 }
-                pin(
-                    part for part in written.values() if part.is_cuda
-                )  # torch keeps that memory for the next copies
+                # Torch keeps that memory for the next copies.
+                pin(part for part in written.values() if part.is_cuda)
             self.write = cache(
                 lambda: {self.file.name: write_file(self.file, blocks(written, offsets))}
             )

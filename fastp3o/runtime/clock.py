@@ -39,7 +39,7 @@ class Clock:
         self.moment = moment or getattr(chat_template_utils, "datetime", datetime).now()
 
     def before(self, template: str) -> str:
-        """The template with this clock in the place of transformers' `strftime_now`, as a macro:
+        """The template with this clock in place of transformers' `strftime_now`, as a macro:
         what templates get must be plain data.
         """
         return self.macro + template if READS_CLOCK in template else template

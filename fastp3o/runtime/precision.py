@@ -22,7 +22,7 @@ from fastp3o_kernels.head.head import multiplies
 class Precision(NamedTuple):
     """A model's arithmetic. name: one of `fastp3o.config.PRECISIONS`, except auto. weights: dtype
     of the parameters. autocast: dtype of matrix products; None if it is the weights'. automatic:
-    whether nobody has named it, so that a model that it does not hold gets another.
+    whether it was not set, so that a model that overflows in it gets another.
     """
 
     name: str

@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -23,10 +23,12 @@ from fastp3o.data.errors import RecordError
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.function import FunctionConfig, named_objective
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rewards.comparing_function import load_function
 from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rollouts.turns.tools import make_tool
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
 from fastp3o.runtime.context import Callback, Caller
@@ -51,15 +53,17 @@ RewardSource = str | Callable[..., Any] | PreTrainedModel
 
 
 class Objects(TypedDict, total=False):
-    """Objects in the place of options; each is also taken as what the command takes.
+    """Objects in place of options; each is also taken as what the command takes.
 
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the
     run trains a copy; it must stay as it is until the run ends. tokenizer: its tokenizer, by
     default that of the place that the model was loaded from. Data: a Dataset, or a list of records
     (dicts), in the layouts of files; of evaluations also a dict of several by name. environment: a
-    class that answers the policy's turns. reward: a function or a loaded reward model, or several
-    of them, whose weights are in the configuration's `reward_weights`. peft_config: a LoraConfig of
-    peft, in the place of the options of LoRA.
+    class that answers the policy's turns. tools: functions that the policy may call, with type
+    hints and docstrings. reward: a function or a loaded reward model, or several of them, whose
+    weights are in the configuration's `reward_weights`. objective: of a `FunctionConfig`, a
+    function of groups of responses (fastp3o/objectives/README.md). peft_config: a LoraConfig of
+    peft, in place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -70,7 +74,9 @@ class Objects(TypedDict, total=False):
     eval_data: DataSource | Mapping[str, DataSource]
     ptx_data: DataSource
     environment: str | type
+    tools: str | Sequence[Callable[..., Any]]
     reward: RewardSource | Sequence[RewardSource]
+    objective: str | Callable[..., Any]
     gold_reward: RewardSource
     peft_config: Any
     on_update: Callback
@@ -87,10 +93,11 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     started with (`__main__`) are found from Python alone.
 
     objects: model, tokenizer, prompts, eval_prompts, train_data, eval_data, ptx_data, environment,
-    reward, gold_reward, peft_config, on_update, on_evaluation; `help(fastp3o.training.api.Objects)`
-    says what each may be. The last two are called with the metrics of each step and each
-    evaluation, and their `step`; the run ends after that step if they return True, and its state is
-    saved if they raise. With several processes they are called on the main one.
+    tools, reward, gold_reward, objective, peft_config, on_update, on_evaluation;
+    `help(fastp3o.training.api.Objects)` says what each may be. The last two are called with the
+    metrics of each step and each evaluation, and their `step`; the run ends after that step if they
+    return True, and its state is saved if they raise. With several processes they are called on the
+    main one.
 
     Where this process has not used the GPU yet and PYTORCH_ALLOC_CONF is not set, memory comes in
     segments that grow.
@@ -168,6 +175,10 @@ def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
     options = {flag.name for flag in fields(config)}
     if others := sorted((objects.keys() & set(OBJECTS)) - options):
         raise UserError(f"{type(config).__name__} has no {', '.join(others)}")
+    if "objective" in objects and not isinstance(config, FunctionConfig):
+        raise UserError(
+            f"objective= goes with a FunctionConfig, and {type(config).__name__} has an objective"
+        )
     for name in CALLBACKS:
         if name in objects and not callable(objects[name]):
             raise UserError(f"{name} must be a function, got a {type(objects[name]).__name__}")
@@ -175,15 +186,19 @@ def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
-    """The configuration with objects in the place of options. Raises UserError for what cannot
+    """The configuration with objects in place of options. Raises UserError for what cannot
     stand there.
     """
-    named: dict[str, Any] = {name: value for name, value in objects.items() if name in OBJECTS}
+    named: dict[str, Any] = {
+        name: value for name, value in objects.items() if name in (*OBJECTS, "objective")
+    }
     for option, value in named.items():
         if isinstance(value, str):
             continue
         if option == "model":
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
+        elif option == "objective":
+            named[option] = named_objective(value)
         elif option == "environment":
             name = (
                 f"{value.__module__}:{value.__qualname__}"
@@ -191,6 +206,8 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
                 else type(value).__name__
             )
             named[option] = InMemory(name, value)
+        elif option == "tools":
+            named[option] = named_tools(value)
         elif option in EVALUATION_DATA and isinstance(value, Mapping):
             sets = {
                 name: part if isinstance(part, str) else records(name, part)
@@ -204,7 +221,7 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
             named[option] = named_rewards(option, value, timeout)
     if "peft_config" in objects:
         named |= lora_options(config, objects["peft_config"])
-    config = replace(config, **named)
+    config = config.with_values(**named)
     config.check_complete()
     if "on_evaluation" in objects and not any(
         config.values().get(name) for name in EVALUATION_DATA
@@ -281,6 +298,22 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> Source:
                 f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}"
             )
     return parts[0] if len(parts) == 1 else InMemory(",".join(map(str, parts)), parts)
+
+
+def named_tools(tools: Any) -> InMemory:
+    """Functions by their names, as the command has them. Raises UserError for what cannot be a
+    tool.
+    """
+    if not isinstance(tools, list | tuple):
+        raise UserError(
+            f"tools must be a list of functions or what --tools takes, got a {type(tools).__name__}"
+        )
+    if not tools:
+        raise UserError("tools is an empty list: name a function, or leave it out")
+    functions = [make_tool(one).function for one in tools]
+    return InMemory(
+        ",".join(f"{one.__module__}:{one.__qualname__}" for one in functions), functions
+    )
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:
@@ -389,9 +422,8 @@ def as_the_command() -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as inside:
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 inside.enter_context(torch.autocast(device, enabled=False))
-            if (
-                torch.get_default_device().type != "cpu"
-            ):  # this makes each call into torch a little slower
+            if torch.get_default_device().type != "cpu":
+                # This makes each call into torch a little slower.
                 inside.enter_context(torch.device("cpu"))
             yield
     finally:

@@ -1,6 +1,8 @@
 """Loads what a stage's configuration names: the model that trains, and its reference."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from fastp3o.config import SamplerConfig, StageConfig
 from fastp3o.data.tokens import Continuation, tokenize
@@ -22,34 +24,39 @@ from fastp3o.objectives.config.distillation import DistillationConfig
 from fastp3o.objectives.config.preferences import PreferenceConfig
 from fastp3o.rollouts.plan import SampledModel, sampled_here
 from fastp3o.runtime.context import Context
-from fastp3o.training.row_length import fit_rows
+from fastp3o.training.row_length import fitting, further_bytes
 from fastp3o.training.setup import holding
+
+StageT = TypeVar("StageT", bound=StageConfig)
 
 # --- the model that trains ------------------------------------------------------------------------
 
 
 def load_trained(
-    context: Context, config: StageConfig, load: Callable[..., PackedModel]
-) -> tuple[PackedModel, Context]:
-    """The model that trains, whose settings say how its responses end, and its context (`holding`),
-    whose tokenizer gets another token for padding where a reward model needs one. load:
-    `load_policy` or `load_reward_model`.
+    context: Context, config: StageT, load: Callable[..., PackedModel]
+) -> tuple[PackedModel, Context, StageT]:
+    """The model that trains, and what it changes of the run: the context that holds it (`holding`),
+    and the configuration with rows that memory holds beside it (`fitting`).
+
+    load: `load_policy` or `load_reward_model`, which may give the tokenizer another token for
+    padding.
     """
-    as_stored = not config.lora_rank  # adapters get the dtype of the weights that are there
-    options = {
-        "trust_remote_code": config.trust_remote_code,
-        "quantize": config.quantize,
-        "as_stored": as_stored,
-    }
-    model = load(config.model_source, **options).train()
+    model = load(
+        config.model_source,
+        trust_remote_code=config.trust_remote_code,
+        quantize=config.quantize,
+        as_stored=not config.lora_rank,  # adapters get the dtype of the weights that are there
+    ).train()
+    # fp16 may overflow in this model. That is tried while the model is whole and in fp32.
     context = holding(context, config, model)
+    # What is saved says how responses end and how they are sampled, so that others generate as this
+    # run has trained.
     ends = checkpoint_ends(
         config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
     )
     write_ends(model.model, context.tokenizer, ends)
     if isinstance(config, SamplerConfig):
         model.temperature = config.temperature
-        # The saved generation_config.json says how the policy is sampled.
         model.model.generation_config.update(
             do_sample=True,
             temperature=config.temperature,
@@ -58,14 +65,28 @@ def load_trained(
             min_p=config.min_p or None,
             repetition_penalty=None,
         )
+    # A model that cannot hold the longest sequence is refused before anything is computed.
     model.check_reach(config.longest_sequence)
     choose_trainable(model, config)
+    # Adapters are there by now, so that layers are recomputed and compiled with them.
     if config.gradient_checkpointing:
         model.recompute_activations()
     if config.compile_layers:
         model.compile_layers()
-    fit_rows(context, config, model)
-    return model, context
+    # A CPU's memory holds less than a GPU's beside what else runs there, so rows are shorter where
+    # their length is not set.
+    if config.tokens_per_row is None and context.device.type == "cpu":
+        bytes_of = partial(
+            further_bytes,
+            context,
+            model,
+            trainable_layers=config.trainable_layers,
+            optimizer=config.optimizer,
+            checkpointing=config.gradient_checkpointing,
+            second_model=config.needs_reference and not config.lora_rank,
+        )
+        config = config.with_packing(fitting(context, config.packing, bytes_of))
+    return model, context, config
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -79,7 +100,7 @@ def load_reference(
     """
     if not config.needs_reference:
         return NoReference(), None
-    # A fixed reference costs least: with LoRA it is the policy without its adapters.
+    # A reference that neither moves nor is sampled costs least.
     if not config.samples_reference and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
     # One that is sampled, or moves, has weights of its own.
@@ -99,6 +120,7 @@ def in_context(context: Context, config: OnlineConfig, reference: Reference) -> 
     """
     if not isinstance(config, DistillationConfig) or not config.teacher_context:
         return reference
+    # The teacher reads the context in addition to the policy's longest sequence.
     (ids,) = tokenize(context.tokenizer, [config.teacher_context], control=True)
     reference.model.check_reach(config.longest_sequence, context=len(ids))
     moved = Continuation(context.tokenizer).moved
@@ -111,6 +133,8 @@ def load_fixed_reference(
     """The policy as it was when training began: a second model, or a LoRA policy without its
     adapters.
     """
+    # With LoRA the base weights do not move: without its adapters the policy is the reference, and
+    # nothing else must be in memory.
     if config.lora_rank and not config.reference:
         return WithoutAdapters(policy)
     return SecondModel(
@@ -120,6 +144,7 @@ def load_fixed_reference(
 
 def load_reference_model(context: Context, config: OnlineConfig | PreferenceConfig) -> PackedModel:
     """The model that the policy's KL is measured against, before it is spread over the processes."""
+    # Log-probs are compared token by token, so another model must have the same tokens.
     if config.reference:
         remote = config.trust_remote_code
         require_same_vocabulary(

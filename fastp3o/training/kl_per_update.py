@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fastp3o.objectives.base import Microbatch, Minibatches
-from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.runtime.processes import sum_over_processes
 from fastp3o.training.microbatches import policy_logprobs
@@ -119,31 +118,33 @@ class LearningRateSearch:
     With `--old_logprobs sampler` and several steps one more pass, of one minibatch, gives log
     π_before here.
 
-    search: what goes from update to update. minibatches: of this update; the first one that has a
-    row stands for all. steps: number of steps that the update is to make. metrics: `kl_moved`,
-    KL(π_before ‖ π_after) in nats per response, once the last step is made. Without
-    `--kl_per_update` nothing is measured, and nothing changes.
+    target: `--kl_per_update`, in nats per response; with None nothing is measured, and nothing
+    changes. search: what goes from update to update. minibatches: of this update; the first one
+    that has a row stands for all. steps: number of steps that the update is to make. old_logprobs:
+    whose they are, as the option says. metrics: `kl_moved`, KL(π_before ‖ π_after) in nats per
+    response, once the last step is made.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        config: OnlineConfig,
+        target: float | None,
         search: Search,
         update: int,
         minibatches: Minibatches,
         steps: int,
+        old_logprobs: str,
     ):
         self.optimizer, self.search, self.update, self.steps = optimizer, search, update, steps
-        self.target = config.kl_per_update
+        self.target = target
         self.metrics: dict[str, float] = {}
         if self.target is None:
             return
         self.watched = next(filter(None, minibatches))  # a process may have no row in the first
-        if config.old_logprobs == "sampler" and config.steps_per_update > 1:
+        if old_logprobs == "sampler" and steps > 1:
             self.watched = with_policy_logprobs(optimizer, self.watched)
         self.peak = float(optimizer.schedule.base_lrs[0])
-        self.is_first = self.peak == config.learning_rate
+        self.is_first = self.peak == search.given
         self.tests = self.is_first or search.hidden
         self.tested = 0  # steps so far that had a gradient, in an update that tests rates
         self.rates: list[float] = []  # of the steps so far
@@ -218,7 +219,7 @@ def with_policy_logprobs(optimizer: Optimizer, microbatches: list[Microbatch]) -
 def told_of_slowness(moved: float, target: float, rate: float) -> str:
     return (
         f"--kl_per_update: an update moves {moved:.2g} of {target:g} nats, and the rate, {rate:.2g}, rises by "
-        f"{RISE - 1:.0%} an update at most by now. To restart the search, --resume with another --learning_rate"
+        f"{RISE - 1:.0%} an update at most from now on. To restart the search, --resume with another --learning_rate"
     )
 
 
@@ -230,7 +231,7 @@ def kl_moved(optimizer: Optimizer, microbatches: list[Microbatch]) -> float:
     policy = optimizer.model
     logprobs = torch.cat(policy_logprobs(policy, [microbatch.row for microbatch in microbatches]))
     if isinstance(policy, FSDPModule):
-        policy.reshard()  # no backward pass does it, and a reference may follow the own parts
+        policy.reshard()  # no backward pass does, and a reference may follow this process's shards
     kls = step_kl(
         logprobs, torch.cat([microbatch.policy_token_logprobs for microbatch in microbatches])
     ).double()

@@ -73,23 +73,27 @@ def logprob_metrics(
     to the policy. Without log-probs of the sampler the last two are absent. microbatches: those
     whose log-probs by the policy are known.
     """
-    metrics = {}
+    metrics: dict[str, Tensor] = {}
     sums = [
         microbatch.response_sums(microbatch.policy_token_logprobs) for microbatch in microbatches
     ]
     if again is not None:
-        metrics["ratio/noise"] = (again - sums[0].flatten()[: len(again)]).square().mean().sqrt()
+        noise = again - sums[0].flatten()[: len(again)]
+        metrics["ratio/noise"] = noise.square().mean().sqrt()
     if any(response.logprobs is None for group in groups for response in group.responses):
         return metrics
-    known = by_group(
-        [microbatch.row for microbatch in microbatches], [values.flatten() for values in sums]
-    )
-    numbers = sorted(number for microbatch in microbatches for number in microbatch.row.groups)
-    sampled = torch.tensor(
-        [[sum(response.logprobs or ()) for response in groups[n].responses] for n in numbers]
-    )
-    gaps = to_device(sampled, known.device) - known
-    return metrics | {"sampler_gap": gaps.square().mean().sqrt(), "sampler_kl": gaps.mean()}
+
+    # [P, K] each, in the order of the groups' numbers.
+    rows = [microbatch.row for microbatch in microbatches]
+    policys = by_group(rows, [values.flatten() for values in sums])
+    samplers = []
+    for number in sorted(number for row in rows for number in row.groups):
+        responses = groups[number].responses
+        samplers.append([sum(response.logprobs or ()) for response in responses])
+    gaps = to_device(torch.tensor(samplers), policys.device) - policys
+    metrics["sampler_gap"] = gaps.square().mean().sqrt()
+    metrics["sampler_kl"] = gaps.mean()
+    return metrics
 
 
 @dataclass(frozen=True)

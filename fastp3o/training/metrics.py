@@ -3,7 +3,7 @@ responses.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
 from fastp3o.rewards.scaling import Outlier, differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o.rollouts.turns.tools import COUNTS
 from fastp3o.run.log import LoggedGroup, LoggedResponse, finite_or_none
 from fastp3o.run.run import Run
 from fastp3o.training.batch import RolloutBatch
@@ -32,9 +33,8 @@ class Update:
 
     number: int
     batch: RolloutBatch
-    round_metrics: dict[
-        str, float
-    ]  # of the rollouts, of what rewards log, and of the search for a learning rate
+    # Of the rollouts, of what rewards log, and of the search for a learning rate.
+    round_metrics: dict[str, float]
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]
@@ -127,73 +127,82 @@ def update_metrics(
     `logprob_metrics`.
     """
     accelerator, shares = optimizer.accelerator, optimizer.share.count
-    rewards, microbatches = update.batch.rewards["reward"], update.microbatches
-    tokens = lengths(update.batch.groups)
+    microbatches = update.microbatches
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
     log_ratios = torch.cat(
         [microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches]
     )
-    # Processes have different numbers of responses: means over all are means of what each adds to
-    # them.
-    on_host = {
-        "reward_difference": differences(rewards).abs().mean(),
-        "tied_prompts": tied(rewards).float().mean(),
-        "response_length": tokens.mean(),
-        "missing_eos": 1 - finished(update.batch.groups).float().mean(),
-        "response_tokens": tokens.sum(),
-        **turn_metrics(update.batch.groups),
-        **{name: table.mean() for name, table in update.batch.rewards.items()},
-    }
+
+    # 1. Means over the processes. Those have different numbers of responses: a mean over all is
+    #    the mean of what each adds to it.
+    on_host = rollout_metrics(update.batch)
+    # Over the policy's responses, or over all if none is the policy's.
+    policys = slice(from_policy or None)
+    responses = update.batch.rewards["reward"][:, policys].numel()
+    tokens = lengths(update.batch.groups).sum()
     on_device = {
-        # Over the policy's responses, or over all if none is the policy's.
-        "kl": log_ratios[:, : from_policy or None].sum()
-        * shares
-        / rewards[:, : from_policy or None].numel(),
-        "entropy": -old_token_logprobs.sum() * shares / tokens.sum(),
+        "kl": log_ratios[:, policys].sum() * shares / responses,
+        "entropy": -old_token_logprobs.sum() * shares / tokens,
         **update.logprob_metrics,
     }
-    means = torch.cat(
-        [
-            to_device(torch.stack([*on_host.values()]), accelerator.device),
-            torch.stack([*on_device.values()]),
-        ]
-    )
+    host_values = to_device(torch.stack([*on_host.values()]), accelerator.device)
+    means = torch.cat([host_values, torch.stack([*on_device.values()])])
     if accelerator.num_processes > 1:
         means = accelerator.reduce(means, reduction="mean")
-    # The loss's own KL is of the moving policy; the reported one is of the rollouts.
+
+    # 2. Means over the steps. The loss's own KL is of the moving policy; the reported one is of the
+    #    rollouts.
     steps = [
         {name: value for name, value in step.items() if name != "kl"}
         for step in update.step_metrics
     ]
     step_means = mean_over_steps(accelerator, steps)
-    # The host waits for the device once, for all of them.
+
+    # 3. The host waits for the device once, for all of them.
     values = torch.cat([means, torch.stack([*step_means.values()]), log_ratios.flatten()]).cpu()
     names = [*on_host, *on_device, *step_means]
     by_name = dict(zip(names, values[: len(names)].tolist(), strict=True))
-    in_order = {
-        name: by_name[name]
-        for name in sorted(names, key=lambda name: (name.endswith("_max"), name))
+    in_order = sorted(names, key=lambda name: (name.endswith("_max"), name))
+    return {name: by_name[name] for name in in_order}, values[len(names) :].view_as(log_ratios)
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, Tensor]:
+    """Metrics that need only rollouts and rewards, 0-d on the CPU."""
+    rewards, tokens = batch.rewards["reward"], lengths(batch.groups)
+    return {
+        "reward_difference": differences(rewards).abs().mean(),
+        "tied_prompts": tied(rewards).float().mean(),
+        "response_length": tokens.mean(),
+        "missing_eos": 1 - finished(batch.groups).float().mean(),
+        "response_tokens": tokens.sum(),
+        **turn_metrics(batch.groups),
+        **{name: table.mean() for name, table in batch.rewards.items()},
     }
-    return in_order, values[len(names) :].view_as(log_ratios)
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Means over trajectories: turns, tokens of observations, and whether the environment has
-    failed.
+    """Means over trajectories: turns, tokens of observations, whether the environment has failed;
+    of tools also the calls, and those that were answered with an error.
     """
     responses = [response for group in groups for response in group.responses]
     if not any(response.turns for response in responses):
         return {}
-    values = [
-        (
-            len(one.turns),
-            len(one.ids) - sum(end - start for start, end in one.spans),
-            bool(one.turns[-1].failure),
-        )
-        for one in responses
-    ]
+    trajectories = []
+    for response in responses:
+        from_policy = sum(end - start for start, end in response.spans)
+        observed = len(response.ids) - from_policy
+        has_failed = bool(response.turns[-1].failure)
+        trajectories.append((len(response.turns), observed, has_failed))
+    means = torch.tensor(trajectories, dtype=torch.float32).mean(0)
     names = "turns", "observation_tokens", "environment_failures"
-    return dict(zip(names, torch.tensor(values, dtype=torch.float32).mean(0), strict=True))
+    metrics = dict(zip(names, means, strict=True))
+    # Tools count their calls as rewards of turns.
+    rewards = [turn.rewards for response in responses for turn in response.turns]
+    for name in COUNTS:
+        if any(name in of_turn for of_turn in rewards):
+            total = sum(of_turn.get(name, 0.0) for of_turn in rewards)
+            metrics[name] = torch.tensor(total / len(responses))
+    return metrics
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
@@ -231,36 +240,42 @@ def logged_groups(
     groups = update.batch.groups
     places: Sequence[int] = range(len(groups))
     if config.log_rollouts_prompts:
-        hashed = sorted(
-            places, key=lambda place: hashlib.sha256(groups[place].prompt.text.encode()).digest()
-        )
-        places = sorted(hashed[: config.log_rollouts_prompts])
+        hashes = [hashlib.sha256(group.prompt.text.encode()).digest() for group in groups]
+        by_hash = sorted(places, key=lambda place: hashes[place])
+        places = sorted(by_hash[: config.log_rollouts_prompts])
     table = gather_table(run.optimizer, update, log_ratios)
     # Over the policy's responses, or over all if none is the policy's.
     from_policy = config.responses_per_prompt - config.from_mixture
-    ratios, kls = table.tolist(), table[:, : from_policy or None].mean(dim=1).tolist()
-    tables = {name: rewards.tolist() for name, rewards in update.batch.rewards.items()}
-    return [
-        LoggedGroup(
-            update.number,
-            groups[place].prompt.text,
-            finite_or_none(kls[place]),
-            [
-                LoggedResponse(
-                    text=response.text,
-                    ids=list(response.ids),
-                    reward=tables["reward"][place][k],
-                    parts={
-                        name: finite_or_none(table[place][k])
-                        for name, table in tables.items()
-                        if name != "reward"
-                    },
-                    log_ratio=finite_or_none(ratios[place][k]),
-                    finished=response.finished,
-                    turns=[list(turn) for turn in response.turns],
-                )
-                for k, response in enumerate(groups[place].responses)
-            ],
+    kls = table[:, : from_policy or None].mean(dim=1).tolist()
+    ratios = table.tolist()
+    rewards = {name: values.tolist() for name, values in update.batch.rewards.items()}
+    logged = []
+    for place in places:
+        rewards_of_prompt = {name: values[place] for name, values in rewards.items()}
+        responses = logged_responses(groups[place], rewards_of_prompt, ratios[place])
+        prompt = groups[place].prompt.text
+        logged.append(LoggedGroup(update.number, prompt, finite_or_none(kls[place]), responses))
+    return logged
+
+
+def logged_responses(
+    group: Group, rewards: Mapping[str, list[float]], log_ratios: list[float]
+) -> list[LoggedResponse]:
+    """The responses to one prompt. rewards: `reward` and its parts, [K] each. log_ratios: [K]."""
+    logged = []
+    for k, response in enumerate(group.responses):
+        parts = {
+            name: finite_or_none(values[k]) for name, values in rewards.items() if name != "reward"
+        }
+        logged.append(
+            LoggedResponse(
+                text=response.text,
+                ids=list(response.ids),
+                reward=rewards["reward"][k],
+                parts=parts,
+                log_ratio=finite_or_none(log_ratios[k]),
+                finished=response.finished,
+                turns=[list(turn) for turn in response.turns],
+            )
         )
-        for place in places
-    ]
+    return logged

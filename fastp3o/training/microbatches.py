@@ -27,9 +27,8 @@ from fastp3o.rollouts.groups import Group, pack_groups, token_ids
 from fastp3o.runtime.finiteness import require_finite
 from fastp3o.runtime.shares import Share
 
-RowLogprobs = Callable[
-    [Sequence[PackedRow]], Sequence[Tensor]
-]  # log-probs of rows' tokens, [N] fp32 for each row
+# Log-probs of rows' tokens, [N] fp32 for each row.
+RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]
 
 
 # --- rows of an update ----------------------------------------------------------------------------
@@ -44,13 +43,14 @@ def pack_minibatches(
     """
     prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
-    members = balanced(sizes, minibatches)
-    dealt = deal([[sizes[p] for p in minibatch] for minibatch in members], share.count)
-    parts = [
-        [minibatch[m] for m in parts[share.index]]
-        for minibatch, parts in zip(members, dealt, strict=True)
-    ]
-    return [pack_groups(groups, packing, part) for part in parts]
+    # First the prompts go to the minibatches, then those of each minibatch to the shares.
+    prompts_of = balanced(sizes, minibatches)
+    sizes_of = [[sizes[prompt] for prompt in minibatch] for minibatch in prompts_of]
+    rows = []
+    for minibatch, by_share in zip(prompts_of, deal(sizes_of, share.count), strict=True):
+        part = [minibatch[place] for place in by_share[share.index]]
+        rows.append(pack_groups(groups, packing, part))
+    return rows
 
 
 @torch.no_grad()
@@ -80,9 +80,8 @@ def make_microbatches(
     rows, row_tables = to_device((on_host, tables), accelerator.device)
     room = [unknown_logprobs(row) for row in rows] if noted or old is None else []
     old_logprobs = room if old is None else old(rows)
-    if (
-        old is not None and accelerator.device.type == "cpu"
-    ):  # where the losses would take it for a caller's mistake
+    if old is not None and accelerator.device.type == "cpu":
+        # Where the losses would take it for a caller's mistake.
         require_finite(accelerator, "an old log-probability", torch.cat([*old_logprobs]))
     noted_logprobs: Sequence[Tensor | None] = room or [None] * len(rows)
     microbatches = (
@@ -273,29 +272,29 @@ def mean_over_steps(
     maxima = sorted(name for name in steps[0] if name.endswith("_max"))
     fractions = sorted(name for name, value in steps[0].items() if value.dim())
     numbers = sorted(steps[0].keys() - {*maxima, *fractions})
-    parts = [
-        torch.stack([torch.stack([step[name] for name in names]) for step in steps])
-        for names in (numbers, fractions, maxima)
-        if names
-    ]
-    largest = parts.pop().amax(0) if maxima else None
-    flat = torch.cat([part.flatten() for part in parts])
+
+    def table(names: Sequence[str]) -> Tensor:
+        """[steps, names], or [steps, names, 2] of fractions."""
+        return torch.stack([torch.stack([step[name] for name in names]) for step in steps])
+
+    # Numbers and fractions are averaged over the processes in one exchange.
+    averaged = torch.cat([table(names).flatten() for names in (numbers, fractions) if names])
     if accelerator.num_processes > 1:
-        flat = accelerator.reduce(flat, reduction="mean")
-        largest = None if largest is None else accelerator.gather(largest[None]).amax(0)
-    means = {}
+        averaged = accelerator.reduce(averaged, reduction="mean")
+    of_numbers = averaged[: len(steps) * len(numbers)]
+    of_fractions = averaged[len(steps) * len(numbers) :]
+
+    means: dict[str, Tensor] = {}
     if numbers:
-        means = dict(
-            zip(
-                numbers, flat[: len(steps) * len(numbers)].view(len(steps), -1).mean(0), strict=True
-            )
-        )
+        means |= zip(numbers, of_numbers.view(len(steps), -1).mean(0), strict=True)
     if fractions:
-        sums, counts = (
-            flat[len(steps) * len(numbers) :].view(len(steps), len(fractions), 2).unbind(-1)
-        )
+        sums, counts = of_fractions.view(len(steps), len(fractions), 2).unbind(-1)
         # Counts are means over the processes, and may be below 1.
-        means |= dict(
-            zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True)
-        )
-    return means | ({} if largest is None else dict(zip(maxima, largest, strict=True)))
+        ratios = torch.where(counts > 0, sums / counts, 0.0)
+        means |= zip(fractions, ratios.mean(0), strict=True)
+    if maxima:
+        largest = table(maxima).amax(0)
+        if accelerator.num_processes > 1:
+            largest = accelerator.gather(largest[None]).amax(0)
+        means |= zip(maxima, largest, strict=True)
+    return means

@@ -5,6 +5,7 @@ what sampled.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,26 +14,33 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch, Objective
-from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.rollouts.groups import Group
 from fastp3o.training.microbatches import RowLogprobs, policy_logprobs
 
 
 def old_logprobs(
-    config: OnlineConfig, objective: Objective, policy: PackedModel, groups: Sequence[Group]
+    source: Literal["policy", "sampler"],
+    objective: Objective,
+    policy: PackedModel,
+    groups: Sequence[Group],
+    *,
+    steps: int,
+    has_dropout: bool,
 ) -> RowLogprobs | None:
     """A function for the old log-probs of an update's rows before its steps; None: its only step's
     loss computes them.
 
-    A pass for them alone would be a fifth of such an update. It is made where the loss must have
-    them before, and where that has dropout, which makes its log-probs others than the policy's.
+    source: whose they are (`--old_logprobs`). steps: of the update. has_dropout: whether training
+    passes drop inputs of adapters.
     """
-    if config.old_logprobs == "sampler":
+    if source == "sampler":
         return partial(sampler_logprobs, groups)
-    if config.steps_per_update == 1 and not objective.reads_old_first and not config.lora_dropout:
-        return None
-    return partial(policy_logprobs, policy)
+    # A pass for them alone would be a fifth of an update of one step, whose loss computes them
+    # anyway. It is made where the loss must have them before, and where dropout makes the loss's
+    # log-probs others than the policy's.
+    is_known_by_loss = steps == 1 and not objective.reads_old_first and not has_dropout
+    return None if is_known_by_loss else partial(policy_logprobs, policy)
 
 
 def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tuple[Tensor, ...]:

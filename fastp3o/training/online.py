@@ -1,6 +1,6 @@
 """The parts of the online loop, built from its configuration."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from fastp3o.rewards.comparisons import JudgedPairs
 from fastp3o.rewards.load import load_rewards
 from fastp3o.rewards.reward import (
     Reward,
+    asked_of_evaluations,
     asked_of_records,
     logged_means,
     penalized_rewards,
@@ -35,12 +36,12 @@ from fastp3o.rollouts.plan import SampledModel, policy_sampler, sampled_model
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.runtime.context import Caller, Context
-from fastp3o.sources import Source
 from fastp3o.training.batch import RolloutBatch
 from fastp3o.training.build import in_context, load_reference, load_reference_model, load_trained
 from fastp3o.training.kl_per_update import LearningRateSearch, Search
 from fastp3o.training.logprob_gaps import Comparison, evaluated_again, measures_noise
-from fastp3o.training.microbatches import Passes, add_gradients, counted
+from fastp3o.training.microbatches import Passes, RowLogprobs, add_gradients, counted
+from fastp3o.training.old_logprobs import old_logprobs
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rivals import Anchors, with_rival
 from fastp3o.training.rollout_buffer import RolloutBuffer
@@ -83,6 +84,17 @@ class OnlineLoop:
         require_finite_rewards(accelerator, self.reward, groups, rewards["reward"])
         return RolloutBatch.gathered(accelerator, groups, rewards)
 
+    def old_logprobs(self, groups: list[Group]) -> RowLogprobs | None:
+        """A function for the old log-probs of an update's rows; None where the loss computes them."""
+        return old_logprobs(
+            self.config.old_logprobs,
+            self.objective,
+            self.policy,
+            groups,
+            steps=self.config.steps_per_update,
+            has_dropout=self.config.lora_dropout > 0,
+        )
+
     def comparison(
         self, update: int, groups: list[Group], minibatches: Minibatches, first: Passes[Microbatch]
     ) -> Comparison:
@@ -111,8 +123,15 @@ class OnlineLoop:
     def learning_rate_search(
         self, update: int, minibatches: Minibatches, steps: int
     ) -> LearningRateSearch:
+        """The search for a learning rate within an update; idle without `--kl_per_update`."""
         return LearningRateSearch(
-            self.run.optimizer, self.config, self.search, update, minibatches, steps
+            self.run.optimizer,
+            self.config.kl_per_update,
+            self.search,
+            update,
+            minibatches,
+            steps,
+            self.config.old_logprobs,
         )
 
     def add_gradients(
@@ -151,14 +170,14 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         ptx_batch_size=ptx_batch_size,
     )
 
-    # Data before models: what is wrong in them is told in seconds.
+    # Data come before models, so that an error in them is reported within seconds.
     objective = config.build()
     prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
 
     # The policy, whole and on the CPU. What is sampled in its place, a copy or servers, is chosen
     # before the optimizer spreads it over the processes and takes its memory.
-    policy, context = load_trained(context, config, partial(load_policy, trains=True))
+    policy, context, config = load_trained(context, config, partial(load_policy, trains=True))
     sampled = sampled_model(
         config,
         policy,
@@ -166,14 +185,15 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         version=lambda: optimizer.steps,  # servers are asked for it once there is an optimizer
         # Where `RolloutBuffer.require_same_policy` cannot tell.
         probes_always=bool(config.rounds_ahead) or config.truncates,
-        tolerant=bool(config.sampler_ratio_cap),
+        tolerant=config.reads_sampler,
         logprobs_as_drawn=config.temperature != 1 or config.truncates,
         interrupts=config.interrupt_rollouts,
     )
     # A critic, if the objective has one, is there before the optimizer lists what trains.
     objective.add_to(policy)
 
-    # Rewards: a function or an endpoint is tried on the first example.
+    # Rewards: a function or an endpoint is tried on the first example, so that a broken one ends
+    # the run before anything is sampled.
     rewards = load_rewards(
         context,
         config,
@@ -184,11 +204,13 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         responses_per_prompt=config.responses_per_prompt,
         continues=config.resume,
     )
-    # Distillation needs no reward: the loop has a table of zeros then.
+    # Distillation needs no reward. The loop, which scales rewards, gets zeros then.
     reward = rewards.get(
         "reward", lambda groups: torch.zeros(len(groups), config.responses_per_prompt)
     )
 
+    # The optimizer wraps the policy: it spreads the weights over the processes, and makes fp32
+    # masters of those that train.
     steps = config.updates * config.steps_per_update
     optimizer: Optimizer = Optimizer(
         context.accelerator,
@@ -211,7 +233,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(context, config, config.mixture, sampler, sampled, sampled_reference)
-    # What compares responses may compare each with one of the reference's.
+    # A reward that compares responses may compare each with one of the reference's (`--comparisons
+    # anchor`), sampled from the same model.
     if config.comparisons == "anchor" and sampled_reference is not None:
         anchors = Anchors(
             policy_sampler(config, sampled_reference, context, config.rollout_batch_size),
@@ -220,8 +243,10 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         for single in single_rewards(rewards).values():
             if isinstance(single, JudgedPairs):
                 single.anchor = anchors
-    buffer = RolloutBuffer(context, config, sampler, prompts)
+    buffer = RolloutBuffer(context, config, config, sampler, prompts, seed=config.seed)
 
+    # From here on the reference sees the teacher's context. Distillation asks it for more than
+    # log-probs.
     reference = in_context(context, config, reference)
     objective.reference_values = reference.map_rows
     evaluate = make_evaluation(
@@ -240,11 +265,10 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),
     )
-    pretraining = (
-        None
-        if texts is None
-        else PretrainingMix(optimizer, config, config.seed, config.packing, texts)
-    )
+    # A pretraining mix adds its backward passes to those of each step.
+    pretraining = None
+    if texts is not None:
+        pretraining = PretrainingMix(optimizer, config, config.seed, config.packing, texts)
     return OnlineLoop(
         config, run, policy, reference, objective, buffer, reward, pretraining, search
     )
@@ -285,12 +309,15 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
     """Warns of idle processes, of a loss that truncated rollouts bias, and of few prompts. total:
     of prompts.
     """
+    # Somebody has set the size of updates alone, and the usual size of minibatches does not divide
+    # it.
     usual = config.__dataclass_fields__["prompts_per_minibatch"].default
     if config.minibatch_yields and usual and config.prompts_per_minibatch != usual:
         context.accelerator.print(
             f"--prompts_per_minibatch is {config.prompts_per_minibatch} in place of {usual}, to divide "
             f"--prompts_per_update {config.prompts_per_update}"
         )
+    # A prompt's responses train in one process, or in the few that compute layers together.
     processes = context.accelerator.num_processes
     idle = processes - config.prompts_per_minibatch * config.tensor_parallel
     if idle > 0:
@@ -303,9 +330,11 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
             f"warning: --prompts_per_update ({config.prompts_per_update}) exceeds the {total} prompts, so some repeat "
             "within an update"
         )
-    corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
+    # An estimate over samples of another distribution than the policy's is biased, unless
+    # importance weights correct it.
+    corrected = config.old_logprobs == "sampler" or config.reads_sampler
     if config.truncates and config.assumes_own_samples and not corrected:
-        remedies = "--sampler_ratio_cap" + (
+        remedies = config.sampler_correction + (
             " or --old_logprobs sampler" if config.compares_with_old else ""
         )
         context.accelerator.print(
@@ -322,14 +351,13 @@ def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut,
     pretraining mix.
     """
 
-    def loader(rewards: Iterable[Source]) -> Loader:
-        return partial(load_prompts, **asked_of_records(rewards, config))
-
-    load = loader(config.rewards)
+    # Rewards say which columns of the records they need.
+    load: Loader = partial(load_prompts, **asked_of_records(config.rewards, config))
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    held_out = load_held_out(context, config, loader(config.scorers), config.eval_prompts)
-    texts = None
+    load = partial(load_prompts, **asked_of_evaluations(config))
+    held_out, texts = load_held_out(context, config, load, config.eval_prompts), None
     if config.ptx_data:
+        # Texts of the mix end as the checkpoint's responses do.
         ends = checkpoint_ends(
             config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
         )
@@ -360,6 +388,7 @@ def make_evaluation(
             context, config, SecondModel(frozen, context.device, context.mesh, offload=True)
         )
     build = partial(policy_sampler, config, sampled, context, config.eval_batch_size)
+    # Rewards that compare need somebody to compare with: in evaluations a fixed rival.
     rewards, rival = with_rival(context, config, rewards, held_out.examples)
     return Evaluation(
         context.accelerator,

@@ -76,14 +76,12 @@ class Model:
         small = (p.numel() for p in trained if p in embeddings or p.numel() < LEAST_IN_8_BITS)
         self.in_fp32 = sum(small)
         self.layers, self.hidden = config.num_hidden_layers, config.hidden_size
-        self.vocabulary = (
-            1 if head is None else config.vocab_size
-        )  # a reward model gives one number
+        # A reward model gives one number.
+        self.vocabulary = 1 if head is None else config.vocab_size
         self.trained_layers = trained_layers or self.layers
         intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
-        self.intermediate = (
-            intermediate if isinstance(intermediate, int) else max(intermediate)
-        )  # Gemma 3n: by layer
+        # Gemma 3n: by layer.
+        self.intermediate = intermediate if isinstance(intermediate, int) else max(intermediate)
         heads = getattr(config, "num_attention_heads", None) or 1
         size = getattr(config, "head_dim", None) or self.hidden // heads
         self.queries = size * heads
@@ -167,56 +165,89 @@ def update_memory(
     head, in bytes.
     """
     item, stream = product_bytes(precision), stream_bytes(model, precision)
-    plan = head_plan(model, lengths.labeled, precision, budget, kernels=kernels)
-    single = (
-        precision.weights == torch.bfloat16 == plan.dtypes.dlogits
-        and plan.dlogits_rows >= lengths.labeled
-    )
-    rounded = model.head_gradient(2) if precision.half and not single else 0
-    buffers = logits_bytes(plan) + (
-        0 if plan.in_place else plan.row_elements * plan.dlogits_rows * item
-    )
-    states = 3 * lengths.labeled * model.hidden * item
-    states += lengths.tokens * model.hidden * norm_bytes(model, precision, kernels=kernels)
-    head = (
-        states + widened(model, lengths, plan, precision) + model.head_gradient(2 if single else 4)
-    )
-    layer_activations = kept_by_a_layer(model, lengths, precision, kernels=kernels)
-    layer_input = lengths.tokens * model.hidden * stream
+    # Autocast copies weights to the products' dtype, and keeps the copies for the backward pass;
+    # with recomputation those of one layer, except while the head computes.
     copies = 0 if precision.autocast is None else 2 * model.parameters
     kept_copies = copies // model.layers if checkpointing else copies
+    # While a layer computes: its widest products, and with recomputation all that it keeps.
+    layer_activations = kept_by_a_layer(model, lengths, precision, kernels=kernels)
+    layer_input = lengths.tokens * model.hidden * stream
+    products = 2 * item * model.intermediate + (stream + item) * model.hidden
+    layer = lengths.tokens * products
+    kept_of_a_layer = layer_activations
+    if checkpointing:
+        layer += layer_activations
+        kept_of_a_layer = layer_input
+    # Tied embeddings have a gradient of the head's and one of their own use.
     tied_gradient = model.head_gradient(precision.weights.itemsize) if model.tied else 0
     moments = 8 * model.trained
     if optimizer == "adamw_8bit":
         moments = 8 * model.in_fp32 + 2 * (model.trained - model.in_fp32) * (BLOCK + 4) // BLOCK
+    head = head_memory(model, lengths, precision, kernels=kernels, budget=budget)
     return Memory(
         weights=model.parameters * precision.weights.itemsize + kept_copies,
         masters=4 * model.trained if precision.half else 0,
         gradients=4 * model.trained,
         optimizer=moments,
-        activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
+        activations=model.trained_layers * kept_of_a_layer,
         embeddings=2 * tied_gradient,
-        head=head + max(buffers, rounded) + copies - kept_copies,
-        layer=lengths.tokens * (2 * item * model.intermediate + (stream + item) * model.hidden)
-        + tied_gradient
-        + (layer_activations if checkpointing else 0),
+        head=head + copies - kept_copies,
+        layer=layer + tied_gradient,
     )
 
 
+def head_memory(
+    model: Model, lengths: Lengths, precision: Precision, *, kernels: bool, budget: int
+) -> int:
+    """Bytes that the head and its loss take in an update, beside what layers keep."""
+    item = product_bytes(precision)
+    plan = head_plan(model, lengths.labeled, precision, budget, kernels=kernels)
+    # The weight's gradient adds up in fp32 over chunks of rows, and is rounded in the end; one
+    # chunk in bf16 needs neither.
+    in_bf16 = precision.weights == torch.bfloat16 == plan.dtypes.dlogits
+    is_one_product = in_bf16 and plan.dlogits_rows >= lengths.labeled
+    gradient = model.head_gradient(2 if is_one_product else 4)
+    rounded = model.head_gradient(2) if precision.half and not is_one_product else 0
+    # A chunk of logits, and their gradients, unless these take the logits' place.
+    buffers = logits_bytes(plan)
+    if not plan.in_place:
+        buffers += plan.row_elements * plan.dlogits_rows * item
+    states = 3 * lengths.labeled * model.hidden * item
+    states += lengths.tokens * model.hidden * norm_bytes(model, precision, kernels=kernels)
+    # The chunk is gone when the gradient is rounded.
+    return states + widened(model, lengths, plan, precision) + gradient + max(buffers, rounded)
+
+
 def together(
-    update: Memory, frozen: Memory, rollouts: Memory, *, second: bool, offload: bool
+    update: Memory,
+    frozen: Memory,
+    rollouts: Memory,
+    *,
+    second: bool,
+    offload: bool,
+    judge: Memory | None = None,
+    rival: Memory | None = None,
 ) -> list[Memory]:
-    """The three phases of a run, each with what waits beside it. second: whether the reference is a
-    model of its own. offload: whether that is on the CPU between uses. Gradients are freed after
+    """The phases of a run, each with what waits beside it: update, reference's pass, rollouts, and
+    those of a judge and a rival if there are any. second: whether the reference is a model of its
+    own. offload: whether that and the judge are on the CPU between uses. judge: a pass over its
+    questions. rival: its rollouts, before the first step makes moments. Gradients are freed after
     each step.
     """
-    kept = frozen.weights if second and not offload else 0
+    reference = frozen.weights if second else 0
+    waiting = 0 if judge is None or offload else judge.weights
+    kept = waiting + (0 if offload else reference)
     trains = {"masters": update.masters, "optimizer": update.optimizer}
-    return [
+    phases = [
         replace(update, others=kept),
-        replace(frozen, others=frozen.weights if second else 0, **trains),
+        replace(frozen, others=waiting + reference, **trains),
         replace(rollouts, others=kept, **trains),
     ]
+    if judge is not None:
+        phases.append(replace(judge, others=frozen.weights + kept - waiting, **trains))
+    if rival is not None:
+        phases.append(replace(rival, others=frozen.weights + kept, masters=update.masters))
+    return phases
 
 
 def kept_by_a_layer(model: Model, lengths: Lengths, precision: Precision, *, kernels: bool) -> int:
@@ -353,12 +384,12 @@ def rollout_memory(
 
 
 def product_bytes(precision: Precision) -> int:
-    """Of an element of a product."""
+    """Bytes of an element of a product."""
     return (precision.autocast or precision.weights).itemsize
 
 
 def stream_bytes(model: Model, precision: Precision) -> int:
-    """Of an element of the residual stream."""
+    """Bytes of an element of the residual stream."""
     return 4 if model.finer else precision.weights.itemsize
 
 

@@ -30,7 +30,7 @@ from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.packing.shares import Examples
 from fastp3o.packing.tables import sums_by_group
 from fastp3o.rewards.load import load_rewards
-from fastp3o.rewards.reward import asked_of_records
+from fastp3o.rewards.reward import asked_of_evaluations
 from fastp3o.rollouts.plan import policy_sampler, sampled_model
 from fastp3o.run.fingerprints import model_fingerprint
 from fastp3o.runtime.context import Caller, Context
@@ -269,7 +269,7 @@ def sampled_evaluation(
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over
     processes yet.
     """
-    load_with_columns = partial(load_prompts, **asked_of_records(config.scorers, config))
+    load_with_columns = partial(load_prompts, **asked_of_evaluations(config))
     held_out = load_held_out(context, config, load_with_columns, config.eval_prompts)
     rewards = load_rewards(
         context, config, config, held_out.examples, held_out.examples, continues=config.resume

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fastp3o.calls.endpoint import EndpointError
 from fastp3o.calls.function import FunctionError
+from fastp3o.config import SamplerConfig
 from fastp3o.data.tokens import Continuation
-from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.base import UpdatesConfig
 from fastp3o.packing.seeds import derived_seed, examples_of_step
 from fastp3o.packing.shares import process_share
 from fastp3o.rewards.scaling import tied
@@ -67,12 +68,24 @@ class RolloutBuffer:
     """Gives each update its rollouts.
 
     Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps.
-    Servers sample them while t trains; a sampler of this process samples them first. examples: the
-    prompts of all updates.
+    Servers sample them while t trains; a sampler of this process samples them first.
+
+    updates: how many there are, and of how many rollouts. sampling: the options that `sampler`
+    follows. examples: the prompts of all updates. seed: the run's.
     """
 
-    def __init__(self, context: Context, config: OnlineConfig, sampler: Sampler, examples: Dataset):
-        self.context, self.config, self.sampler, self.examples = context, config, sampler, examples
+    def __init__(
+        self,
+        context: Context,
+        updates: UpdatesConfig,
+        sampling: SamplerConfig,
+        sampler: Sampler,
+        examples: Dataset,
+        *,
+        seed: int,
+    ):
+        self.context, self.updates, self.sampling = context, updates, sampling
+        self.sampler, self.examples, self.seed = sampler, examples, seed
         self.buffered: dict[int, BufferedRollouts] = {}
 
     def __call__(self, update: int) -> list[Group]:
@@ -80,9 +93,8 @@ class RolloutBuffer:
         self.buffered = {
             number: sampled for number, sampled in self.buffered.items() if number >= update
         }
-        for number in range(
-            update, min(update + self.config.rounds_ahead, self.config.updates) + 1
-        ):
+        last = min(update + self.updates.rounds_ahead, self.updates.updates)
+        for number in range(update, last + 1):
             if number not in self.buffered:
                 try:
                     self.buffered[number] = BufferedRollouts(update, self.begin(number))
@@ -94,8 +106,8 @@ class RolloutBuffer:
 
     def prompts(self, update: int, numbers: list[int] | None = None) -> list[Prompt]:
         """This process's prompts of an update, or those with other numbers within the update."""
-        size, total = self.config.prompts_per_update, len(self.examples)
-        chosen = examples_of_step(update - 1, batch_size=size, total=total, seed=self.config.seed)
+        size, total = self.updates.prompts_per_update, len(self.examples)
+        chosen = examples_of_step(update - 1, batch_size=size, total=total, seed=self.seed)
         if numbers is None:
             numbers = process_share(list(range(size)), self.context.accelerator)
         return make_prompts(self.examples[[chosen[number] for number in numbers]], numbers)
@@ -114,12 +126,12 @@ class RolloutBuffer:
         the loss reads the differences of pairs where there are some. Preferences in a circle have
         equal row means, and teach a loss that reads the pairs.
         """
-        accelerator, config, count = self.context.accelerator, self.config, 0
+        accelerator, updates, count = self.context.accelerator, self.updates, 0
         groups = list(batch.groups)
         rewards = {name: table.clone() for name, table in batch.rewards.items()}
         token_rewards = None if batch.token_rewards is None else batch.token_rewards.clone()
         pair_rewards = None if batch.pair_rewards is None else batch.pair_rewards.clone()
-        for attempt in range(1, config.dynamic_sampling + 1):
+        for attempt in range(1, updates.dynamic_sampling + 1):
             if takes_pairs and pair_rewards is not None:
                 teaches_nothing = ~pair_rewards.any(dim=2).any(dim=1)
             else:
@@ -131,8 +143,8 @@ class RolloutBuffer:
             # Processes wait for one another in passes, so one that has no prompt left samples
             # another's.
             prompts = self.prompts(update, process_share(again, accelerator) or again[:1])
-            seed = derived_seed(config.seed, update, AGAIN, attempt)
-            fresh = score(self.sampler(prompts, config.responses_per_prompt, seed))
+            seed = derived_seed(self.seed, update, AGAIN, attempt)
+            fresh = score(self.sampler(prompts, updates.responses_per_prompt, seed))
             for place, group in enumerate(fresh.groups):
                 number = group.prompt.number
                 groups[number] = group
@@ -145,10 +157,10 @@ class RolloutBuffer:
         return RolloutBatch(groups, rewards, token_rewards, pair_rewards, sampled_again=count)
 
     def begin(self, number: int) -> Callable[[], list[Group]]:
-        prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)
-        if isinstance(self.sampler, SERVED) and self.config.rounds_ahead:
-            return self.sampler.begin(prompts, self.config.responses_per_prompt, seed)
-        groups = self.sampler(prompts, self.config.responses_per_prompt, seed)
+        prompts, seed = self.prompts(number), derived_seed(self.seed, number)
+        if isinstance(self.sampler, SERVED) and self.updates.rounds_ahead:
+            return self.sampler.begin(prompts, self.updates.responses_per_prompt, seed)
+        groups = self.sampler(prompts, self.updates.responses_per_prompt, seed)
         return lambda: groups
 
     def staleness(self, update: int) -> int:
@@ -161,7 +173,7 @@ class RolloutBuffer:
         """How stale rollouts are, if rounds are sampled ahead; how servers round (`probe_gap`, nats
         a token).
         """
-        if not self.config.rounds_ahead:
+        if not self.updates.rounds_ahead:
             return {}
         metrics: dict[str, float] = {"staleness": self.staleness(update)}
         # A resumed run whose last rounds were sampled before asks its servers nothing.
@@ -176,11 +188,15 @@ class RolloutBuffer:
         other weights than the policy's. `sampler_gap` cannot tell with stale or truncated rollouts;
         then the publisher has compared the two.
         """
-        if not isinstance(self.sampler, SERVED) or self.staleness(update) or self.config.truncates:
+        if (
+            not isinstance(self.sampler, SERVED)
+            or self.staleness(update)
+            or self.sampling.truncates
+        ):
             return
         gap = self.context.accelerator.reduce(gaps["sampler_gap"], reduction="mean").item()
         # A temperature below 1 multiplies what logits are off.
-        tolerance = self.sampler.publish.tolerance / min(1.0, self.config.temperature)
+        tolerance = self.sampler.publish.tolerance / min(1.0, self.sampling.temperature)
         bound = MARGIN * tolerance * lengths(groups).mean().sqrt().item()
         if not gap <= bound:
             raise OtherWeightsError(

@@ -68,13 +68,11 @@ def make_context(
     )
     choose_attention(config.attention, accelerator.device)
     if config.deterministic and accelerator.device.type == "cuda":
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it at its first product
+        # cuBLAS reads it at its first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        cast(
-            Any, torch.utils.deterministic
-        ).fill_uninitialized_memory = False  # a pass over every buffer
+        # a pass over every buffer
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     processes = accelerator.num_processes
     for flag, total in divisible.items():
         if total % processes:
@@ -106,7 +104,7 @@ def trackers_of(config: StageConfig) -> list[str]:
 
 def holding(context: Context, config: StageConfig, model: PackedModel) -> Context:
     """The context in which a model trains, which is whole and in fp32 yet: with another precision
-    where fp16, which nobody has named, does not hold it in a trial of a few tokens. All processes
+    where fp16, which was not asked for, overflows in a trial of a few tokens. All processes
     get the same. Raises UserError if fp16 was named, and warns if it just holds the trial.
     """
     precision, accelerator = context.precision, context.accelerator

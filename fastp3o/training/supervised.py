@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Generic, TypeVar
 
@@ -96,24 +96,35 @@ class SupervisedTask(ABC, Generic[Row]):
             losses = map_rows_in_lockstep(rows, lambda row: self.loss_on_device(model, row, 1.0))
         return self.means(rows, losses)
 
+    def evaluate_sets(
+        self, model: nn.Module, data: Dataset, sets: Mapping[str, range]
+    ) -> dict[str, float]:
+        """Metrics of each set's part of held-out data, with its name, and of all."""
+        metrics: dict[str, float] = {}
+        for name, places in sets.items():
+            of_set = self.evaluate(model, data.select(places))
+            metrics |= {f"set/{name}/{metric}": value for metric, value in of_set.items()}
+        return metrics | self.evaluate(model, data)
+
     def means(self, rows: list[Row], losses: list[LossAndMetrics]) -> dict[str, float]:
         """Means over all processes of the losses, with a divisor of 1, and metrics of this
         process's rows.
         """
         sums = MetricSums()
         for row, (loss, metrics) in zip(rows, losses, strict=True):
-            sums.add(with_count({"loss": loss}, self.count(row)) | metrics)
+            summed_loss = with_count({"loss": loss}, self.count(row))
+            sums.add(summed_loss | metrics)
         means = mean_over_steps(self.context.accelerator, [sums.read()])
-        return dict(zip(means, torch.stack([*means.values()]).tolist(), strict=True))
+        # The host waits for the device once.
+        values = torch.stack([*means.values()]).tolist()
+        return dict(zip(means, values, strict=True))
 
 
-def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
-    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and
-    evaluations in `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if
-    loss or gradients are not finite.
-    """
+def load_data(
+    task: SupervisedTask, context: Context
+) -> tuple[dict[str, Dataset], dict[str, range]]:
+    """The data by flag, and the places of each held-out set in those of all."""
     config = task.config
-    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     ends = checkpoint_ends(
         config.model_source, context.tokenizer, trust_remote_code=config.trust_remote_code
     )
@@ -126,7 +137,20 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     examples, sets = load_held_out(context, config, load, config.eval_data)
     if examples is not None:
         data["eval_data"] = examples
-    model, context = load_trained(context, config, task.load_model)
+    return data, sets
+
+
+def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
+    """Minimizes the mean of the task's loss over each batch, and leaves model, metrics and
+    evaluations in `task.config.output_dir`. Raises NotFiniteError, after saving model and state, if
+    loss or gradients are not finite.
+    """
+    # Data come before the model, so that an error in them is reported within seconds.
+    config = task.config
+    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
+    data, sets = load_data(task, context)
+    model, context, config = load_trained(context, config, task.load_model)
+    task.config = config  # whose rows are as long as memory holds
     task.set_up(context, model, data)
 
     total = len(data["train_data"])
@@ -134,17 +158,14 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     optimizer = Optimizer(
         context.accelerator, model, context.precision, config, steps, mesh=context.mesh
     )
+    # Columns that take long to compute, such as a reference's log-probs, are computed once there is
+    # a run that can be stopped meanwhile.
     complete = cache(lambda: task.complete(this_run.stop_or_save))
 
     def evaluation() -> dict[str, float]:
         held_out = complete().get("eval_data")
-        metrics: dict[str, float] = {}
-        for name, places in sets.items():
-            assert held_out is not None
-            of_set = task.evaluate(optimizer.model, held_out.select(places))
-            metrics |= {f"set/{name}/{metric}": value for metric, value in of_set.items()}
-        metrics |= {} if held_out is None else task.evaluate(optimizer.model, held_out)
-        return metrics | (task.samples() if task.samples else {})
+        of_data = {} if held_out is None else task.evaluate_sets(optimizer.model, held_out, sets)
+        return of_data | (task.samples() if task.samples else {})
 
     run = Run(
         context,
@@ -158,26 +179,41 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     this_run = weakref.proxy(run)
 
     for step in run:
+        # 1. The step's examples, which follow from seed and number, and this process's part of
+        #    them.
         chosen = examples_of_step(
             step - 1, batch_size=config.batch_size, total=total, seed=config.seed
         )
         with run.saved_after_error(step):
             batch = own_part(context.share, complete()["train_data"][chosen])
+        # The model has not moved in this step yet, so a state can be saved.
         run.stop_or_save()
         run.hang_watch.at("update", short=True)
         begun = Moment(context.device)
+
+        # 2. Packed rows. If fp16 overflows later, these rows tell where.
         rows = task.prepared_rows(optimizer.model, batch)
         optimizer.recent.extend(rows)
-        count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
-        passes = Passes(
-            pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean")
-        )
-        gradients = add_gradients(optimizer, passes, task.loss_on_device)
-        metrics = mean_over_steps(
-            context.accelerator, [gradients | optimizer.step(gradients["loss"])]
-        )
+
+        # 3. The step.
+        metrics = make_step(task, optimizer, rows)
+
+        # 4. The report, which is written while the device computes the next step: the host does not
+        #    wait for this one.
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.packing.tokens_per_row)
         host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.share.count
         run.report_later(step, begun, metrics, host_metrics, tokens=tokens, shown=shown)
+
+
+def make_step(task: SupervisedTask, optimizer: Optimizer, rows: list) -> dict[str, Tensor]:
+    """Makes an optimizer step on the mean loss over what all processes count. Returns its metrics,
+    0-d.
+    """
+    accelerator = task.context.accelerator
+    count = torch.full((), float(sum(map(task.count, rows))), device=task.context.device)
+    # Each process makes as many passes as the one with most rows, since all gather sharded weights.
+    passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(count, "mean"))
+    gradients = add_gradients(optimizer, passes, task.loss_on_device)
+    return mean_over_steps(accelerator, [gradients | optimizer.step(gradients["loss"])])

@@ -24,6 +24,13 @@ def first_index(mask: Tensor) -> list[int]:
     return mask.nonzero()[0].tolist()
 
 
+def check_tensors(**values: object) -> None:
+    """Raises ValueError for an argument that is neither a tensor nor None, such as a list."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)} ({why}), got {list(tensor.shape)}")
@@ -56,10 +63,11 @@ def check_whole(name: str, tensor: Tensor) -> None:
     spread = getattr(torch.distributed, "tensor", None)  # absent until somebody imports it
     if spread is not None and isinstance(tensor, spread.DTensor):
         raise ValueError(
-            f"{name} is a DTensor, spread over processes: compute the loss within the model's forward call, where it "
-            "is whole: `expose_head`; with fully_shard, leave the head in the root group. Only where all processes "
-            "have the same tokens (tensor parallelism): Head(weight.to_local(), shard=VocabularyShard.of(weight)). "
-            "full_tensor() without grad_placements would give it a wrong gradient"
+            f"{name} is a DTensor, spread over processes. With FSDP2, compute the loss within the model's forward "
+            "call, where it is whole (`expose_head` does so for models of transformers); where fully_shard has put the "
+            "head in a group of its own, pass the layer itself instead of its weight, or call the layer's unshard() "
+            "before. Only where all processes have the same tokens (tensor parallelism): Head(weight.to_local(), "
+            "shard=VocabularyShard.of(weight)). full_tensor() without grad_placements would give it a wrong gradient"
         )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.head import Head, gather
 from fastp3o_kernels.operation import graph_break
 from fastp3o_kernels.rows.rows import LogitsTransform, transformed
 
@@ -33,11 +33,12 @@ NOT_REDUCED = (
 # Each family names differently what divides logits, multiplies them, and then caps them.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and MiniCPM3, Inkling
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1, Muse
+# Gemma, RecurrentGemma, xLSTM.
 SOFTCAPS = (
     "final_logit_softcapping",
     "logits_soft_cap",
     "output_logit_soft_cap",
-)  # Gemma, RecurrentGemma, xLSTM
+)
 
 # Products that every soft cap in use bends, and tokens to look at.
 LARGEST_PRODUCT = 100.0
@@ -133,9 +134,7 @@ def called(head_loss: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any)
         # device.
         check_trial(model, replace(model_head(model), bias=None), hidden.device)
         model._head_was_tried = True
-    gather = getattr(output_layer(model), "unshard", None)  # the head is its own FSDP group
-    if gather is not None:
-        gather()
+    gather(output_layer(model))
     return head_loss(hidden, model_head(model))
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "rebel",
     "reinforce",
     "rloo_advantages",
+    "sapo",
     "simpo",
     "slic",
     "step_kl",
@@ -242,6 +243,25 @@ def cispo(
     """
     ratios = bounded_exp(logprobs.detach() - old_logprobs)
     return reinforce(logprobs, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    """SAPO (arXiv 2511.20347, the gate f), any shape: −A σ(τ (ρ − 1)) 4 / τ, whose slope is that of
+    −A ρ at ρ = 1.
+
+    A soft gate in the place of clipping. tau_pos, tau_neg (τ): where A > 0, and elsewhere (paper: 1
+    and 1.05).
+    """
+    ratios, advantages = bounded_exp(logprobs - old_logprobs.detach()), advantages.detach()
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
+    return -advantages * torch.sigmoid(tau * (ratios - 1)) * 4 / tau
 
 
 def vespo_weights(

@@ -77,9 +77,8 @@ def graph_break(function: Function) -> Function:
     # `torch.compiler.disable` would import the compiler here, which takes longer than all else that
     # we import. This one marks torch's own functions, and imports it at the first call.
     disabled = torch._disable_dynamo(untraced)
-    vars(disabled).update(
-        _torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED
-    )  # the error with fullgraph=True
+    # The error with fullgraph=True.
+    vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
     return cast(Function, disabled)
 
 

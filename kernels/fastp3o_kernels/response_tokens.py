@@ -5,7 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
+from fastp3o_kernels.checks import (
+    check_same_device,
+    check_shape,
+    check_tensors,
+    first_index,
+    may_look_at_values,
+)
 from fastp3o_kernels.operation import graph_break
 
 
@@ -54,6 +60,7 @@ def response_tokens(
             first position, which nothing predicts; K neighbors whose prompts differ. Values on a
             GPU are looked at only with FASTP3O_DEBUG=1.
     """
+    check_tensors(input_ids=input_ids, response_mask=response_mask)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must have shape [B, T], got {list(input_ids.shape)}")
     check_shape("response_mask", response_mask, tuple(input_ids.shape), "as input_ids")
@@ -97,9 +104,8 @@ def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: range) -> None:
     filled = list(prompts)
     for row in filled[1:]:
         short, long = sorted((prompts[row], prompts[filled[0]]), key=len)
-        padding, prompt = long.split(
-            [len(long) - len(short), len(short)]
-        )  # of rows that end where they are wide
+        # Of rows that end where they are wide.
+        padding, prompt = long.split([len(long) - len(short), len(short)])
         if not torch.equal(short, prompt) or (padding != padding[:1]).any():
             raise ValueError(
                 f"rows {filled[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "

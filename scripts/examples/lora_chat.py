@@ -40,9 +40,8 @@ config = SFTConfig(
     epochs=10,
     batch_size=4,
 )
-result = train(
-    config, train_data=chats[:-1], eval_data=chats[-1:]
-)  # runs/chat/adapter is what peft loads
+# runs/chat/adapter is what peft loads
+result = train(config, train_data=chats[:-1], eval_data=chats[-1:])
 model, tokenizer = result.model, result.tokenizer
 prompt = tokenizer.apply_chat_template(
     chats[3]["messages"][:1], add_generation_prompt=True, return_tensors="pt"

@@ -157,9 +157,8 @@ def main() -> None:
         line = {"step": update, "reward": rewards.mean().item()}
         line |= {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         line |= {"ratio_max": max(step["ratio_max"] for step in steps)}
-        line |= {
-            "kl": (old_logprobs - ref_logprobs).mean().item()
-        }  # nats per response, of the policy that sampled
+        # nats per response, of the policy that sampled
+        line |= {"kl": (old_logprobs - ref_logprobs).mean().item()}
         line |= {"seconds": time.perf_counter() - began}
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

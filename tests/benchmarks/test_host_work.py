@@ -30,9 +30,8 @@ def test_products_of_onednn_count_as_torchs():
 def test_a_loss_of_ours_makes_three_products_on_any_processor(name):
     problem = objectives.make_problem(inputs.random_inputs(HeadSizes(D, V), N))
     leaves = [problem.inputs.hidden.requires_grad_(), problem.inputs.weight.requires_grad_()]
-    torch.autograd.grad(
-        objectives.ours(problem, name), leaves
-    )  # whatever is decided at the first use
+    # whatever is decided at the first use
+    torch.autograd.grad(objectives.ours(problem, name), leaves)
     with Operations() as operations:
         torch.autograd.grad(objectives.ours(problem, name), leaves)
     assert operations.total == 6 * N * D * V

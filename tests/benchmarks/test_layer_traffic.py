@@ -17,11 +17,8 @@ def formula(sizes, tokens):
     D, F = sizes.hidden, sizes.intermediate
     size = D // sizes.heads
     rotary = 4 * size * (sizes.heads + sizes.key_heads) + 4 * size
-    first, second, last = (
-        6 * D,
-        12 * D,
-        10 * D,
-    )  # the stream read and normed; the same with a sum; a sum
+    # the stream read and normed; the same with a sum; a sum
+    first, second, last = (6 * D, 12 * D, 10 * D)
     forward = first + rotary + second + 6 * F + last
     gradients = 6 * D + 10 * F + 6 * D + 16 * D + rotary + 2 * 6 * D + 14 * D
     weights = 2 * 2 * D

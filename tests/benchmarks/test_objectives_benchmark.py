@@ -9,11 +9,12 @@ from benchmarks.objectives import LIGER, OBJECTIVES, TRL, WAYS
 from benchmarks.shapes import HeadSizes
 
 HEAD = HeadSizes(32, 203)
+# which have no reference there
 NAMES = {
     "eager": OBJECTIVES,
     "TRL": TRL,
     "Liger": set(LIGER) - {"DPO", "KTO"},
-}  # which have no reference there
+}
 EACH = [(way, name) for way, names in NAMES.items() for name in sorted(names)]
 
 

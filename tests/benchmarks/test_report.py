@@ -176,6 +176,7 @@ SOURCES = {
     "compiled": ["compiled_kernels.json"],
     "registers": ["compiled_kernels.json"],
     "precision": ["policy_precision.json"],
+    "lengths": ["rounding_by_length.json"],
     "trpo": ["trpo.json"],
     "seeds": [sources.SEEDS],
     "exploited": [sources.EXPLOITED],
@@ -206,7 +207,7 @@ def test_a_page_is_what_the_committed_records_give(page):
 def test_a_changed_record_changes_each_row_of_the_page_that_is_of_it(page, name):
     section = sections.SECTIONS[page][name]
     before = section(RECORDS)
-    if name in ("devices", "fits", "predicted", "turns machine"):
+    if name in ("devices", "fits", "gallery", "options", "predicted", "turns machine"):
         return
     after = before
     for source in SOURCES[name]:

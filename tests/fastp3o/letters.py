@@ -20,9 +20,8 @@ def save_letters(tiny_model: str, tokenizer: PreTrainedTokenizerBase, folder: Pa
         if n not in {number("<end>"), *map(number, map(chr, range(33, 127)))}
     ]
     with torch.no_grad():
-        policy.model.embed_tokens.weight[:, 0] = (
-            0.05  # stays the first number of all hidden states, up to its scale
-        )
+        # stays the first number of all hidden states, up to its scale
+        policy.model.embed_tokens.weight[:, 0] = 0.05
         policy.lm_head.weight[unlikely, 0] = -9.0
         policy.lm_head.weight[number("<end>"), 0] = 0.9
     policy.save_pretrained(folder)

@@ -87,9 +87,8 @@ class Server(LocalServer):
     def __init__(
         self, path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]
     ):
-        anyio.run(
-            anyio.sleep, 0
-        )  # httpx would load it with the first request, within that request's time limit
+        # httpx would load it with the first request, within that request's time limit
+        anyio.run(anyio.sleep, 0)
         super().__init__(Handler)
         self.path, self.reply, self.question = path, reply, question
         self.url += path

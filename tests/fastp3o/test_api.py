@@ -228,9 +228,8 @@ def test_a_callback_sees_every_step_and_ends_the_run(tiny_model, workplace):
 @pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_the_state_is_saved_if_a_callback_raises_or_ends_the_program(tiny_model, workplace, error):
     def ends(metrics: dict) -> None:
-        raise error(
-            3
-        )  # made here: one that outlives the test keeps the frames of the run, and their models
+        # made here: one that outlives the test keeps the frames of the run, and their models
+        raise error(3)
 
     with pytest.raises(error):
         train(without_data(tiny_model, "run"), **GIVEN, on_update=ends)
@@ -591,7 +590,7 @@ def test_a_run_begins_with_a_revision_and_says_so(tiny_model, workplace, tmp_pat
     }
     train(DPOConfig(model="owner/base", model_revision="2" * 40, **pairs))
     assert metrics("dpo", "eval.jsonl")[0]["k2"] < 1e-9  # the reference, too
-    with pytest.raises(UserError, match="model_revision is of a hub's repository"):
+    with pytest.raises(UserError, match="model_revision needs the name of a hub repository"):
         train(config, model=tiny_model)
 
 

@@ -13,11 +13,11 @@ from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.config import ObjectiveConfig, conditions, option
 from fastp3o.errors import UserError, naming_the_extra
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig
 from fastp3o.objectives.config.ppo import PPOConfig
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 from fastp3o.trl_names import hint, trl_names
@@ -276,7 +276,7 @@ def test_objectives_begin_with_the_responses_and_steps_of_their_papers():
         "dapo": (8, {64: 16, 24: 8})
     }
     begins |= {"grpo": (8, {64: 1}), "dr_grpo": (8, {64: 1}), "gspo": (8, {64: 4, 5: 1})}
-    begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8})}
+    begins |= {"cispo": (8, {64: 16}), "vespo": (8, {64: 8}), "sapo": (8, {64: 4})}
     for name, (responses, minibatches) in begins.items():
         for prompts, expected in minibatches.items():
             config = OBJECTIVES[name](**GIVEN, prompts_per_update=prompts)

@@ -94,9 +94,8 @@ def test_what_closes_a_response_of_each_family(family: Family):
     expected = {*family.end_ids(tokenizer), ends.chat, ends.text}
     assert {*ends.ids} == expected
     if "gptoss" in family.name:
-        assert (
-            tokenizer.convert_tokens_to_ids("<|end|>") not in ends.ids
-        )  # of a message within a reply
+        # of a message within a reply
+        assert tokenizer.convert_tokens_to_ids("<|end|>") not in ends.ids
 
 
 def test_a_template_that_ends_replies_with_text_or_refuses_two_messages_adds_no_end():
@@ -203,9 +202,8 @@ def test_one_text_has_one_score_in_training_and_online_by_whichever_end_it_was_s
         ids = example["ranked_ids"][0][:-1]
         continuation, last = Continuation(other), example["prompt_ids"][-1]
         text = continuation.text(ids, last)
-        same_tokens = continuation.ids([text], last, control=False) == [
-            ids
-        ]  # a space may go, or a channel's name
+        # a space may go, or a channel's name
+        same_tokens = continuation.ids([text], last, control=False) == [ids]
         stopped = Ends(
             SimpleNamespace(generation_config=GenerationConfig()), tokenizer, stops=[text]
         )

@@ -1,16 +1,25 @@
 """The examples run as they stand, on a tiny model."""
 
+import ast
+import json
+import re
 import runpy
 import shutil
+import socket
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from transformers import AutoTokenizer
 
 from fastp3o.rollouts.turns.environment import Environments
+from fastp3o.run import report as reporting
+from fastp3o.run.plot import draw_progress
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+NOTEBOOK_PATH = EXAMPLES / "first_run.ipynb"
+NOTEBOOK = json.loads(NOTEBOOK_PATH.read_text())
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{{ eos_token if message.role == 'assistant' else '\\n' }}{% endfor %}"
@@ -47,6 +56,53 @@ def test_an_example_runs(tiny_model, tmp_path, monkeypatch, capsys, path):
     printed, left = PRINTED_AND_LEFT[path.stem]
     assert printed in capsys.readouterr().out
     assert all(Path(name).exists() for name in left)
+
+
+def shown_by(code: str, names: dict) -> str:
+    """Runs a cell -> what a notebook shows of its last line's value."""
+    tree = ast.parse(code)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, NOTEBOOK_PATH.name, "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return ""
+    return eval(
+        compile(ast.Expression(last.value), NOTEBOOK_PATH.name, "eval"), names
+    )._repr_html_()
+
+
+def test_the_notebook_runs_in_a_folder_of_its_own_and_shows_what_was_learned(tmp_path, monkeypatch):
+    """Each cell as a notebook runs it, which shows the value of its last line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting, "draw_progress", draw_progress)  # which tests leave out
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("it needs no network"))
+    names: dict = {}
+    cells = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    with pd.option_context("display.max_colwidth", 50):  # which it changes
+        shown = [html for html in (shown_by(code, names) for code in cells) if html]
+    losses, run, metrics, beside = shown
+    assert "<th>loss</th>" in losses
+    assert '<img src="data:image/png;base64,' in run
+    assert "<th>eval/reward</th>" in metrics
+    assert all(text in beside for text in (*names["before"], *names["after"]))
+    before, after = (names["cheerful"](None, names[when]) for when in ("before", "after"))
+    assert sum(after) > sum(before) + 2, (names["before"], names["after"])
+
+
+def test_the_notebook_links_to_pages_that_exist_and_uses_public_names():
+    cells = {
+        kind: [c for c in NOTEBOOK["cells"] if c["cell_type"] == kind]
+        for kind in ("markdown", "code")
+    }
+    links = re.findall(
+        r"\]\((?!https?:)([^)#]+)\)",
+        "".join(line for c in cells["markdown"] for line in c["source"]),
+    )
+    assert len(links) >= 3
+    assert all((EXAMPLES / link).exists() for link in links), links
+    code = "".join(line for c in cells["code"] for line in c["source"])
+    assert {*re.findall(r"from fastp3o([\w.]*) import", code)} == {""}, (
+        "names of the front page alone"
+    )
 
 
 def test_the_desk_pays_each_part_once_and_takes_its_files_with_it():

@@ -59,9 +59,8 @@ def test_a_model_of_which_a_copy_would_lack_code_or_compute_or_train_otherwise_i
     judge.score.register_forward_hook(lambda module, inputs, output: -output)
     with pytest.raises(UserError, match="model has a hook in score"):
         begin(reward=judge)
-    begin(
-        change=lambda model: model.gradient_checkpointing_enable(), updates=1
-    )  # transformers' hook changes nothing
+    # transformers' hook changes nothing
+    begin(change=lambda model: model.gradient_checkpointing_enable(), updates=1)
 
 
 def layer(model):

@@ -24,7 +24,7 @@ from tests.fastp3o.run.faults.injection import fork_together, wait_together
 from tests.fastp3o.torchrun import environment
 
 LONGEST = 300.0  # seconds
-COMMANDS = ("fastp3o.cli", "fastp3o.objectives.online")
+COMMANDS = ("fastp3o.cli", "fastp3o.objectives.config.online")
 # Imported by these commands when they run.
 LATER = (
     *(

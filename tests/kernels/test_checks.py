@@ -1,5 +1,6 @@
 """What is wrong with an input is named: the argument, the index, what was expected and what came."""
 
+import inspect
 import re
 from fractions import Fraction
 from functools import partial
@@ -16,6 +17,7 @@ from fastp3o_kernels import (
     linear_p3o_loss,
     logits_p3o_loss,
     p3o_loss,
+    response_tokens,
     sequence_logprobs,
     token_logprobs,
     token_p3o_loss,
@@ -214,6 +216,48 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
 def test_every_operation_checks(function, given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         function(*given)
+
+
+TENSORS = {
+    linear_logprobs: {"hidden": HEAD[0], "head": HEAD[1], "labels": HEAD[2]},
+    linear_loss: {
+        "hidden": HEAD[0],
+        "head": HEAD[1],
+        "labels": HEAD[2],
+        "cu_seqlens": [0, 3],
+        "objective": None,
+    },
+    linear_p3o_loss: {"hidden": torch.zeros(6, 4), "head": HEAD[1], **arguments()},
+    logits_p3o_loss: arguments(),
+    p3o_loss: {"logprobs": FOUR[0], **arguments()},
+    response_tokens: {"input_ids": torch.ones(2, 3).long(), "response_mask": torch.zeros(2, 3)},
+    sequence_logprobs: {"token_logprobs": torch.zeros(6), "cu_seqlens": [0, 6]},
+    token_logprobs: {"logits": torch.zeros(3, 9), "labels": HEAD[2]},
+    token_p3o_loss: {"token_logprobs": torch.zeros(6), **arguments()},
+}
+
+
+@pytest.mark.parametrize("function", TENSORS, ids=lambda function: function.__name__)
+def test_lists_in_the_place_of_tensors_are_named(function):
+    taken = inspect.signature(function).parameters
+    given = {name: value for name, value in TENSORS[function].items() if name in taken}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and name != "cu_seqlens":  # which may be a list
+            with pytest.raises(ValueError, match=f"{name} must be a (tensor|Head).* got list"):
+                function(**given | {name: value.tolist()})
+    if "settings" in taken:
+        with pytest.raises(ValueError, match=r"settings must be P3OSettings.* got dict"):
+            function(**given, settings={"clipping": "joint"})
+
+
+def test_rewards_by_response_and_prompt_instead_of_prompt_and_response_are_named():
+    six = arguments(cu_seqlens=torch.tensor([0, 1, 2, 3, 4, 5, 6]), rewards=torch.zeros(2, 3))
+    six |= {name: torch.zeros(3, 2) for name in ("old_logprobs", "ref_logprobs")}
+    with pytest.raises(
+        ValueError,
+        match=r"where rewards are \[2, 3\] and cu_seqlens has 6 responses\), got \[3, 2\]",
+    ):
+        logits_p3o_loss(**six)
 
 
 @pytest.mark.gpu

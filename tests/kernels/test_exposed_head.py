@@ -76,9 +76,8 @@ class Doubled(LlamaForCausalLM):
 class Capped(LlamaForCausalLM):
     def forward(self, *arguments, **options):
         output = super().forward(*arguments, **options)
-        output.logits = (
-            30 * (output.logits / 30).tanh()
-        )  # which the logits of a new model do not reach
+        # which the logits of a new model do not reach
+        output.logits = 30 * (output.logits / 30).tanh()
         return output
 
 

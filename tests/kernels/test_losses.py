@@ -116,6 +116,11 @@ def vespo(x, o, A):
     return -A * ratio**k * exp(decay * (1 - ratio)) * x
 
 
+def sapo(x, o, A):
+    tau = 0.7 if A > 0 else 1.3
+    return -A * sigmoid(tau * (exp(x - o) - 1)) * 4 / tau
+
+
 def kto(x, o, A):
     return (
         1.1 * (1 - sigmoid(0.3 * (x - o - 0.2)))
@@ -153,6 +158,7 @@ SINGLES = {
         lambda x, o, A: losses.cispo(x, o, A, clip_low=0.1, clip_high=0.3),
         lambda x, o, A: -A * torch.clamp(exp(x - o).detach(), 0.9, 1.3) * x,
     ),
+    "sapo": (lambda x, o, A: losses.sapo(x, o, A, tau_pos=0.7, tau_neg=1.3), sapo),
     "vespo": (
         lambda x, o, A: losses.reinforce(
             x, A * losses.vespo_weights(x - o, A, (1.5, 2.5), (0.7, 1.2))
@@ -282,6 +288,13 @@ def vespos_weight(log_ratio, A):
     return mp.exp(k * log_ratio - decay * mp.expm1(log_ratio))
 
 
+def sapo_exactly(log_ratio, A):
+    """Loss and gradient."""
+    tau, ratio = 0.7 if A > 0 else 1.3, mp.exp(log_ratio)
+    gate = 1 / (1 + mp.exp(-tau * (ratio - 1)))
+    return -A * gate * 4 / tau, -A * gate * (1 - gate) * 4 * ratio
+
+
 # By the names of SINGLES: loss and gradient of x with the log-ratio d, x - o.
 EXACT = {
     "ppo": lambda x, d, A: clipped_exactly(d, A, 0.1, 0.3),
@@ -296,6 +309,7 @@ EXACT = {
         -A * min(max(mp.exp(d), 0.9), 1.3) * x,
         -A * min(max(mp.exp(d), 0.9), 1.3),
     ),
+    "sapo": lambda x, d, A: sapo_exactly(d, A),
     "vespo": lambda x, d, A: (-A * vespos_weight(d, A) * x, -A * vespos_weight(d, A)),
 }
 EXTREMES = SINGLES | {"step_kl": (lambda x, o, A: losses.step_kl(x, o), None)}

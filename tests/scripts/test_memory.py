@@ -13,7 +13,8 @@ from benchmarks.peak_memory import PeakMemory
 from benchmarks.records import GPU_RECORD, select
 from benchmarks.training_shapes import LARGE_TOKENS, ONE_B, random_groups
 from benchmarks.training_shapes import Lengths as MeanLengths
-from fastp3o.commands.memory import CONTEXT
+from fastp3o.commands import memory as memory_command
+from fastp3o.commands.memory import CONTEXT, MemoryConfig, on_meta, phases_of, questions
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.trainable import choose_trainable
@@ -223,6 +224,73 @@ def test_1_b_trains_in_full_on_24_gb(sizes_of_1_b):
     assert f"{needed():.1f} GB at most" in page.read_text()
     assert needed(optimizer="adamw") > 24
     assert needed(checkpointing=False) > 24
+
+
+def test_the_peak_of_a_judges_pass_over_its_questions_is_predicted_within_a_tenth(fresh_memory):
+    config = MemoryConfig(model="", prompt_tokens=30, response_tokens=15, tokens_per_row=1100)
+    (shape, _), precision = WIDE, choose_precision("fp32", "fp32")
+    model, asked = random_model(*shape, precision), memory_command.QUESTION + 30 + 2 * 15
+    (row,) = pack([[5] * asked] * 4, [[[6], [7]]] * 4, Packing(10**6, True))
+    lengths = questions(config)
+    assert lengths == (row.tokens, sum(row.segments.key_lengths), len(row.labels))
+    with torch.no_grad(), PeakMemory() as measured:
+        labeled_logprobs(model, row)
+    predicted = frozen_memory(Model(model), lengths, precision, kernels=False)
+    assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
+
+
+def test_a_judge_and_a_rival_wait_beside_the_policy_and_have_phases_of_their_own(tmp_path):
+    for name, shape in (("policy", (128, 384, 2, 4, 4, 512)), ("judge", (256, 512, 4, 4, 4, 1024))):
+        llama(*shape, True).save_pretrained(tmp_path / name)
+    policy, judge = str(tmp_path / "policy"), str(tmp_path / "judge")
+    precision = choose_precision("fp16", "fp16")
+    sizes, of_judge = Model(on_meta(policy)), Model(on_meta(judge))
+    weights, judges_weights = 2 * sizes.parameters, 2 * of_judge.parameters
+
+    def phases(**options):
+        config = MemoryConfig(model=policy, **options)
+        lengths = Lengths.full_row(Packing(8192), prompt=350, response=40)
+        return phases_of(config, sizes, lengths), config
+
+    alone, _ = phases()
+    assert [*alone] == ["policy's update", "reference's pass", "rollouts"]
+    both, config = phases(judge_model=judge, rival=judge)
+    assert [*both] == [*alone, "judge's pass", "rival's rollouts"]
+    for name, before in alone.items():
+        assert both[name].peak == before.peak + judges_weights
+    passes, sampled = both["judge's pass"], both["rival's rollouts"]
+    asked = frozen_memory(of_judge, questions(config), precision)
+    trains = alone["rollouts"].masters + alone["rollouts"].optimizer
+    assert passes.peak == asked.peak + 2 * weights + trains  # policy and reference
+    assert sampled.weights == judges_weights
+    assert sampled.masters == 4 * sizes.parameters
+    assert sampled.optimizer == 0  # no step has been made
+    assert sampled.others == 2 * weights + judges_weights
+    assert sampled.cache > alone["rollouts"].cache  # of more layers and wider keys
+    # On the CPU between uses: what waits is the policy alone.
+    away, _ = phases(judge_model=judge, rival=judge, offload=True)
+    assert away["policy's update"].others == 0
+    assert away["judge's pass"].others == away["rival's rollouts"].others == weights
+    assert away["reference's pass"].others == weights
+    # Spread over GPUs, each has a part, and the largest layer whole.
+    spread, _ = phases(judge_model=judge, gpus=4)
+    assert spread["judge's pass"].weights < judges_weights
+    assert spread["rollouts"].others == sharded(
+        frozen_memory(sizes, Lengths(1, 1, 1), precision), sizes, precision, 4
+    ).weights + (spread["judge's pass"].weights)
+
+
+def test_the_command_has_a_column_for_each(tmp_path, monkeypatch, capsys):
+    llama(128, 384, 2, 4, 4, 512, True).save_pretrained(tmp_path)
+    name = str(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(
+        sys, "argv", ["memory", "--model", name, "--judge_model", name, "--rival", name]
+    )
+    memory_command.main()
+    told = capsys.readouterr().out
+    assert "judge's pass" in told
+    assert "rival's rollouts" in told
 
 
 def test_moments_in_8_bits_are_those_of_large_tensors_but_not_of_embeddings():

@@ -179,9 +179,8 @@ def move_modules_by_swapping() -> None:
     """A parameter that moves stays the object it was: it takes the place of one on the other
     device, with its hooks.
     """
-    torch._has_compatible_shallow_copy_type = lambda input, from_: (
-        True
-    )  # a module that moves assigns `parameter.data`
+    # a module that moves assigns `parameter.data`
+    torch._has_compatible_shallow_copy_type = lambda input, from_: True
     swap = torch.utils.swap_tensors
 
     def swap_with_hooks(first: Tensor, second: Tensor) -> None:

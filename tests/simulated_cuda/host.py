@@ -50,9 +50,8 @@ def place() -> Place:
 @dataclass(eq=False)  # a record is found among others by what it is, not by what it holds
 class Record:
     waits: list[tuple[str, Place]] = field(default_factory=list)
-    launches: Counter[str] = field(
-        default_factory=Counter
-    )  # operations of torch, copies, `triton NAME`, graphs
+    # operations of torch, copies, `triton NAME`, graphs
+    launches: Counter[str] = field(default_factory=Counter)
     devices: Counter[str] = field(default_factory=Counter)  # launches by device
 
     def places(self) -> Counter[tuple[str, str]]:

@@ -22,7 +22,7 @@ from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.rollouts.groups import make_prompts, texts
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.run.names import EVALUATIONS
@@ -52,9 +52,8 @@ ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "comparisons, online IPO": ("comparisons", "online_ipo", {"learning_rate": 1e-4}),
     SLOW: ("comparisons", "p3o", {"learning_rate": 6e-4, "reference_decay": 0.9}),
 }
-KL_COEF = (
-    0.1  # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
-)
+# of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
+KL_COEF = 0.1
 SETTINGS: dict[str, Any] = circles.LENGTHS | {
     **{
         "updates": 30,

@@ -18,8 +18,8 @@ from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward
 from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
 from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.policy_gradient import PolicyGradientConfig
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
 from fastp3o.sources import InMemory
 from fastp3o.training.loop import train

@@ -39,9 +39,8 @@ class Run:
     correction: str = "none"  # of stale rollouts, one of stale.CORRECTIONS
     inner_epochs: int = 0  # passes over a round; 0: the algorithm's default
     updates: int = 0  # 0: those of the task
-    reward_spread: float = (
-        0.0  # standard deviation of the log of a factor that each prompt's rewards have
-    )
+    # standard deviation of the log of a factor that each prompt's rewards have
+    reward_spread: float = 0.0
 
     critic_learning_rate: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS
     value_clip_range: float = 0.0  # of PPO; 0: that of one_run.PPO_SETTINGS

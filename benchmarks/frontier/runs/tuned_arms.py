@@ -13,11 +13,12 @@ from pathlib import Path
 from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.tasks.task import TASKS
 
+# responses per prompt -> prompts of an update: equally many responses
 PROMPTS = {
     2: 64,
     4: 32,
     16: 8,
-}  # responses per prompt -> prompts of an update: equally many responses
+}
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
 
 RESULTS = tuple(enumerate(TASKS[:8]))  # seed, task

@@ -28,9 +28,8 @@ PENALTY_PER_WORD = 0.25  # beyond the free length: the best responses end before
 PENALTY_PER_REPEAT = 0.15
 
 PROMPT = re.compile(rf"topic(\d) style([0-{STYLES - 1}])(?: w\d\d\d)* w(0\d\d|1[01]\d)")
-INDEX = {
-    word: index - TOPICS - STYLES for index, word in enumerate(VOCABULARY)
-}  # negative: they occur only in prompts
+# negative: they occur only in prompts
+INDEX = {word: index - TOPICS - STYLES for index, word in enumerate(VOCABULARY)}
 
 
 class Language:

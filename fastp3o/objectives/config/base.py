@@ -52,8 +52,8 @@ RULES = (
     ),
     Rule(
         ("environment",),
-        lambda config: config.environment and config.from_mixture,
-        "--environment and --mixture cannot be combined: a mixture samples responses of one turn",
+        lambda config: config.has_turns and config.from_mixture,
+        "--mixture cannot be combined with --environment or --tools: a mixture samples responses of one turn",
     ),
     Rule(
         ("interrupt_rollouts",),
@@ -150,7 +150,7 @@ RULES = (
 
 
 class UpdatesConfig(Flags):
-    """How many updates there are, and how large each is."""
+    """How many updates there are, how large each is, and when its rollouts are sampled."""
 
     section = "updates"
     updates: int = option(
@@ -165,7 +165,7 @@ class UpdatesConfig(Flags):
     prompts_per_minibatch: int = option(
         8,
         "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
-        "objective's paper (1 unless: GSPO 4, VESPO 8, DAPO and CISPO 16).",
+        "objective's paper (1 unless: GSPO and SAPO 4, VESPO 8, DAPO and CISPO 16).",
         at_least=0,
     )
     responses_per_prompt: int = option(
@@ -175,6 +175,18 @@ class UpdatesConfig(Flags):
     )
     inner_epochs: int = option(
         4, "Passes over each update's rollouts (first author: 4).", at_least=1
+    )
+    rounds_ahead: int = option(
+        0,
+        "Sample rollouts this many updates before they train, from the policy as it is then. 1 lets vLLM servers "
+        "sample while the update before trains; other samplers gain no time. 0 samples from the current policy.",
+        at_least=0,
+    )
+    dynamic_sampling: int = option(
+        0,
+        "Maximum number of resampling rounds for prompts whose responses all have the same reward; 0 disables "
+        "resampling.",
+        at_least=0,
     )
 
 
@@ -235,15 +247,15 @@ class OnlineConfig(
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     objective_class: what trains, `module:class`. assumes_own_samples: whether the gradient is a
-    mean over samples of the policy; if not, any responses serve. reads_rewards: whether the loss
-    does. paper_minibatches: steps of a pass in the objective's paper.
+    mean over samples of the policy; if not, any responses serve. sampler_correction: what weighs
+    responses that are no such samples. paper_minibatches: steps of a pass in the objective's paper.
     """
 
     section = "updates"
     rules: ClassVar[tuple[Rule, ...]] = RULES
     objective_class: ClassVar[str]
     assumes_own_samples: ClassVar[bool] = True
-    reads_rewards: ClassVar[bool] = True
+    sampler_correction: ClassVar[str] = "--sampler_ratio_cap"
     paper_minibatches: ClassVar[int] = 1
 
     prompts: str | InMemory = required(
@@ -291,12 +303,6 @@ class OnlineConfig(
         above=0,
         changeable=True,
     )
-    rounds_ahead: int = option(
-        0,
-        "Sample rollouts this many updates before they train, from the policy as it is then. 1 lets vLLM servers "
-        "sample while the update before trains; other samplers gain no time. 0 samples from the current policy.",
-        at_least=0,
-    )
     interrupt_rollouts: bool = option(
         False,
         "Continue unfinished responses with the new weights instead of waiting for them.",
@@ -306,13 +312,6 @@ class OnlineConfig(
         False,
         "Exclude responses without an end-of-sequence from the loss; they still count in the baselines of others.",
     )
-    dynamic_sampling: int = option(
-        0,
-        "Maximum number of resampling rounds for prompts whose responses all have the same reward; 0 disables "
-        "resampling.",
-        at_least=0,
-    )
-
     eval_batch_size: int = option(
         64, "Prompts evaluated at once on one device.", at_least=1, changeable=True
     )
@@ -364,9 +363,7 @@ class OnlineConfig(
         return values
 
     def largest_minibatch(self) -> int:
-        """The prompts of a minibatch where nobody has named a number that divides those of an
-        update.
-        """
+        """The prompts of a minibatch where none is set that divides the prompts of an update."""
         wanted = self.prompts_per_minibatch
         wanted = wanted or self.prompts_per_update // gcd(
             self.prompts_per_update, self.paper_minibatches
@@ -374,6 +371,18 @@ class OnlineConfig(
         if not self.minibatch_yields:
             return wanted
         return max(size for size in range(1, wanted + 1) if self.prompts_per_update % size == 0)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the loss reads rewards."""
+        return True
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the log-probs of what sampled, to weigh the difference to the
+        policy.
+        """
+        return bool(self.sampler_ratio_cap)
 
     @property
     def compares_with_old(self) -> bool:

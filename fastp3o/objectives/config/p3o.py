@@ -1,8 +1,9 @@
 """Options of P3O and PPG."""
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from fastp3o.config import option
+from fastp3o.config import Needs, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import (
     ONE_STEP_RATE,
@@ -19,6 +20,9 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
     """
 
     objective_class: ClassVar[str] = "p3o:P3O"
+    further_needs: ClassVar[Mapping[str, Needs]] = {
+        "clip_range": ("clipping=joint", "clipping=separate", "clipping=token")
+    }
     learning_rate: float = 0.0
     clipping: Literal["joint", "separate", "none", "token"] = option(
         "joint",
@@ -56,6 +60,7 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
 class PPGConfig(P3OConfig, objective="ppg"):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
+    further_needs: ClassVar[Mapping[str, Needs]] = {}  # `__post_init__` says what must stay
     clipping: Literal["none"] = option(
         "none", "none: the gradient is on-policy, so there is nothing to clip."
     )

@@ -195,6 +195,35 @@ class GSPOConfig(ClippedConfig, OnlineConfig, objective="gspo"):
     kl_coef: float = 0.0
 
 
+# --- a soft gate in place of clipping ---------------------------------------------------------
+
+
+class SAPOConfig(PolicyGradientConfig, OnlineConfig, objective="sapo"):
+    """SAPO (arXiv 2511.20347): a sigmoid of token ratios in place of clipping; otherwise as
+    GRPO, without a KL.
+    """
+
+    objective_class: ClassVar[str] = "policy_gradient:SAPO"
+    paper_minibatches: ClassVar[int] = 4
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
+    responses_per_prompt: int = option(8, "K: responses to each prompt.", at_least=2)
+    kl_coef: float = 0.0
+    tau_pos: float = option(
+        1.0,
+        "Tau where the advantage is above 0: the larger, the sooner a token whose ratio is not 1 counts for less "
+        "(paper: 1).",
+        above=0,
+        changeable=True,
+    )
+    tau_neg: float = option(
+        1.05,
+        "Tau where the advantage is not above 0 (paper: 1.05, since those tokens are the less stable ones).",
+        above=0,
+        changeable=True,
+    )
+
+
 # --- objectives for off-policy responses ----------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from fastp3o.errors import UserError
-from fastp3o.rollouts.turns.tools import UNREADABLE, calls_in
+from fastp3o.rollouts.turns.calls import UNREADABLE, calls_in
 
 __all__ = ["gymnasium_environment", "verifiers_environment", "verifiers_records"]
 
@@ -47,6 +47,26 @@ def verifiers_records(env: Any, rows: Iterable[dict]) -> list[dict]:
     ]
 
 
+def name_and_arguments(call: str) -> dict[str, str]:
+    """A call's parts. One that cannot be read has no name, and the environment says what is
+    wrong.
+    """
+    with suppress(*UNREADABLE):
+        content = json.loads(call)
+        arguments = json.dumps(content.get("arguments", {}))
+        return {"name": str(content["name"]), "arguments": arguments}
+    return {"name": "", "arguments": call}
+
+
+def later_text(before: list, now: list) -> str:
+    """What an environment has written after the policy's turn. Raises UserError if it has changed
+    what was there before.
+    """
+    if now[: len(before)] != before:
+        raise UserError("the environment has changed earlier messages, and trajectories only grow")
+    return "\n".join(message.content for message in now[len(before) + 1 :])
+
+
 def verifiers_environment(env: Any) -> type:
     """An environment class for a MultiTurnEnv or another environment of verifiers 0.2 or 0.3; its
     model is the policy. The functions of its Rubric are rewards with their weights, given after the
@@ -61,15 +81,6 @@ def verifiers_environment(env: Any) -> type:
         raise UserError(
             f"a Rubric must score each response alone, by functions of different names, got {names}"
         )
-
-    def tool_call(number: int, call: str) -> ToolCall:
-        with suppress(*UNREADABLE):
-            content = json.loads(call)
-            call, name = json.dumps(content.get("arguments", {})), str(content["name"])
-            return ToolCall(id=str(number), name=name, arguments=call)
-        return ToolCall(
-            id=str(number), name="", arguments=call
-        )  # the environment says what is wrong
 
     class Verifiers(Client):
         rewards: ClassVar = dict(zip(names, weights, strict=True))
@@ -88,22 +99,17 @@ def verifiers_environment(env: Any) -> type:
             return await self.answers.get()
 
         async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
-            calls = [tool_call(number, call) for number, call in enumerate(calls_in(text))]
+            calls = [
+                ToolCall(id=str(number), **name_and_arguments(call))
+                for number, call in enumerate(calls_in(text))
+            ]
             message = ResponseMessage(
                 content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False
             )
             self.answers.put_nowait(Response(id="", created=0, model="policy", message=message))
             before, self.prompt = self.prompt, await self.asked.get()
             if self.prompt is not None:
-                if self.prompt[: len(before)] != before:
-                    raise UserError(
-                        "the environment has changed earlier messages, and trajectories only grow"
-                    )
-                return (
-                    "\n".join(message.content for message in self.prompt[len(before) + 1 :]),
-                    {},
-                    False,
-                )
+                return later_text(before, self.prompt), {}, False
             state = await self.rollout
             if state["error"] is not None:
                 raise state["error"]

@@ -22,6 +22,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from fastp3o.calls.function import (
     FunctionError,
@@ -33,6 +34,8 @@ from fastp3o.calls.function import (
 )
 from fastp3o.config import EnvironmentConfig
 from fastp3o.errors import UserError, shown
+from fastp3o.rollouts.turns.calls import ReadCalls, call_reader
+from fastp3o.rollouts.turns.tools import load_tools, tool_environment
 from fastp3o.sources import InMemory
 
 SCORE = "score"  # the name of a reward that is a plain number
@@ -67,8 +70,9 @@ class Environments:
 
     name: in messages. make: a class. timeout: seconds that all calls of a round of turns may take.
     survives: whether an environment whose `step` raises, is late or gives a wrong answer ends its
-    trajectory alone, and not the run. weights: of rewards, by name. columns: of the prompts'
-    records that `reset` asks for.
+    trajectory alone, and not the run. read_calls: of a turn, for environments whose `step` gets
+    these in place of its text. weights: of rewards, by name. columns: of the prompts' records
+    that `reset` asks for.
     """
 
     def __init__(
@@ -78,8 +82,10 @@ class Environments:
         *,
         timeout: float | None = None,
         survives: bool = False,
+        read_calls: ReadCalls | None = None,
     ):
         self.name, self.make, self.timeout, self.survives = name, make, timeout, survives
+        self.read_calls = read_calls
         self.weights = reward_weights(name, getattr(make, "rewards", None) or {SCORE: 1.0})
         if not callable(getattr(make, "reset", None)) or not callable(getattr(make, "step", None)):
             raise UserError(
@@ -119,10 +125,10 @@ class Environments:
             **{name: deepcopy(record[name]) for name in self.taken & record.keys()},
         )
 
-    def step(self, environments: Sequence[Any], turns: Sequence[str]) -> list[Step]:
-        """Raises FunctionError for an answer that is none, and for one that raises or takes too
-        long, unless environments survive that: then it is a failed Step, as are those that a late
-        one has kept from being asked.
+    def step(self, environments: Sequence[Any], turns: Sequence[Any]) -> list[Step]:
+        """turns: what each environment's `step` gets. Raises FunctionError for an answer that is
+        none, and for one that raises or takes too long, unless environments survive that: then it
+        is a failed Step, as are those that a late one has kept from being asked.
         """
         answers: dict[int, Any] = {}
         pairs = enumerate(zip(environments, turns, strict=True))
@@ -218,11 +224,24 @@ def reward_weights(name: str, rewards: object) -> dict[str, float]:
 # --- loading and calling --------------------------------------------------------------------------
 
 
-def load_environments(config: EnvironmentConfig) -> Environments:
+def load_environments(
+    config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Environments:
+    """The configuration's environment, or the one of its tools. tokenizer: the policy's, for
+    reading the calls of its turns; whoever only asks for weights and columns needs none.
+    """
+    limits: dict[str, Any] = {
+        "timeout": config.environment_timeout,
+        "survives": config.environment_errors == "end",
+    }
+    if config.tools:
+        tools = load_tools(config.tools)
+        if tokenizer is not None:
+            limits["read_calls"] = call_reader(tokenizer, [tool.schema for tool in tools])
+        return Environments(str(config.tools), tool_environment(tools), **limits)
     name = config.environment or ""
     make = name.value if isinstance(name, InMemory) else import_function(name, "environment")
-    survives = config.environment_errors == "end"
-    return Environments(str(name), make, timeout=config.environment_timeout, survives=survives)
+    return Environments(str(name), make, **limits)
 
 
 def called_together(

@@ -80,14 +80,15 @@ class Observed(NamedTuple):
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys of all segments, which any backend of attention takes."""
-        n, found = len(self.slot_of_token), []
+        n, copies = len(self.slot_of_token), []
         self.cache.store_own(layer, self.slot_of_token, self.step_of_token, key[:n], value[:n])
         segments = [self.cache.cached(layer, *segment) for segment in self.segments]
         for new, pairs in zip((key, value), zip(*segments, strict=True), strict=True):
             parts = [part for pair in pairs for part in pair]
             parts.append(new[n:].transpose(0, 1).to(parts[0].dtype))
-            found.append(torch.cat(parts, dim=1).transpose(0, 1).to(new.dtype))
-        return found[0], found[1]
+            copies.append(torch.cat(parts, dim=1).transpose(0, 1).to(new.dtype))
+        keys, values = copies
+        return keys, values
 
 
 class KeptEngine(Engine):
@@ -181,15 +182,15 @@ class KeptTurns(EngineSampler):
         if not self.cached:
             return self.further(contexts, responses_per_prompt, seed)
         places = [(*self.cached[context.number], context) for context in contexts]
-        given = {n: (begin, context.ids[begin:]) for n, begin, context in places}
+        continued = {n: (begin, context.ids[begin:]) for n, begin, context in places}
         keys = response_keys(seed, torch.tensor([context.number for context in contexts]), 1)[:, 0]
         with evaluation_mode(self.policy):
             responses = list(
                 self.ends.responses(
-                    *cast(KeptEngine, self.engine).go_on(given, keys), prompts=contexts
+                    *cast(KeptEngine, self.engine).go_on(continued, keys), prompts=contexts
                 )
             )
-        self.note(given, contexts, responses)
+        self.note(continued, contexts, responses)
         return [
             Group(context, [response])
             for context, response in zip(contexts, responses, strict=True)

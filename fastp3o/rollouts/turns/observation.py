@@ -69,6 +69,11 @@ def chat_observations(
     writes earlier messages otherwise once others follow them: what was sampled would not be what
     the template writes.
     """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"observations of role {role} are messages, and the tokenizer has no chat template: --chat_template names "
+            "one, or --observation_role text writes them as text"
+        )
     template, name = ChatTemplate(tokenizer, settings, clock), tokenizer.name_or_path
     continuation = Continuation(tokenizer)
 
@@ -82,7 +87,7 @@ def chat_observations(
         except RecordError as error:
             raise UserError(
                 f"the chat template of {name} changes a reply once a message of role {role} follows it (it leaves out "
-                f"thinking, or writes marks anew), or refuses that: expected {error.expected}, got {error.got}. "
+                f"thinking, or rewrites marks), or refuses that: expected {error.expected}, got {error.got}. "
                 f"Trajectories only grow, and cannot be written with it: --chat_template names one that keeps replies"
             ) from error
         ids = continuation.ids([turns.between], INSIDE, control=True)[0]
@@ -97,11 +102,15 @@ def chat_observations(
         record = json.loads(given) if given else {}
         fields = {field: record[field] for field in TEMPLATE_FIELDS if field in record}
         turns, closing, opening = parts(json.dumps(fields))
+        # A turn that stopped at another token than the template's gets the template's end first.
+        end = [] if last == closing[-1] else closing
+        before, content = [*closing, *opening][-1], Ids()
         written = template.content_between(turns, readable(text, room)) if text else ""
-        before = [*closing, *opening][-1]
-        content = continuation.ids([written], before, control=False)[0] if written else []
-        ending = continuation.ids([turns.after], INSIDE if written else before, control=True)[0]
-        return [*([] if last == closing[-1] else closing), *opening, *content, *ending]
+        if written:
+            (content,) = continuation.ids([written], before, control=False)
+            before = INSIDE
+        (after,) = continuation.ids([turns.after], before, control=True)
+        return [*end, *opening, *content, *after]
 
     parts("{}")  # what is wrong without a record's variables is said at once
     return observe

@@ -19,6 +19,7 @@ from fastp3o.data.tokens import Continuation
 from fastp3o.packing.packed_row import Ids
 from fastp3o.packing.seeds import derived_seed
 from fastp3o.rollouts.groups import Group, Prompt, Response, Sampler, Turn
+from fastp3o.rollouts.turns.calls import Call
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import Observe, longest_text
 
@@ -182,18 +183,22 @@ class TrajectorySampler:
             groups = self.further(contexts, 1, derived_seed(seed, TURNS, turn))
             responses = [group.responses[0] for group in groups]
 
+    def said(self, trajectory: Trajectory, response: Response) -> str | list[Call]:
+        """What the environment gets of a trajectory's last turn: its text, or the calls in it."""
+        if self.environments.read_calls is None:
+            return response.text
+        before = trajectory.prompt.ids + trajectory.ids[: trajectory.turns[-1].start]
+        return self.environments.read_calls(before, response.ids)
+
     def take(self, live: list[Trajectory], responses: list[Response]) -> None:
         """Appends a turn to each trajectory, and its environment's answer."""
         for trajectory, response in zip(live, responses, strict=True):
             trajectory.add_turn(response, self.longest - len(trajectory.ids))
         answered = [
-            (one, response.text)
-            for one, response in zip(live, responses, strict=True)
-            if not one.over
+            (one, response) for one, response in zip(live, responses, strict=True) if not one.over
         ]
-        steps = self.environments.step(
-            [one.environment for one, _ in answered], [text for _, text in answered]
-        )
+        said = [self.said(*turn) for turn in answered]
+        steps = self.environments.step([one.environment for one, _ in answered], said)
         for (trajectory, _), step in zip(answered, steps, strict=True):
             trajectory.turns[-1] = trajectory.turns[-1]._replace(
                 rewards=step.rewards, failure=step.failure
@@ -203,8 +208,8 @@ class TrajectorySampler:
             # policy.
             goes_on = not step.done and len(trajectory.turns) < self.max_turns
             room = self.longest - len(trajectory.ids)
-            text, given = step.observation, trajectory.prompt.given
-            observed = self.observed(text, trajectory.ids[-1], room, given) if goes_on else None
+            text, record = step.observation, trajectory.prompt.given
+            observed = self.observed(text, trajectory.ids[-1], room, record) if goes_on else None
             trajectory.over = observed is None
             if observed is not None:
                 trajectory.ids = trajectory.ids + observed

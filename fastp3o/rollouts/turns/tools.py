@@ -1,77 +1,118 @@
-"""An environment of Python functions as tools."""
+"""Python functions as tools that the policy calls (../tools.md): their schemas, and the environment
+that answers.
+"""
 
 import asyncio
 import inspect
-import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from fastp3o.calls.function import raised_by_itself
-from fastp3o.errors import text_of, visible
+from fastp3o.calls.function import import_function, raised_by_itself
+from fastp3o.errors import UserError, shown, text_of, visible
+from fastp3o.rollouts.turns.calls import Call
+from fastp3o.sources import InMemory, Source
 
-__all__ = ["tool_environment"]
-
-# As Hermes, Qwen and others write calls.
-BEGIN, END = "<tool_call>", "</tool_call>"
-UNREADABLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)  # calls that are no JSON object
+COUNTS = CALLS, FAILED = "tool_calls", "failed_tool_calls"  # as rewards of turns, and as metrics
+PAGE = "fastp3o/rollouts/tools.md"
+# Parameters of these kinds have no name by which a call could give them.
+UNNAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+)
 
 
-def tool_environment(tools: Sequence[Callable]) -> type:
-    """An environment that answers a turn's calls of these functions; a turn without one is the
-    last. Its `schemas` are for the field `tools` of records, which the chat template gets.
+# --- functions as tools ---------------------------------------------------------------------------
+
+
+class Tool(NamedTuple):
+    """A function that the policy may call. schema: as chat templates take it: name, description,
+    parameters.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+
+
+def load_tools(tools: Source) -> list[Tool]:
+    """The tools of the option `tools`. Raises UserError for a function that cannot be one, and for
+    two of one name.
+    """
+    if isinstance(tools, InMemory):
+        functions = tools.value
+    else:
+        functions = [import_function(name.strip(), "tool") for name in tools.split(",")]
+    loaded = [make_tool(function) for function in functions]
+    names = [tool.name for tool in loaded]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"--tools: two tools have the name {twice[0]!r}, by which the policy calls them"
+        )
+    return loaded
+
+
+def make_tool(function: Any) -> Tool:
+    """Raises UserError for what is no function with a name, and for one whose hints and docstring
+    give no schema.
+    """
+    name = getattr(function, "__name__", "")
+    if not inspect.isroutine(function) or not name.isidentifier():
+        raise UserError(
+            f"--tools: a tool must be a function with a name, which `def` gives it, got {shown(function)}"
+        )
+    try:
+        unnamed = [
+            one.name
+            for one in inspect.signature(function).parameters.values()
+            if one.kind in UNNAMED
+        ]
+        schema = get_json_schema(function)
+    except Exception as error:  # of hints and docstrings
+        needs = f"a tool needs type hints, and a docstring that describes its arguments ({PAGE})"
+        raise UserError(f"--tools: {name}: {text_of(error)}: {needs}") from error
+    if unnamed:
+        raise UserError(
+            f"--tools: {name}: a call gives arguments by name, and {unnamed[0]} has none"
+        )
+    return Tool(name, function, schema)
+
+
+# --- the environment that answers -----------------------------------------------------------------
+
+
+def tool_environment(tools: Sequence[Tool]) -> type:
+    """An environment that answers a turn's calls; a turn without one is the last.
 
     A call that cannot be read, names no tool or has wrong arguments is answered with what was
     wrong, as is a tool that raises anything, also to end the program: the policy learns from it.
-    The rewards `calls` and `failed_calls` count them, with weight 0.
+    Rewards of weight 0 count both.
     """
-    by_name = {tool.__name__: tool for tool in tools}
+    functions = {tool.name: tool.function for tool in tools}
 
     class Tools:
-        rewards: ClassVar = {"calls": 0.0, "failed_calls": 0.0}
-        schemas: ClassVar = [get_json_schema(tool) for tool in tools]
+        rewards: ClassVar = dict.fromkeys(COUNTS, 0.0)
 
         def reset(self) -> None:
             """Tools have no state of their own."""
 
-        async def step(self, text: str) -> tuple[str | None, dict[str, float], bool]:
-            answers = [await answer(by_name, call) for call in calls_in(text)]
+        async def step(self, calls: list[Call]) -> tuple[str | None, dict[str, float], bool]:
+            answers = [await answer(functions, call) for call in calls]
             failed = sum(one.startswith("error: ") for one in answers)
-            return (
-                "\n".join(answers) or None,
-                {"calls": len(answers), "failed_calls": failed},
-                not answers,
-            )
+            return "\n".join(answers) or None, {CALLS: len(calls), FAILED: failed}, not calls
 
     return Tools
 
 
-def calls_in(text: str) -> Iterator[str]:
-    """The texts between the marks of tool calls, stripped of white space, in time linear in the
-    text.
-    """
-    place = text.find(BEGIN)
-    while place >= 0 and (end := text.find(END, place)) >= 0:
-        yield text[place + len(BEGIN) : end].strip()
-        place = text.find(BEGIN, end)
-
-
-async def answer(tools: dict[str, Callable], call: str) -> str:
+async def answer(functions: Mapping[str, Callable[..., Any]], call: Call) -> str:
+    if call.error:
+        return f"error: {call.error}"
+    if call.name not in functions:
+        return f"error: there is no tool {call.name!r:.80}; tools are {', '.join(functions)}"
     try:
-        name, arguments = read_call(call)
-    except UNREADABLE as error:
-        return f'error: a call is a JSON object {{"name": ..., "arguments": {{...}}}}: {error}'
-    if name not in tools:
-        return f"error: there is no tool {name!r:.80}; tools are {', '.join(tools)}"
-    try:
-        result = tools[name](**arguments)
+        result = functions[call.name](**call.arguments)
         return str(await result_of(result) if inspect.isawaitable(result) else result)
     except BaseException as error:  # of arguments, or of a tool, which may run what a policy wrote
         if not raised_by_itself(error):
@@ -89,12 +130,3 @@ async def result_of(awaitable: Awaitable) -> object:
     finally:
         task.cancel()
     return task.result()
-
-
-def read_call(call: str) -> tuple[str, dict[str, Any]]:
-    """The tool's name and its arguments. Raises one of UNREADABLE."""
-    content = json.loads(call)
-    name, arguments = content["name"], content.get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise TypeError("the name is text, and the arguments are an object")
-    return name, arguments

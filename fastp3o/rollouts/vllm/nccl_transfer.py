@@ -37,7 +37,7 @@ POLL = 0.01  # seconds
 class NCCLTransfer:
     """Sends a policy's weights to all servers that are there. All processes call it: they gather a
     layer at a time, which the main one sends to all at once. It and the servers' GPUs are one
-    group, made anew when others are there.
+    group, made again when servers have come or gone.
 
     dtype: in which parameters are sent. Raises UserError without a GPU, and without the servers'
     version of vLLM here.
@@ -55,20 +55,20 @@ class NCCLTransfer:
         self.engine: Any = None
         on_main_process(accelerator, lambda: require_same_vllm(servers))
 
-    def __call__(self, *, anew: bool) -> None:
-        """anew: whether a server has been started anew. Raises EndpointError on all processes if
+    def __call__(self, *, restarted: bool) -> None:
+        """restarted: whether a server has been started again. Raises EndpointError on all processes if
         one fails, or if not all is sent within the servers' time limit. The others may wait for the
         rest then, and be of no more use.
         """
         if not self.described:
             weights = (weight for layer in self.layers() for weight in layer.items())
             self.described = [(name, weight.dtype, weight.shape) for name, weight in weights]
-        on_main_process(self.accelerator, lambda: self.begin(anew))
+        on_main_process(self.accelerator, lambda: self.begin(restarted))
         for layer in self.layers():
             on_main_process(self.accelerator, partial(self.send, layer))
         on_main_process(self.accelerator, lambda: self.send(None))
 
-    def begin(self, anew: bool) -> None:
+    def begin(self, restarted: bool) -> None:
         """Starts to send in a thread, which is abandoned if it hangs in NCCL."""
         # Who is gone is found now: a group would wait for it.
         answers = self.servers.post_to_all("/get_world_size", None, timeout=QUICK)
@@ -76,14 +76,13 @@ class NCCLTransfer:
         self.queue: Queue[dict[str, Tensor] | None] = Queue()
         self.running: Future[None] = Future()
         self.deadline = time.monotonic() + self.servers.time_limit
-        device = (
-            torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        )  # each thread has its own
+        # Each thread has its own.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
         def run() -> None:
             try:
                 with torch.cuda.device(device):
-                    if anew or gpus != self.gpus:
+                    if restarted or gpus != self.gpus:
                         self.join(gpus)
                     self.engine.send_weights()
                     self.running.set_result(None)
@@ -201,12 +200,12 @@ def require_same_vllm(servers: Servers) -> None:
         raise UserError(
             f"--vllm_weights nccl needs vllm in this environment, too: {error}"
         ) from error
-    found = [read_version(json.dumps({"version": __version__}).encode())]
-    found += [
+    versions = [read_version(json.dumps({"version": __version__}).encode())]
+    versions += [
         servers.endpoint(url, "/version", timeout=QUICK).get(read_version) for url in servers.urls
     ]
-    if set(found) not in ({(0, 32)}, {(0, 33)}):
-        here, *there = map(dotted, found)
+    if set(versions) not in ({(0, 32)}, {(0, 33)}):
+        here, *there = map(dotted, versions)
         both = f"{here} here, {', '.join(there)} there"
         raise UserError(f"--vllm_weights nccl needs vLLM 0.32, or 0.33, on both sides, got {both}")
 

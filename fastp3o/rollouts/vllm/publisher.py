@@ -96,9 +96,8 @@ class Publisher:
         self.published: int | None = None
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
-        self.answers: dict[
-            str, list[list[Completion]]
-        ] = {}  # to the last probe, by server, of each prompt
+        # to the last probe, by server, of each prompt
+        self.answers: dict[str, list[list[Completion]]] = {}
         on_main_process(
             self.accelerator, lambda: self.servers.require_usable(config.longest_sequence)
         )
@@ -130,17 +129,17 @@ class Publisher:
         busy = set().union(
             *gather_object([{url for url in self.servers.lost if self.servers.busy[url]}])
         )
-        found = on_main_process(
+        returned = on_main_process(
             self.accelerator, lambda: self.servers.found_again(self.servers.lost - busy)
         )
-        self.servers.lost -= found
+        self.servers.lost -= returned
         if not self.servers.present:
             raise EndpointError(f"no server responds anymore: {', '.join(self.servers.urls)}")
         if self.transfer:
-            self.change_weights(partial(self.transfer, anew=bool(found)))
+            self.change_weights(partial(self.transfer, restarted=bool(returned)))
         else:
             self.bring()
-        if self.reloads < 2 or self.probes_always or found:
+        if self.reloads < 2 or self.probes_always or returned:
             self.probe(version)
         self.servers.lost |= on_main_process(self.accelerator, lambda: self.servers.lost)
         self.published, self.reloads = version, self.reloads + 1

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 KEY = "VLLM_API_KEY"
 OLDEST = (0, 30)
 LARGEST = 1e5  # nats; vLLM clamps a log-prob of 0 to -9999
-# A server that has been started anew has other weights. It takes longer to start than this leaves
+# A server that has been restarted has other weights. It takes longer to start than this leaves
 # it.
 RETRIES = 1
 QUICK = 30.0  # seconds for an answer that takes a server no work
@@ -119,12 +119,12 @@ class Servers:
 
     def found_again(self, lost: set[str]) -> set[str]:
         """The lost servers that respond again. lost: those that any process has marked as lost."""
-        found = set()
+        responding = set()
         for url in lost:
             with suppress(EndpointError):
                 self.endpoint(url, "/version", timeout=QUICK, retries=0).get(read_version)
-                found.add(url)
-        return found
+                responding.add(url)
+        return responding
 
     def endpoint(self, url: str, path: str, **options: Any) -> Endpoint:
         return Endpoint(

@@ -52,9 +52,8 @@ class HeadGradients:
     ):
         self.chunked, plan = chunked, chunked.plan
         self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
-        self.waiting: list[
-            Tensor
-        ] = []  # numbers of the tokens that wait, each with a row of the buffer
+        # numbers of the tokens that wait, each with a row of the buffer
+        self.waiting: list[Tensor] = []
         self.filled = 0  # rows of the buffer
         self.dtypes = [
             tensor.dtype if tensor is not None else None

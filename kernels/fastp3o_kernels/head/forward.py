@@ -113,9 +113,8 @@ class ChunkedHead:
             self.logits_buffer = taken.view(self.rows_held, plan.row_elements)
         held = resident.start <= span.start and span.stop <= resident.stop
         if not held:
-            fits = (
-                len(self.labels) - resident.start <= self.rows_held
-            )  # with all that come after it
+            # With all that come after it.
+            fits = len(self.labels) - resident.start <= self.rows_held
             follows = self.keeps and span.start == resident.stop and fits
             self.resident = resident = slice(resident.start if follows else span.start, span.stop)
         first = span.start - resident.start

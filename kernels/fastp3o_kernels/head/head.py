@@ -18,6 +18,7 @@ from fastp3o_kernels.checks import (
     check_labels,
     check_same_device,
     check_shape,
+    check_tensors,
     check_whole,
 )
 from fastp3o_kernels.head.vocabulary_shard import VocabularyShard
@@ -45,13 +46,14 @@ class Head(LogitsTransform):
 
     @classmethod
     def from_layer(cls, head: "HeadLike") -> "Head":
-        """A linear layer, or a bare weight, is a head without soft cap, at temperature 1. Raises
-        ValueError for anything else, such as a layer with adapters, whose weight is not all that it
-        multiplies by.
+        """A linear layer, or a bare weight, is a head without soft cap, at temperature 1. A layer
+        that has a group of its own of `fully_shard` is gathered. Raises ValueError for anything
+        else, such as a layer with adapters, whose weight is not all that it multiplies by.
         """
         if isinstance(head, Head):
             return head
         if isinstance(head, nn.Linear):
+            gather(head)
             return cls(head.weight, bias=head.bias)
         if isinstance(head, Tensor):
             return cls(head)
@@ -78,13 +80,25 @@ class Head(LogitsTransform):
 HeadLike = Head | nn.Linear | Tensor
 
 
+def gather(layer: nn.Module) -> None:
+    """Makes the weights of a layer whole where `fully_shard` has put it in a group of its own,
+    whose hooks wait for a call of the layer: losses never call it. The backward pass, or the
+    layer's `reshard`, parts them again.
+    """
+    unshard = getattr(layer, "unshard", None)
+    if unshard is not None:
+        unshard()
+
+
 def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | None) -> None:
+    check_tensors(hidden=hidden, weight=head.weight, bias=head.bias, labels=labels)
     for name, tensor, shape in (("hidden", hidden, "[N, D]"), ("weight", head.weight, "[V, D]")):
         if tensor.dim() != 2:
             raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
         check_floating(name, tensor)
         check_whole(name, tensor)
-    check_gradient_placements(head.weight)
+    if head.shard is None:  # a part that is this process's own has its own gradient
+        check_gradient_placements(head.weight)
     V, D = head.weight.shape
     if head.shard is not None and head.shard.rows != V:
         raise ValueError(f"weight must have the {head.shard.rows} rows of its shard, got {V}")
@@ -152,9 +166,8 @@ class HeadDtypes(NamedTuple):
     bf16.
     """
 
-    rounded: (
-        torch.dtype
-    )  # of hidden states and weight after rounding: autocast's dtype, or their own
+    # Of hidden states and weight after rounding: autocast's dtype, or their own.
+    rounded: torch.dtype
     multiplied: torch.dtype  # of the operands of the logits' product
     dlogits: torch.dtype  # of the gradients of logits, and of all operands of their products
     logits: torch.dtype  # of logits, log-probs and sums over tokens

@@ -51,9 +51,8 @@ def student_gradients(s: Tensor, t: Tensor, divergence: str, beta: float) -> Ten
         return p.sub_(t.exp())
     target, weight = (t, 1.0) if divergence == "reverse_kl" else (mixture(s, t, beta), 1 - beta)
     ratios = (s - target).masked_fill_(p == 0, 0.0)
-    ratios -= ratios.gather(
-        1, p.argmax(1, keepdim=True)
-    )  # or the digits of a token of probability near 1 would cancel
+    # Or the digits of a token of probability near 1 would cancel.
+    ratios -= ratios.gather(1, p.argmax(1, keepdim=True))
     return ratios.sub_((p * ratios).sum(1, keepdim=True)).mul_(p).mul_(weight)
 
 
@@ -181,9 +180,8 @@ def linear_distillation(
     if divergence not in DIVERGENCES or not 0 < beta < 1:
         expected = f"one of {', '.join(DIVERGENCES)}, and beta above 0 and below 1"
         raise ValueError(f"divergence must be {expected}, got {divergence!r} and {beta}")
-    labels = torch.zeros(
-        hidden.shape[:1], dtype=torch.long, device=hidden.device
-    )  # which no divergence reads
+    # No divergence reads labels.
+    labels = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
     check_head(hidden, head, labels, None)
     check_same_device(hidden=hidden, teacher_hidden=teacher_hidden)
     try:

@@ -56,9 +56,8 @@ class LinearLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         chunked = ctx.chunked
         hidden, weight, bias, chunked.labels = ctx.saved_tensors
-        chunked.logprobs = torch.empty_like(
-            chunked.row_max
-        )  # of logits that are computed again, for nobody
+        # Of logits that are computed again, for nobody.
+        chunked.logprobs = torch.empty_like(chunked.row_max)
         head = replace(ctx.head_without_tensors, weight=weight, bias=bias)
         with chunked.holding(hidden, head):
             gradients = gradients_of(chunked, hidden, head, ctx.needs_input_grad[:3])

@@ -106,9 +106,11 @@ def launch_lowered_scale(
     coefficients: fp32, any shape.
     """
     coefficients = coefficients.contiguous()
-    lowered = torch.empty_like(scale)
-    ratio = torch.empty_like(scale)
-    scaled = torch.empty_like(coefficients)
+    lowered, ratio, scaled = (
+        torch.empty_like(scale),
+        torch.empty_like(scale),
+        torch.empty_like(coefficients),
+    )
     sizes = {"size": coefficients.numel(), "LARGEST": largest, "HIGHEST": highest, "BLOCK": BLOCK}
     with torch.cuda.device_of(scale):
         lowered_scale_kernel[(1,)](

@@ -82,9 +82,8 @@ class VocabularyShard:
             torch.stack([(log_sum + below).exp(), torch.where(own, label_logits, 0.0)])
         )
         log_sum = sums[0].log()
-        logprobs = (sums[1] - log_sum).clamp_(
-            max=0.0
-        )  # which rounding by several processes may exceed
+        # Rounding by several processes may exceed 0, the largest log-prob.
+        logprobs = (sums[1] - log_sum).clamp_(max=0.0)
         outside = (rows.labels < -self.first) | (rows.labels >= self.vocabulary - self.first)
         logprobs.masked_fill_(outside, nan).masked_fill_(rows.labels == rows.ignore_index, 0.0)
         return logprobs, torch.where(log_sum.isnan(), nan, largest), log_sum

@@ -55,9 +55,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad):
-        x, weight = (
-            ctx.saved_tensors
-        )  # once: a layer that is computed again has them for one reading
+        # once: a layer that is computed again has them for one reading.
+        x, weight = ctx.saved_tensors
         x = in_rows(x)
         dx, kind = torch.empty_like(x), ctx.kind
         dweight = launch_rms_norm_gradient(

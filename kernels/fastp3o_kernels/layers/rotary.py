@@ -79,11 +79,17 @@ def rotate(
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    precise, R = at_least_fp32(x), cos.shape[-1]
-    turning = precise[..., :R]
-    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
-    other = torch.stack([-b, a], -1).flatten(-2) if interleaved else torch.cat([-b, a], -1)
-    return torch.cat([turning * cos + other * sin, precise[..., R:]], -1).to(x.dtype)
+    R = cos.shape[-1]
+    precise = at_least_fp32(x)
+    turning, rest = precise[..., :R], precise[..., R:]
+    # Pairs (a, b) turn: they lie side by side, or half of the turning part apart.
+    if interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        other = torch.stack([-b, a], -1).flatten(-2)
+    else:
+        a, b = turning.chunk(2, -1)
+        other = torch.cat([-b, a], -1)
+    return torch.cat([turning * cos + other * sin, rest], -1).to(x.dtype)
 
 
 def with_whole_heads(x: Tensor) -> Tensor:

@@ -127,9 +127,8 @@ def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P
             total = at_least_fp32(values).masked_fill(~flags, 0.0).sum()
             metrics[name] = (total / counted[name].clamp(min=1)).float()
         elif name == "ratio_max":
-            metrics[name] = (
-                torch.nn.functional.pad(ratios.flatten(), (0, 1)).max().float()
-            )  # 0 if there is none
+            # 0 if there is none.
+            metrics[name] = torch.nn.functional.pad(ratios.flatten(), (0, 1)).max().float()
     mean_over = K - 1 if settings.clipping == "token" else 2 * Q
     return P3OLossOutput(losses.sum() / (mean_over * pairs.divisor), metrics, counted)
 

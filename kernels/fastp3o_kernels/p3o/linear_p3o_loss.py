@@ -34,12 +34,10 @@ class PairLoss:
 
     def __init__(self, pairs: Pairs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
-        self.terms: Tensor | None = (
-            None  # what each prompt adds, with Triton, filled in chunk by chunk
-        )
-        self.output: P3OLossOutput | None = (
-            None  # without a gradient, of the last chunk and then of all
-        )
+        # What each prompt adds, with Triton, filled in chunk by chunk.
+        self.terms: Tensor | None = None
+        # Without a gradient, of the last chunk and then of all.
+        self.output: P3OLossOutput | None = None
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
         """The loss needs all chunks at once: metrics are not sums over them."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_shape
+from fastp3o_kernels.checks import check_floating, check_shape, check_tensors
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.pairs import Pairs
@@ -18,6 +18,7 @@ from fastp3o_kernels.p3o.settings import (
     SAMPLER_METRICS,
     P3OLossOutput,
     P3OSettings,
+    check_settings,
 )
 from fastp3o_kernels.rows.logprobs import token_logprobs as label_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
@@ -105,6 +106,7 @@ def token_p3o_loss(
     Raises:
         ValueError: as in `p3o_loss` and `sequence_logprobs`.
     """
+    check_tensors(token_logprobs=token_logprobs)
     if token_logprobs.dim() != 1:
         raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
     check_floating("token_logprobs", token_logprobs)
@@ -259,6 +261,8 @@ def p3o_loss(
             infinity in old_logprobs, rewards or sampler_logprobs (on a GPU only with
             FASTP3O_DEBUG=1).
     """
+    check_settings(settings)
+    check_tensors(logprobs=logprobs, rewards=rewards)
     if settings.clipping == "token":
         raise ValueError('clipping="token" clips tokens; call token_p3o_loss or logits_p3o_loss')
     if logprobs.dim() != 2 or logprobs.shape[1] < 2:

@@ -282,14 +282,18 @@ def pair_kernel(
         with_gradient = tl.sum(tokens_with_gradient, axis=1)
     elif CLIPPING == "separate":
         is_outside = counts & (clip(ratio, 1 - clip_range, 1 + clip_range) != ratio)
-        losses = sum_of_pairs(loss)
-        cases = number
-        outside = tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1)
+        losses, cases, outside = (
+            sum_of_pairs(loss),
+            number,
+            tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1),
+        )
     else:
         is_outside = is_pair & (u_clipped != u)
-        losses = sum_of_pairs(loss)
-        cases = pairs
-        outside = sum_of_pairs(tl.where(is_outside, 1.0, 0.0))
+        losses, cases, outside = (
+            sum_of_pairs(loss),
+            pairs,
+            sum_of_pairs(tl.where(is_outside, 1.0, 0.0)),
+        )
     no_gradient = (number > 0.0) & (with_gradient == 0.0)
     tl.store(terms_ptr + LOSSES * terms_stride, losses, mask=valid)
     tl.store(terms_ptr + CASES * terms_stride, cases, mask=valid)

@@ -16,12 +16,13 @@ from fastp3o_kernels.checks import (
     check_floating,
     check_same_device,
     check_shape,
+    check_tensors,
     checked_cu_seqlens,
     first_index,
     may_look_at_values,
 )
 from fastp3o_kernels.operation import on_device
-from fastp3o_kernels.p3o.settings import P3OSettings
+from fastp3o_kernels.p3o.settings import P3OSettings, check_settings
 from fastp3o_kernels.rows.eager import at_least_fp32
 
 
@@ -35,9 +36,8 @@ class Pairs:
     old_logprobs: Tensor | None  # [P, K]; None: the policy's own
     ref_logprobs: Tensor  # [P, K]
     rewards: Tensor  # [P, K]; or [P, K, K], the difference of each pair, of which i < j is read
-    old_token_logprobs: Tensor | None = (
-        None  # [N], where single tokens are clipped; None: the policy's own
-    )
+    # [N], where single tokens are clipped; None: the policy's own.
+    old_token_logprobs: Tensor | None = None
     valid_responses: Tensor | None = None  # [P, K] bool
     sampler_logprobs: Tensor | None = None  # [P, K]; None: pairs have no importance weights
     # Of the sum over all prompts or tokens, also where these are a part of them; once checked 0-d
@@ -54,6 +54,8 @@ class Pairs:
         policy's, and for NaN or an infinity of a response that takes part in a pair (on a GPU only
         with FASTP3O_DEBUG=1).
         """
+        check_settings(settings)
+        check_tensors(**{name: value for name, value in vars(self).items() if name != "divisor"})
         tokens, device, rewards, divisor = len(policy), policy.device, self.rewards, self.divisor
         if (
             rewards.dim() not in (2, 3)
@@ -67,6 +69,7 @@ class Pairs:
         K = rewards.shape[1]
         cu_seqlens = checked_cu_seqlens(self.cu_seqlens, policy, responses_per_prompt=K)
         P = (len(cu_seqlens) - 1) // K
+        given = f"rewards are {list(rewards.shape)} and cu_seqlens has {P * K} responses"
         for name, tensor in self.floating.items():
             by_token = name == "old_token_logprobs"
             if by_token and settings.clipping != "token":
@@ -77,7 +80,7 @@ class Pairs:
             if by_token:
                 check_shape(name, tensor, (tokens,), "one for each token")
             else:
-                check_shape(name, tensor, by_response, "a row for each prompt")
+                check_shape(name, tensor, by_response, f"[P, K], where {given}")
             check_floating(name, tensor)
         if self.valid_responses is not None:
             check_shape("valid_responses", self.valid_responses, (P, K), "a row for each prompt")

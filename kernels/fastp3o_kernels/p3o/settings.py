@@ -72,6 +72,14 @@ class P3OSettings:
 DEFAULTS = P3OSettings()
 
 
+def check_settings(settings: object) -> None:
+    """Raises ValueError for anything but P3OSettings, such as a dict of them."""
+    if not isinstance(settings, P3OSettings):
+        raise ValueError(
+            f"settings must be P3OSettings(clipping=..., ...), got {type(settings).__name__}"
+        )
+
+
 class P3OLossOutput(NamedTuple):
     """A loss, its metrics, and how many things each metric is a mean over.
 

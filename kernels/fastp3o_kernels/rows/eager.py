@@ -95,9 +95,8 @@ def logprobs_in_parts(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     logprobs, row_max, log_sum = (rows.logits.new_empty(len(rows.logits)) for _ in range(3))
     for part in parts(rows):
         logits = capped(rows.logits[part], rows.transform)
-        row_max[part] = logits.amax(1).clamp_(
-            min=torch.finfo(logits.dtype).min
-        )  # -inf minus it is -inf, and not NaN
+        # -inf minus it is -inf, and not NaN.
+        row_max[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
         below = below_max(logits, row_max[part], rows.transform.temperature)
         logprobs[part] = below.gather(1, indices[part]).squeeze(1)
         log_sum[part] = below.exp_().sum(1).log_()

@@ -14,6 +14,7 @@ from fastp3o_kernels.checks import (
     check_floating,
     check_labels,
     check_same_device,
+    check_tensors,
     checked_cu_seqlens,
 )
 from fastp3o_kernels.operation import (
@@ -169,6 +170,7 @@ def token_logprobs(
             range gives NaN there.
     """
     transform = LogitsTransform(temperature=temperature)
+    check_tensors(logits=logits, labels=labels)
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape [N, V], got {list(logits.shape)}")
     check_floating("logits", logits)
@@ -234,6 +236,7 @@ def sequence_logprobs(
         order (on a GPU only
             with FASTP3O_DEBUG=1).
     """
+    check_tensors(token_logprobs=token_logprobs)
     check_floating("token_logprobs", token_logprobs)
     cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, token_logprobs), token_logprobs.device)
     if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:

@@ -101,6 +101,11 @@ FLAGS = [
     ),
     ("online", "--old_logprobs sampler", "--old_logprobs sampler changes no ratio"),
     (
+        "p3o",
+        "--clipping none --clip_range 0.1",
+        "--clip_range has no effect without --clipping joint or --clipping sep",
+    ),
+    (
         "online",
         "--clip_low 0.1",
         "--clip_low has no effect without --clipping response or --clipping token",

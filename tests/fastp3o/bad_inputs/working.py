@@ -14,8 +14,8 @@ from fastp3o.cli import parse, parse_chosen
 from fastp3o.commands.memory import MemoryConfig
 from fastp3o.evaluation.win_rates import WinRateConfig
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 

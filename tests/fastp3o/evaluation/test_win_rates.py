@@ -5,6 +5,7 @@ models.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastp3o.commands import win_rate as win_rate_command
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
+from fastp3o.evaluation.length_controlled import length_controlled
 from fastp3o.evaluation.verdicts import WinRate, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_comparison, by_reward
 from fastp3o.rewards.comparing_function import load_function
@@ -78,6 +80,32 @@ def test_a_reward_that_compares_gives_verdicts_of_its_probabilities():
     assert by_comparison(first, second) == [FIRST, TIE, NONE, SECOND, TIE]
 
 
+def test_win_rates_at_equal_length_are_of_the_same_verdicts_and_say_where_they_are_missing(capsys):
+    def responses(*texts: str) -> Responses:
+        return Responses(
+            [Group(Prompt("p", [1]), [Response([2], text, True)]) for text in texts], {}
+        )
+
+    def later(prompts, firsts, seconds):
+        return [
+            Verdict.FIRST if a > b else Verdict.SECOND if a < b else Verdict.TIE
+            for a, b in zip(firsts, seconds, strict=True)
+        ]
+
+    settings = WinRateConfig(models="a,b", prompts="p", judge="a:b", max_response_tokens=8)
+    first, second = responses("b", "aaa", "ccc", "a", "bb"), responses("a", "b", "a", "ccc", "b")
+    ((_, rate),) = win_rates.win_rates(settings, later, first, second)
+    points, longer = np.array([1.0, 0.0, 1.0, 0.0, 1.0]), np.array([0.0, 2.0, 2.0, -2.0, 1.0])
+    assert rate.win_rate == 0.6
+    assert rate.length_controlled == length_controlled(points, longer)
+    ((_, same),) = win_rates.win_rates(settings, later, responses("a", "b"), responses("b", "a"))
+    assert same.length_controlled is None
+    assert (
+        "no length-controlled win rate by judge: responses differ in length"
+        in capsys.readouterr().out
+    )
+
+
 def save(tiny_model: str, folder: str, noise: float = 0.0, template: str | None = None) -> None:
     """The tiny model, its weights a little apart, with a chat template."""
     model, tokenizer = (
@@ -130,6 +158,7 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
         "missing": 0,
         "prompts": 8,
     }
+    even["length_controlled"] = None  # equal responses are equally long
     assert rates[tiny_model, "third"] == {"reward": even, "judge": even}
     forth, back = (
         WinRate(**rates[pair]["reward"]) for pair in ((tiny_model, "other"), ("other", "third"))

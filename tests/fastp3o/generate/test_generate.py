@@ -104,6 +104,109 @@ def test_comparisons_choose_the_best_of_n_and_the_winner_of_a_tournament(workpla
         generate(config(tiny_model, "scores", keep="tournament"))
 
 
+def test_the_pairs_that_are_compared_can_be_chosen_and_decide_the_rewards(workplace, tiny_model):
+    Path("in_pairs.py").write_text(
+        "ASKED = []\n"
+        "def later(prompts, firsts, seconds):\n"
+        "    ASKED.extend(zip(prompts, firsts, seconds))\n"
+        "    return [float(a > b) for a, b in zip(firsts, seconds)]\n"
+    )
+
+    def lead(first: str, second: str) -> float:
+        return (first > second) - (first < second)
+
+    def lines(comparisons: str) -> tuple[list[dict], list[tuple[str, str, str]]]:
+        generate(config(tiny_model, comparisons, reward="in_pairs:later", comparisons=comparisons))
+        asked = sys.modules["in_pairs"].ASKED
+        made = asked[1:]  # after the trial before the run
+        asked.clear()
+        return records(comparisons, "samples.jsonl"), made
+
+    (every, _), (circular, in_circles), (anchored, with_anchors) = map(
+        lines, ("all", "circular", "anchor")
+    )
+    texts = [line["responses"] for line in every]
+    assert (
+        [line["responses"] for line in circular]
+        == [line["responses"] for line in anchored]
+        == texts
+    )
+    assert all(len({*its}) == 4 for its in texts)
+    assert len(in_circles) == len(with_anchors) == 8 * 4
+    anchors = {prompt: second for prompt, _, second in with_anchors}
+    assert len({*with_anchors}) == 8 * 4
+    assert {(prompt, anchors[prompt]) for prompt, *_ in with_anchors} == {
+        (p, second) for p, _, second in with_anchors
+    }
+    for line, its in zip(circular, texts, strict=True):
+        beside = [(its[place - 1], its[(place + 1) % 4]) for place in range(4)]
+        expected = [
+            (lead(a, before) + lead(a, after)) / 8
+            for a, (before, after) in zip(its, beside, strict=True)
+        ]
+        assert line["rewards"] == expected
+    for line, its in zip(anchored, texts, strict=True):
+        leads = [lead(text, anchors[line["prompt"]]) / 2 for text in its]
+        assert anchors[line["prompt"]] not in its
+        assert line["rewards"] == [sum(mine - other for other in leads) / 8 for mine in leads]
+    assert [line["completion"] for line in records("anchor")] == [
+        its[line["rewards"].index(max(line["rewards"]))]
+        for line, its in zip(anchored, texts, strict=True)
+    ]
+
+
+def test_anchors_of_a_resumed_run_are_those_of_an_unbroken_one(workplace, tiny_model):
+    Path("with_anchors.py").write_text(
+        "def later(prompts, firsts, seconds):\n    return [float(a > b) for a, b in zip(firsts, seconds)]\n"
+    )
+    settings = {"reward": "with_anchors:later", "comparisons": "anchor"}
+    generate(config(tiny_model, "run", **settings))
+    whole = contents("run")
+    Path("run/samples.jsonl").write_bytes(whole[0][: whole[0].index(b'{"number": 4')])
+    generate(config(tiny_model, "run", resume=True, **settings))
+    assert contents("run") == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"keep": "tournament"},
+            "--keep tournament chooses the pairs that are compared: leave out --comparisons",
+        ),
+        ({"keep": "judged", "judge": "a:b"}, "--keep judged chooses the pairs that are compared"),
+        (
+            {"keep": "revised", "reward": None, "principles": "p"},
+            "--keep revised chooses the pairs",
+        ),
+        ({"keep": "none", "reward": None}, "--comparisons anchor has no effect without --reward"),
+        ({"responses_per_prompt": 1}, "--responses_per_prompt must be at least 2, got 1"),
+    ],
+)
+def test_a_choice_of_pairs_without_effect_is_refused(tiny_model, changes, message):
+    with pytest.raises(UserError, match=message):
+        config(tiny_model, "run", comparisons="anchor", **changes)
+
+
+def test_one_response_alone_is_refused_by_a_reward_that_compares(workplace, tiny_model):
+    Path("of_pairs.py").write_text(
+        "def better(prompts, firsts, seconds):\n    return [0.5] * len(prompts)\n"
+    )
+    with pytest.raises(
+        UserError, match=r"of_pairs:better compares responses .* must be at least 2"
+    ):
+        generate(config(tiny_model, "run", reward="of_pairs:better", responses_per_prompt=1))
+    assert not Path("run").exists()
+
+
+def test_a_choice_of_pairs_is_refused_for_a_reward_that_scores(workplace, tiny_model):
+    with pytest.raises(
+        UserError, match="--comparisons circular has no effect without a reward that judges pair by"
+    ):
+        generate(config(tiny_model, "run", comparisons="circular"))
+    assert not Path("run").exists()
+
+
 def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing(
     workplace, tiny_model, monkeypatch, capsys
 ):

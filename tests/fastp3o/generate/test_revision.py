@@ -57,8 +57,15 @@ def test_principles_are_lines_or_requests(principles):
 
 
 def played(texts: list[str], seed: int = 0) -> list[tuple]:
-    settings = config("m", "o", revisions=2, seed=seed, **REVISED)
-    environment = revising(settings, chats=True, room=99).environment.value()
+    options = revising(
+        read_principles("principles.txt"),
+        rounds=2,
+        turn_tokens=16,
+        chats=True,
+        room=99,
+        seed=seed,
+    )
+    environment = options["environment"].value()
     environment.reset("Say tree:")
     return [environment.step(text) for text in texts]
 

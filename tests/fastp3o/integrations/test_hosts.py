@@ -228,9 +228,8 @@ def test_openrlhfs_training_steps_are_p3os(monkeypatch, tmp_path):
         micro_train_batch_size=2 * K,
         dataloader_pin_memory=False,
     )
-    order = torch.randperm(
-        P * K
-    )  # OpenRLHF has siblings as neighbors, and shuffles them one by one
+    # OpenRLHF has siblings as neighbors, and shuffles them one by one
+    order = torch.randperm(P * K)
     rows = {
         "sequences": sequences,
         "attention_mask": whole,

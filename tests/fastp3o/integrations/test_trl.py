@@ -87,9 +87,8 @@ TWO_MINIBATCHES = {
     ],
 )
 def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch, options, settings):
-    monkeypatch.setattr(
-        p3o_trainer, "padded_p3o_loss", p3o_trainer.padded_p3o_loss
-    )  # restored after the test
+    # restored after the test
+    monkeypatch.setattr(p3o_trainer, "padded_p3o_loss", p3o_trainer.padded_p3o_loss)
     microbatches = recorded(p3o_trainer)
     trainer = p3o(str(tmp_path), tiny_model, **options)
     iterations, generation = trainer.num_iterations, trainer.args.steps_per_generation

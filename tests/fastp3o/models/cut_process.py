@@ -19,9 +19,8 @@ from tests.fastp3o.models.sharded_process import CPU, ROWS, largest_error, plain
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 ODD = {"vocab_size": 51}
 CONFIGS["olmo2"] = lambda: hf.Olmo2Config(**UNGROUPED | HEADS)  # norms over all heads
-CONFIGS["phi"] = lambda: hf.PhiConfig(
-    **UNGROUPED | HEADS | ODD, resid_pdrop=0.0
-)  # biases, of the head, too
+# biases, of the head, too
+CONFIGS["phi"] = lambda: hf.PhiConfig(**UNGROUPED | HEADS | ODD, resid_pdrop=0.0)
 MODELS = {
     f: partial(plain, f, **HEADS)
     for f in ("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "gpt_neox", "phi")
@@ -35,9 +34,8 @@ MODELS = {
 
 def main(file: str) -> None:
     accelerator = Accelerator()
-    sharding.MixedPrecisionPolicy = lambda *_, **__: (
-        MixedPrecisionPolicy()
-    )  # gradients are added up in fp64, too
+    # gradients are added up in fp64, too
+    sharding.MixedPrecisionPolicy = lambda *_, **__: MixedPrecisionPolicy()
     errors = {
         name: largest_error(lambda m=make: m().double(), tensor_parallel=2)
         for name, make in MODELS.items()
@@ -46,10 +44,8 @@ def main(file: str) -> None:
         lambda: plain("gpt_neox", num_attention_heads=4).double(), ROWS[:1], ROWS[:1], 4
     )
     shard(odd := MODELS["odd"](), CPU, process_mesh(CPU, tensor_parallel=2))
-    assert odd.model.lm_head.weight.placements == (
-        Shard(1),
-        Shard(0),
-    )  # torch errs in rows cut twice
+    # torch errs in rows cut twice
+    assert odd.model.lm_head.weight.placements == (Shard(1), Shard(0))
     if accelerator.is_main_process:
         torch.save(errors, file)
     accelerator.end_training()

@@ -23,7 +23,7 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
-from fastp3o_kernels import p3o_loss
+from fastp3o_kernels import P3OSettings, p3o_loss
 
 VOCABULARY = 48
 WINDOW = 4
@@ -253,7 +253,8 @@ def alone(model: PreTrainedModel, groups: Groups) -> Outcome:
     """One sequence at a time through transformers, P3O from the sums."""
     logprobs = [logprobs_alone(model, prompt, response) for prompt, response in groups.sequences]
     old, ref, rewards = rollout_near(logprobs)
-    loss = p3o_loss(sums(logprobs), sums(old), sums(ref), rewards, LOSS).loss
+    settings = P3OSettings(clipping="joint", kl_coef=LOSS.kl_coef)
+    loss = p3o_loss(sums(logprobs), sums(old), sums(ref), rewards, settings).loss
     return outcome(model, logprobs, loss)
 
 

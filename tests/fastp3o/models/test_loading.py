@@ -165,9 +165,8 @@ def test_no_tokenizer_is_made_up_where_there_is_none(
     with pytest.raises(ValueError, match=f"cannot load {tmp_path}: no tokenizer files found"):
         load_tokenizer(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "fastp3o.models.checkpoint_files.cached_file", lambda *_, **__: None
-    )  # as without a network
+    # as without a network
+    monkeypatch.setattr("fastp3o.models.checkpoint_files.cached_file", lambda *_, **__: None)
     with pytest.raises(
         ValueError, match="cannot load owner/name: it is neither a folder nor in the cache"
     ):

@@ -82,9 +82,8 @@ def test_a_weight_beyond_fp16_is_told_by_its_value_and_one_that_is_broken_is_no_
 ):
     model = random_model("llama")
     with torch.no_grad():
-        model.model.embed_tokens.weight[
-            21, 7
-        ] = -70_000.0  # which the tokens of a trial do not read
+        # which the tokens of a trial do not read
+        model.model.embed_tokens.weight[21, 7] = -70_000.0
     model.save_pretrained(tmp_path / "large")
     says = r".* overflows fp16: the weight model.embed_tokens.weight reaches 70,000, and fp16's maximum is 65,504: "
     fp16 = named_precision("fp16")

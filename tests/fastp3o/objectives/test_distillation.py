@@ -112,9 +112,8 @@ def test_the_exact_loss_and_its_gradients_are_those_of_dense_kls(packing, contex
     groups = groups_of_ids(
         prompts, [[ids(n) for n in lengths] for lengths in ((7, 1), (2, 5), (12, 3), (4, 4))]
     )
-    groups[1].responses[1] = Response(
-        ids(6), "", True, turns=(Turn(0, 2), Turn(4, 6))
-    )  # with an observation
+    # with an observation
+    groups[1].responses[1] = Response(ids(6), "", True, turns=(Turn(0, 2), Turn(4, 6)))
     policy, student, teacher = models()
     kls, of_teacher = [], [[] for _ in groups]
     for p, k in product(range(4), range(2)):

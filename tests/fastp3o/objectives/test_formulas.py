@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9
@@ -102,6 +102,13 @@ def vespo(y: Response, a: float) -> Tensor:
     return weight(y) * ratio**k * torch.exp(decay * (1 - ratio)) * -a * y.now.sum() * y.counts
 
 
+def sapo(y: Response, a: float) -> Tensor:
+    tau = 0.6 if a > 0 else 1.4
+    return (
+        token_weights(y) * -a * torch.sigmoid(tau * ((y.now - y.old).exp() - 1)) * 4 / tau
+    ).mean() * y.counts
+
+
 def oapl(y: Response, a: float) -> Tensor:
     return weight(y) * (0.2 * (y.now - y.old).sum() - a) ** 2
 
@@ -134,6 +141,12 @@ def grpo_plus(groups: Groups) -> Tensor:
         for y, a in counted
     ]
     return torch.cat(losses).mean()
+
+
+def dapo(groups: Groups) -> Tensor:
+    """The mean over the tokens of all responses."""
+    every = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True)]
+    return torch.cat([clip_loss(y.now - y.old, a, 0.2, 0.28) for y, a in every]).mean()
 
 
 def cispo(groups: Groups) -> Tensor:
@@ -203,6 +216,35 @@ def ppg(first: Response, second: Response) -> Tensor:
     return -(worth[0] - worth[1]) / 2 * (first.now.sum() - second.now.sum())
 
 
+def orpo(chosen: Response, rejected: Response) -> Tensor:
+    odds = [y.now.mean().exp() / (1 - y.now.mean().exp()) for y in (chosen, rejected)]
+    return -chosen.now.mean() + 0.3 * dpo((odds[0] / odds[1]).log())
+
+
+def slic(chosen: Response, rejected: Response) -> Tensor:
+    return (2.0 - chosen.now.sum() + rejected.now.sum()).clamp(min=0) - 0.5 * chosen.now.sum()
+
+
+def apo_zero(chosen: Response, rejected: Response) -> Tensor:
+    return 1 - torch.sigmoid(0.3 * log_ratio(chosen)) + torch.sigmoid(0.3 * log_ratio(rejected))
+
+
+def apo_down(chosen: Response, rejected: Response) -> Tensor:
+    difference = log_ratio(chosen) - log_ratio(rejected)
+    return torch.sigmoid(0.3 * log_ratio(chosen)) + 1 - torch.sigmoid(0.3 * difference)
+
+
+def discopop(chosen: Response, rejected: Response) -> Tensor:
+    difference = 0.3 * (log_ratio(chosen) - log_ratio(rejected))
+    exponential = torch.sigmoid(difference / 0.2)
+    return (1 - exponential) * dpo(difference) + exponential * torch.exp(-difference)
+
+
+def log_ratio(y: Response) -> Tensor:
+    """To the reference."""
+    return (y.now - y.ref).sum()
+
+
 def nash(groups: Groups) -> Tensor:
     """The first two responses, each against the mean preference to the mixture's two."""
     total = 0.0
@@ -224,6 +266,7 @@ CASES = {
         of_responses(lambda g: less_mean(rewards(g)), grpo),
     ),
     "dr_grpo": ({}, of_responses(lambda g: less_mean(rewards(g), scale=False), dr_grpo)),
+    "dapo": ({}, dapo),
     "grpo_plus": (WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
     "gspo": (WEIGHTED | K1, of_responses(lambda g: less_mean(rewards(g, 0.05)), gspo)),
     "rloo": (
@@ -244,6 +287,10 @@ CASES = {
         of_pairs(masked_rebel, labeled=False),
     ),
     "cispo": (WEIGHTED | {"clip_low": 0.2, "clip_high": 0.1}, cispo),
+    "sapo": (
+        WEIGHTED | K1 | {"mask_truncated": True, "tau_pos": 0.6, "tau_neg": 1.4},
+        of_responses(lambda g: less_mean(rewards(g, 0.05)), sapo),
+    ),
     "vespo": (
         WEIGHTED | {"mask_truncated": True, "k_pos": 1.5, "lambda_neg": 0.5},
         of_responses(lambda g: less_mean(rewards(g)), vespo),
@@ -282,6 +329,11 @@ CASES = {
             lambda y, n: smoothed_dpo(0.3 * (y.now.sum() - n.now.sum())) - y.now.sum(), weighs=False
         ),
     ),
+    "online_orpo": ({"odds_weight": 0.3}, of_pairs(orpo, weighs=False)),
+    "online_slic": ({"delta": 2.0, "nll_weight": 0.5}, of_pairs(slic, weighs=False)),
+    "online_apo_zero": ({"beta": 0.3}, of_pairs(apo_zero, weighs=False)),
+    "online_apo_down": (WEIGHTED | {"beta": 0.3}, of_pairs(apo_down)),
+    "online_discopop": ({"beta": 0.3, "tau": 0.2}, of_pairs(discopop, weighs=False)),
     "nash_md": ({"responses_per_prompt": K}, nash),
     "ppg": (WEIGHTED, of_pairs(ppg, labeled=False)),
 }
@@ -354,9 +406,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-8)
     found = torch.autograd.grad(loss, weights)
     for gradient, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(
-            gradient, right, rtol=1e-4, atol=1e-7
-        )  # the norms compute in fp32
+        # the norms compute in fp32
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-7)
     assert not any(metric.requires_grad for metric in metrics.values())
     assert all(
         metric.shape == (() if name.endswith("_max") else (2,)) for name, metric in metrics.items()

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.runtime.shares import Share
 from fastp3o.training import microbatches
@@ -97,7 +97,7 @@ def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, t
     tokens = [exp(0.05)]
     responses = [exp(0.05 * LENGTHS[p][k]) for p in range(P) for k in range(K) if takes_part[p][k]]
     pairs = [exp(0.05 * sum(LENGTHS[p])) for p in range(P) if all(takes_part[p])]
-    weighed = dict.fromkeys(("grpo", "dapo", "cispo", "ppo"), tokens)
+    weighed = dict.fromkeys(("grpo", "dapo", "cispo", "ppo", "sapo"), tokens)
     weighed |= dict.fromkeys(("rloo", "gspo", "vespo", "oapl"), responses)
     weighed |= dict.fromkeys(("online_dpo", "rebel", "copg", "p3o"), pairs)
     for name, options in [(name, {}) for name in weighed] + [("p3o", {"clipping": "token"})]:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fastp3o.models.loading import load_policy
 from fastp3o.objectives.base import Microbatch, mean_kl
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.policy_gradient import DAPOConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import kl_per_update
 from fastp3o.training.loop import train
@@ -118,9 +118,8 @@ def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
         for kl in (1.0, 2.0, 6.0)
     ]
     assert mean_kl([rows[:1], rows[1:]], lambda sums: sums) == 3.0
-    assert (
-        mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5
-    )  # of another process
+    # of another process
+    assert mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -216,9 +215,8 @@ def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace,
     train(
         config(tiny_model, "stays", kl_coef=0.0, reference=tiny_model, precision="bf16", **settings)
     )
-    assert (
-        0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2
-    )  # of samples, so it may be below 0
+    # of samples, so it may be below 0
+    assert 0 < abs(mean[-1]["kl"]) < metrics("stays")[-1]["kl"] / 2
 
 
 def test_a_learning_rate_that_is_not_named_is_found():
@@ -336,16 +334,13 @@ def test_a_rate_follows_the_steps_that_have_a_gradient(norms, first):
         next_learning_rate=lambda: schedule.base_lrs[0],
         set_peak_learning_rate=lambda rate: schedule.base_lrs.__setitem__(0, rate),
     )
-    settings = SimpleNamespace(
-        kl_per_update=1.0, old_logprobs="policy", learning_rate=0.01 if first else 0.02
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kl_per_update, "kl_moved", lambda *_: (70 * sum(map(operator.mul, rates, norms))) ** 2
         )
-        state = kl_per_update.Search(settings.learning_rate)
+        state = kl_per_update.Search(0.01 if first else 0.02)
         search = kl_per_update.LearningRateSearch(
-            optimizer, settings, state, 1, [[None]], len(norms)
+            optimizer, 1.0, state, 1, [[None]], len(norms), "policy"
         )
         for norm in norms:
             search.before_step()

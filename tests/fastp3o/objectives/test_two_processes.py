@@ -2,6 +2,8 @@
 processes, for time.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests.fastp3o.objectives.test_runs import NEW, SETTINGS
@@ -44,7 +46,14 @@ BESIDE = {
         "--ptx_batch_size",
         "4",
     ],
+    "a function": ["losses_for_tests:gated", "--loss_mean", "token"],
 }
+FUNCTION = """
+def gated(groups, old_tokens, rewards):
+    gates = ((groups.token_logprobs - old_tokens).exp() - 1).sigmoid()
+    worth = groups.per_token(rewards - rewards.mean(1, keepdim=True))
+    return -(worth * gates).sum(), {"gate": gates.sum()}
+"""
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,7 @@ BESIDE = {
     ],
 )
 def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model, names, beside):
+    Path("losses_for_tests.py").write_text(FUNCTION)
     own = {
         name: [
             part

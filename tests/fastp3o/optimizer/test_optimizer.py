@@ -75,9 +75,8 @@ def test_what_trains_has_a_master_of_the_weights_before_rounding_where_gradients
     assert model.weight.dtype == model.frozen.dtype == dtype
     assert model.fine.dtype == torch.float32  # buffers keep their precision
     small = 2**-12
-    assert (
-        torch.tensor(1.0, dtype=dtype) + small == 1
-    )  # lost where gradients are of the weights' dtype
+    # lost where gradients are of the weights' dtype
+    assert torch.tensor(1.0, dtype=dtype) + small == 1
     model(torch.tensor([1.0, -1.0])).backward()
     for _ in range(1000):
         model(torch.tensor([small, small])).backward()
@@ -252,11 +251,12 @@ def test_a_run_with_8_bit_moments_is_near_adamws_and_resumes_to_the_bit(
     workplace, tiny_model, tokenizer, precision
 ):
     pytest.importorskip("bitsandbytes")
+    # so that some tensors are large enough
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "head_dim": 32,
-    }  # so that some tensors are large enough
+    }
     LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, **sizes)).save_pretrained("larger")
     tokenizer.save_pretrained("larger")
     settings = {

@@ -34,9 +34,8 @@ def test_every_response_token_is_labeled_once_from_the_token_before(
             group_tokens(len(prompts[g]), list(map(len, responses[g])), share_prompts=share_prompts)
             for g in row.groups
         )
-        sequences = [
-            (prompts[g], response) for g in row.groups for response in responses[g]
-        ]  # groups stay whole
+        # groups stay whole
+        sequences = [(prompts[g], response) for g in row.groups for response in responses[g]]
         tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
         labeled = zip(
             row.labeled_at.split(row.labeled_lengths),

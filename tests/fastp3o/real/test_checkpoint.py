@@ -3,7 +3,6 @@ windows of 512 tokens and a tied head. scripts/test_real.sh makes it; 5 GB of me
 of one core.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,39 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o import P3OConfig, train
-from fastp3o.data.loading import load_preferences
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labeled_logprobs
-from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Prompt, SamplingSettings
-from fastp3o.sources import InMemory
 from fastp3o_kernels import P3OSettings, linear_p3o_loss
+from tests.fastp3o.real.pretrained import MODEL, PAIRS, examples, logprobs, needs_model
 
-MODEL = os.environ.get("FASTP3O_REAL_MODEL", "")
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(not MODEL, reason="needs FASTP3O_REAL_MODEL: bash scripts/test_real.sh"),
-]
-
-PAIRS = [
-    {
-        "prompt": "\n\nHuman: What is the best way to learn to swim?\n\nAssistant:",
-        "chosen": " Take lessons in a shallow pool, and practise breathing out under water until it feels easy.",
-        "rejected": " Jump off a bridge.",
-    },
-    {
-        "prompt": "\n\nHuman: Wie heißt die Hauptstadt von Österreich?\n\nAssistant:",
-        "chosen": " Wien. Sie liegt an der Donau, und fast zwei Millionen Menschen leben dort.",
-        "rejected": " Das weiß ich nicht 🙂",
-    },
-    {
-        "prompt": "def mean(values):\n    ",
-        "chosen": "if not values:\n        return 0.0\n    return sum(values) / len(values)\n",
-        "rejected": "return  values[0]\n",
-    },
-]
+pytestmark = needs_model
 WINDOW = 512
 LONG = " ".join(
     f"In year {year} the town had {year % 97} wells and {year % 13} mills."
@@ -53,32 +28,8 @@ LONG = " ".join(
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load_tokenizer(MODEL)
-
-
-@pytest.fixture(scope="module")
 def plain() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-
-
-def examples(
-    tokenizer: PreTrainedTokenizerBase, pairs: list[dict]
-) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """The ids of prompts, [P], and of their two responses, [P][2]."""
-    data, _ = load_preferences(
-        InMemory("pairs", pairs), tokenizer, max_prompt_tokens=2000, max_response_tokens=64
-    )
-    loaded = data[:]
-    responses = zip(loaded["chosen_ids"], loaded["rejected_ids"], strict=True)
-    return loaded["prompt_ids"], [list(pair) for pair in responses]
-
-
-def logprobs(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    """Of a response's tokens, by plain transformers, alone and without a cache."""
-    hidden = model.model(torch.tensor([prompt + response]), use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[0, len(prompt) - 1 : -1])
-    return logits.log_softmax(-1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
 
 
 def test_prompt_and_response_are_the_tokens_of_their_text(tokenizer: PreTrainedTokenizerBase):

@@ -124,9 +124,8 @@ def test_rewards_of_tokens_add_up_one_by_one(trajectories, weight):
             of_turns.append(Turn(length + observed, length + observed + written, {"a": value}))
             length += observed + written
         values.append(0.5)
-        length += (
-            1  # an observation at the end; everything is the policy's where there are no turns
-        )
+        # an observation at the end; everything is the policy's where there are no turns
+        length += 1
         for token, value in enumerate(values):
             own += any(turn.start <= token < turn.end for turn in of_turns) if of_turns else 1
             expected[0, k, max(own - 1, 0)] += weight * value

@@ -102,10 +102,11 @@ def test_two_processes_share_what_one_logs_and_stop_with_a_state_if_one_is_inter
     said = "functions:interrupts raised KeyboardInterrupt: stopped after update 2; --resume continues from there"
     assert (done.returncode, said in done.stdout) == (130, True), done.stdout
     assert Path("run/state/step-000002").is_dir()
+    # after the trial of the first process
     assert [line["reward/calls"] for line in metrics("run")] == [
         3,
         4,
-    ]  # after the trial of the first process
+    ]
 
 
 def test_an_interrupted_call_is_over_for_the_next_one(rollouts):

@@ -76,10 +76,11 @@ def test_a_message_is_the_text_that_truncation_left_and_names_of_special_tokens_
     assert ids[0] == other.bos_token_id
     assert other.decode(ids) == text
     assert other.convert_tokens_to_ids("<turn>") not in ids
+    # the template's
     assert [ids.count(token) for token in (other.bos_token_id, other.eos_token_id)] == [
         1,
         1,
-    ]  # the template's
+    ]
 
 
 def test_an_end_that_the_policy_did_not_write_is_not_added():

@@ -119,9 +119,8 @@ def test_a_response_ends_with_the_token_that_completes_the_first_stop_string(
         return flat(sampler(tokenized(tokenizer, ("a", "bc")), 8, 0))
 
     whole = draw(None)
-    stop = next(
-        pair for response in whole for pair in re.findall(r"[!-~]{2}", response.text[2:])
-    )  # two tokens
+    # two tokens
+    stop = next(pair for response in whole for pair in re.findall(r"[!-~]{2}", response.text[2:]))
     several, single = draw([stop]), draw([stop[0]])
     for uncut, response in zip(whole, several, strict=True):
         assert response.ids == uncut.ids[: len(response.ids)]

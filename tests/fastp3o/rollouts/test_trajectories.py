@@ -22,10 +22,11 @@ from fastp3o.rewards.environment import EnvironmentReward
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import lengths, pack_groups
 from fastp3o.rollouts.turns.adapters import gymnasium_environment
+from fastp3o.rollouts.turns.calls import hermes_calls
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import chat_observations, plain_observations
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
-from fastp3o.rollouts.turns.tools import tool_environment
+from fastp3o.rollouts.turns.tools import make_tool, tool_environment
 from fastp3o.run.log import read_updates
 from tests.fastp3o.groups import flat, tokenized
 from tests.fastp3o.models.model_families import random_model
@@ -243,8 +244,9 @@ def test_tools_answer_what_a_policy_may_write():
         """
         return a + b
 
-    kind = tool_environment([add])
-    assert kind.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+    tool = make_tool(add)
+    assert tool.schema["function"]["parameters"]["required"] == ["a", "b"]
+    kind = tool_environment([tool])
     calls = [
         '{"name": "add", "arguments": {"a": 1, "b": 2}}',
         "{",
@@ -253,15 +255,12 @@ def test_tools_answer_what_a_policy_may_write():
         "[]",
     ]
     text = "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
-    observation, rewards, done = asyncio.run(kind().step(text))
+    observation, rewards, done = asyncio.run(kind().step(hermes_calls(text)))
     first, *others = observation.splitlines()
-    assert (first, rewards, done) == ("3", {"calls": 5, "failed_calls": 4}, False)
+    assert (first, rewards, done) == ("3", {"tool_calls": 5, "failed_tool_calls": 4}, False)
     assert all(line.startswith("error: ") for line in others)
-    assert asyncio.run(kind().step("The sum is 3.")) == (
-        None,
-        {"calls": 0, "failed_calls": 0},
-        True,
-    )
+    none = {"tool_calls": 0, "failed_tool_calls": 0}
+    assert asyncio.run(kind().step(hermes_calls("The sum is 3."))) == (None, none, True)
 
 
 def test_an_environment_of_gymnasium_is_played_in_text():

@@ -15,6 +15,7 @@ from fastp3o import UserError, train
 from fastp3o.calls.function import FunctionError
 from fastp3o.rewards.verifiable import UNIT, exact_match, final_answer, word_overlap
 from fastp3o.rollouts.groups import Prompt
+from fastp3o.rollouts.turns.calls import calls_in, hermes_calls
 from fastp3o.rollouts.turns.environment import Environments
 from fastp3o.rollouts.turns.observation import (
     SHORT,
@@ -23,7 +24,7 @@ from fastp3o.rollouts.turns.observation import (
     plain_observations,
 )
 from fastp3o.rollouts.turns.sampler import TrajectorySampler
-from fastp3o.rollouts.turns.tools import calls_in, tool_environment
+from fastp3o.rollouts.turns.tools import make_tool, tool_environment
 from tests.fastp3o.rollouts.environments import OneTurn, games
 from tests.fastp3o.runs import metrics
 
@@ -121,14 +122,14 @@ def python(code: str) -> str:
     return "ran"
 
 
-TOOLS = tool_environment([echo, outcome, later, together, python])
+TOOLS = tool_environment([make_tool(one) for one in (echo, outcome, later, together, python)])
 
 
 def answered(text: str):
     """The Step that answers a turn, which costs neither a run nor a trajectory."""
     environments = Environments("tools", TOOLS)
     made, _ = environments.begin([{}])
-    (step,) = environments.step(made, [text])
+    (step,) = environments.step(made, [hermes_calls(text)])
     return step
 
 
@@ -239,9 +240,8 @@ def test_code_that_ends_the_program_or_the_event_loop_ends_no_run(code):
     began = time.monotonic()
     environments = Environments("tools", TOOLS, survives=True)
     made, _ = environments.begin([{}, {}])
-    first, other = environments.step(
-        made, [call("python", {"code": code}), call("echo", {"text": "fine"})]
-    )
+    turns = [call("python", {"code": code}), call("echo", {"text": "fine"})]
+    first, other = environments.step(made, [hermes_calls(turn) for turn in turns])
     assert first.observation in ("ran", "") or first.observation.startswith("error: ")
     if "cancel" not in code:
         assert other.observation == "fine"

@@ -49,9 +49,8 @@ def test_overwrite_removes_what_runs_have_written_and_nothing_else():
     start(seed=7)
     written = yaml.safe_load(Path("run/config.yaml").read_text())
     assert (written["model"], written["seed"]) == ("some/model", 7)
-    assert (
-        "limit" not in written
-    )  # what is None stands nowhere, so that the file can be given as one of flags
+    # what is None stands nowhere, so that the file can be given as one of flags
+    assert "limit" not in written
     assert sorted(os.listdir("run")) == ["config.yaml", "fastp3o.lock"]
     for name in ("state", "checkpoint-000002", "trackers", "best"):
         Path("run", name).mkdir()
@@ -67,9 +66,8 @@ def test_overwrite_removes_what_runs_have_written_and_nothing_else():
             function(Accelerator(cpu=True), config(overwrite=True))
     Path("run/notes.txt").unlink()
     start(overwrite=True)
-    assert (
-        "overwrite" not in Path("run/config.yaml").read_text()
-    )  # read again, it would remove the run
+    # read again, it would remove the run
+    assert "overwrite" not in Path("run/config.yaml").read_text()
     assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
     with pytest.raises(UserError, match="--resume and --overwrite cannot be combined"):
         config(overwrite=True, resume=True)

@@ -422,9 +422,8 @@ def take_signals() -> None:
     stopping.ONE_REQUEST = 0.5
     with Stops(Accelerator(cpu=True)) as stops:
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(
-            os.getpid(), signal.SIGTERM
-        )  # as torchrun passes on what its workers have received already
+        # as torchrun passes on what its workers have received already
+        os.kill(os.getpid(), signal.SIGTERM)
         print(stops.agreed(False, False), flush=True)
         time.sleep(0.6)
         os.kill(os.getpid(), signal.SIGINT)

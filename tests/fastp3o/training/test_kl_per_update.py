@@ -30,11 +30,7 @@ class Policy:
             autocast=nullcontext, print=self.said.append, num_processes=1
         )
         self.schedule = SimpleNamespace(base_lrs=[start])
-        self.model, self.settings = (
-            None,
-            SimpleNamespace(kl_per_update=TARGET, old_logprobs="policy"),
-        )
-        self.settings.learning_rate = start
+        self.model = None
 
     @property
     def rate(self) -> float:
@@ -60,7 +56,7 @@ class Policy:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kl_per_update, "kl_moved", lambda *_: kl() + self.noise**2 / 2)
             search = LearningRateSearch(
-                self, self.settings, self.search, self.update, [[None]], self.steps
+                self, TARGET, self.search, self.update, [[None]], self.steps, "policy"
             )
             for number in range(self.steps):
                 search.before_step()

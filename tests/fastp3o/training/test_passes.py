@@ -18,7 +18,7 @@ from fastp3o.evaluation.matched_kl import read_run
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import NoReference
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.run.run import Run
 from fastp3o.runtime.shares import Share
@@ -238,6 +238,7 @@ def known_and_noted(name: str, **changes) -> tuple[Callable, list[Microbatch], P
         ("grpo", {"kl_estimator": "k3"}),
         ("rloo", {}),
         ("gspo", {}),
+        ("sapo", {}),
         ("vespo", {}),
         ("rebel", {}),
         ("ppo", {"kl_coef": 0.0}),

@@ -189,13 +189,14 @@ def test_partners_have_another_prompt(prompts):
     assert others is None or all(
         prompts[other] != prompt for other, prompt in zip(others, prompts, strict=True)
     )
+    # the nearest before, around the end
     assert with_other_prompts([[1], [2], [2], [3], [1]]) == [
         3,
         0,
         0,
         2,
         3,
-    ]  # the nearest before, around the end
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fastp3o.evaluation.circular import circular_share
 from fastp3o.models.loading import load_policy, load_reward_model
 from fastp3o.models.preference import leads_of_groups, log_odds, log_odds_of_groups
 from fastp3o.models.tokenizer import load_tokenizer
-from fastp3o.objectives.online import OBJECTIVES
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import make_prompts
@@ -106,9 +106,8 @@ def test_the_loss_of_soft_labels_is_the_cross_entropy(largest: float):
     p[:8], p[8:16], p[16:24] = 1, 0.5, 0
     total, slopes = 0.0, []
     for odds, label, weight in zip(z.detach().double(), p.double(), weights.double(), strict=True):
-        softplus = max(odds, 0) + torch.log1p(
-            torch.exp(-odds.abs())
-        )  # log(1 + e^z); log(1 + e^-z) is z less
+        # log(1 + e^z); log(1 + e^-z) is z less
+        softplus = max(odds, 0) + torch.log1p(torch.exp(-odds.abs()))
         total += weight * (label * (softplus - odds) + (1 - label) * softplus)
         slopes.append(weight * (odds.sigmoid() - label))
     sums = comparison_sums(z, weights, probabilities=p)

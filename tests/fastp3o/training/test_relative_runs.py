@@ -1,16 +1,19 @@
 """Whole runs whose reward compares the responses to a prompt."""
 
 import json
+from math import exp
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fastp3o import UserError, train
+from fastp3o.evaluation.length_controlled import length_controlled
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.objectives.config.preferences import DPOConfig
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.rewards.comparisons import RelativeReward
 from fastp3o.rewards.function import compares_siblings
 from tests.fastp3o.runs import (
@@ -159,6 +162,43 @@ def test_a_policy_is_even_with_itself_at_the_start_and_then_wins_what_it_learns(
     assert last["win_rate_low"] <= last["win_rate"] <= last["win_rate_high"]
     best = json.loads(Path("run/best/evaluation.json").read_text())
     assert best["win_rate"] == last["win_rate"]
+
+
+def test_length_control_takes_from_a_win_rate_what_is_length_and_says_where_there_is_nothing_to_take(
+    workplace, tiny_model, capsys
+):
+    """Against itself a policy's responses are as long; those of another model here are shorter at
+    some prompts.
+    """
+    met: list[tuple[float, float]] = []
+
+    def longer(prompts, firsts, seconds):
+        values = [
+            1 / (1 + exp((len(b) - len(a)) / 9)) for a, b in zip(firsts, seconds, strict=True)
+        ]
+        met.extend(
+            (value, len(a) - len(b)) for value, a, b in zip(values, firsts, seconds, strict=True)
+        )
+        return values
+
+    alone, *_ = evaluated(tiny_model, "alone", longer, updates=2)
+    assert "win_rate_length_controlled" not in alone
+    assert (
+        "no win_rate_length_controlled: responses differ in length from the rival's by the same"
+        in capsys.readouterr().out
+    )
+    met.clear()
+    start, *_ = evaluated(
+        tiny_model, "run", longer, rival=shifted(tiny_model), updates=2, eval_responses_per_prompt=3
+    )
+    evaluated_first = met[1 : 1 + 8 * 3]  # after the trial before the run
+    assert start["win_rate"] == pytest.approx(
+        sum(value for value, _ in evaluated_first) / 24, abs=1e-6
+    )
+    preferred, lengths = (np.array(one) for one in zip(*evaluated_first, strict=True))
+    assert start["win_rate_length_controlled"] == pytest.approx(
+        length_controlled(preferred, lengths), abs=1e-6
+    )
 
 
 def test_missing_verdicts_count_for_nothing_in_win_rates(workplace, tiny_model):

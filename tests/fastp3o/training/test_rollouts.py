@@ -73,9 +73,8 @@ def test_ratios_of_truncated_rollouts(workplace, tiny_model, changes):
     )
     (step,) = metrics("run")
     assert step["sampler_gap"] > step["sampler_kl"] > 0.5
-    assert (
-        step["ratio/noise"] < 1e-4
-    )  # between evaluations of the policy, whatever the ratios are to
+    # between evaluations of the policy, whatever the ratios are to
+    assert step["ratio/noise"] < 1e-4
     ratio = step["sampler_ratio_mean" if "sampler_ratio_cap" in changes else "ratio_mean"]
     if changes:
         assert 0.5 <= ratio < 0.6  # the last token kept goes beyond half, by its own probability

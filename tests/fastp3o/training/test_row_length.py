@@ -4,10 +4,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fastp3o import SFTConfig, train
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.settings import Packing
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.training import row_length
 from tests.fastp3o.models.model_families import CONFIGS, random_model
@@ -66,22 +66,28 @@ def test_what_saves_memory_leaves_longer_rows(workplace, tiny_model, monkeypatch
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_has_an_estimate(family):
     context = SimpleNamespace(precision=choose_precision("fp32", "fp32"))
-    settings = SFTConfig(model="m", output_dir="o", train_data="d")
     model = PackedModel(random_model(family))
     few, many = (
-        row_length.further_bytes(context, settings, model, tokens) for tokens in (512, 1024)
+        row_length.further_bytes(
+            context,
+            model,
+            tokens,
+            trainable_layers=0,
+            optimizer="adamw",
+            checkpointing=False,
+            second_model=False,
+        )
+        for tokens in (512, 1024)
     )
     assert 0 < few < many
 
 
-def test_processes_take_the_shortest(tiny_model, monkeypatch):
+def test_processes_take_the_shortest(monkeypatch):
     said: list[str] = []
     accelerator = SimpleNamespace(num_processes=2, print=said.append)
-    device, precision = torch.device("cpu"), choose_precision("fp32", "fp32")
-    context = SimpleNamespace(accelerator=accelerator, device=device, precision=precision)
+    context = SimpleNamespace(accelerator=accelerator)
     monkeypatch.setattr(row_length, "free_host_memory", lambda: 10**12)
     monkeypatch.setattr(row_length, "gather_object", lambda own: [*own, 1024])
-    made = config(tiny_model, "run", **SMALL)
-    row_length.fit_rows(context, made, PackedModel(random_model("llama")))
-    assert made.packing.tokens_per_row == 1024
+    packing = row_length.fitting(context, Packing(8192), lambda tokens: tokens)
+    assert packing == Packing(1024)
     assert said[0].startswith("--tokens_per_row: 1024, since")

@@ -147,9 +147,8 @@ def test_the_modeled_time_is_that_of_tiles_reads_of_the_weight_and_sums_of_its_g
     split = [Chunk(slice(p, p + 1), slice(300 * p, 300 * p + 300), parts[p]) for p in (0, 1)]
     plan = whole._replace(logits_rows=200, dlogits_rows=400, chunks=split)
     again = 2 * (255 + 256 + 255)  # the first part of each group twice
-    multiplied = (512 + 256) + (
-        400 + 255
-    )  # 400 and 200 rows of gradients, for hidden states and weight
+    # 400 and 200 rows of gradients, for hidden states and weight
+    multiplied = (512 + 256) + (400 + 255)
     summed = 255 * (2 + 4 + 3)  # of its elements' 2 bytes: written, read and written again, cast
     assert chunks.modeled_time(plan) == again + multiplied + summed
 

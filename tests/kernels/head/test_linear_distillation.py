@@ -56,9 +56,8 @@ def distillation(student, teacher, divergence, beta, **given):
 def run(function, student, teacher, *kind, **given):
     student = student.leaves()
     values = function(student, teacher, *kind, **given)
-    (
-        values * (torch.arange(len(values), device=DEVICE) - 1.0)
-    ).sum().backward()  # one token has no weight
+    # one token has no weight
+    (values * (torch.arange(len(values), device=DEVICE) - 1.0)).sum().backward()
     return values.detach(), student.gradients()
 
 

@@ -53,9 +53,8 @@ def check_loss(
 ) -> None:
     random = Random(f"{level} {clipping} {dtype} {arithmetic} {impl} {dist.get_world_size(group)}")
     drawn = {name: random.choice(values) for name, values in DRAWN.items()}
-    lengths = [
-        random.randrange(3 if impl else 13) for _ in range(12)
-    ]  # Triton's interpreter is slow
+    # Triton's interpreter is slow
+    lengths = [random.randrange(3 if impl else 13) for _ in range(12)]
     batch = Batch(level, lengths, dtype=dtype, clipping=clipping, **drawn)
     batch = batch.to(dtype) if dtype == torch.float64 else batch
     if level.startswith("log-probs"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig
-from fastp3o.objectives.online import OBJECTIVES
 from fastp3o.run.names import EVALUATIONS
 from fastp3o.training import reward_model
 from fastp3o.training.loop import train

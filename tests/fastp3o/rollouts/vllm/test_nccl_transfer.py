@@ -297,9 +297,8 @@ def test_a_server_that_was_started_anew_is_in_a_new_group(
             if path == "/init_weight_transfer_engine"
         ]
         assert [info["world_size"] for info in infos] == expected
-        assert (
-            infos[0]["master_address"] == "127.0.0.1"
-        )  # towards these servers, whatever this machine's name means
+        # towards these servers, whatever this machine's name means
+        assert infos[0]["master_address"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("version", ["0.32.0"], indirect=True)

@@ -252,9 +252,8 @@ def test_a_server_that_fails_ends_the_run_before_it_trains_on_it(
             train(served(tiny_model, "run", server, resume=True))
             train(served(tiny_model, "whole", server))
         assert_equal(weights("whole"), weights("run"))
-    assert Path("run").exists() == bool(
-        fault
-    )  # a server that cannot serve is refused before anything begins
+    # a server that cannot serve is refused before anything begins
+    assert Path("run").exists() == bool(fault)
     assert no_weights_left()
 
 

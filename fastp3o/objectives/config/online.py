@@ -14,6 +14,7 @@ OBJECTIVES: dict[str, type[OnlineConfig]] = {
     "grpo_plus": policy_gradient.GRPOPlusConfig,
     "gspo": policy_gradient.GSPOConfig,
     "cispo": policy_gradient.CISPOConfig,
+    "sapo": policy_gradient.SAPOConfig,
     "vespo": policy_gradient.VESPOConfig,
     "rebel": policy_gradient.REBELConfig,
     "copg": policy_gradient.CoPGConfig,
