@@ -38,11 +38,12 @@ MODELS = {"scores": [(0, 2e-3)], "comparisons": [(4, 5e-4), (8, 5e-4)]}
 # Arm -> the kind of reward, the objective, its settings. Rates of P3O, PPO and GRPO were tuned on
 # other tasks of the language; those of the others were not tuned.
 SLOW = "comparisons, P3O by means, slow reference"
+MEANS = {"pair_weights": "means"}
 ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scores, P3O": ("scores", "p3o", {"learning_rate": 6e-4}),
     "scores, PPO": ("scores", "ppo", {"learning_rate": 3e-4, "critic_learning_rate": 2e-3}),
     "scores, GRPO": ("scores", "grpo", {"learning_rate": 3e-4}),
-    "comparisons, P3O by means": ("comparisons", "p3o", {"learning_rate": 6e-4}),
+    "comparisons, P3O by means": ("comparisons", "p3o", {"learning_rate": 6e-4, **MEANS}),
     "comparisons, P3O by pairs": (
         "comparisons",
         "p3o",
@@ -50,7 +51,7 @@ ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "comparisons, Nash-MD": ("comparisons", "nash_md", {"learning_rate": 6e-4}),
     "comparisons, online IPO": ("comparisons", "online_ipo", {"learning_rate": 1e-4}),
-    SLOW: ("comparisons", "p3o", {"learning_rate": 6e-4, "reference_decay": 0.9}),
+    SLOW: ("comparisons", "p3o", {"learning_rate": 6e-4, "reference_decay": 0.9, **MEANS}),
 }
 # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
 KL_COEF = 0.1
