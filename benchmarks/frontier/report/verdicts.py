@@ -5,7 +5,7 @@ measured.
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import arithmetic, kl_coefs, measures, stale
+from benchmarks.frontier.report import arithmetic, circles, kl_coefs, measures, stale
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -32,6 +32,9 @@ def write(study: Study) -> None:
     write_between(README, "verdicts", markdown(table(study)))
     write_between(README, "beta", markdown(kl_coefs.table(study)))
     write_between(README, "sums", markdown(arithmetic.table()))
+    write_between(README, "circles", markdown(circles.table()))
+    write_between(README, "differences of circles", markdown(circles.differences()))
+    write_between(README, "reward models of circles", markdown(circles.reward_models()))
 
 
 def verdicts(study: Study) -> list[Verdict]:

@@ -9,11 +9,13 @@ import json
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
 
 from benchmarks.frontier.tasks import circles
 from benchmarks.frontier.tasks.task import RESULTS
@@ -29,28 +31,33 @@ from fastp3o.training.config import RewardModelConfig
 
 RECORD = RESULTS / "circles.jsonl"
 SEEDS, DEGREES = range(8), (1.0, 0.5, 0.0)
-# The reward model of each kind, by the size of its vectors: a utility and a circle are two blocks.
-MODELS = {"scores": 0, "comparisons": 4}
+# The tries for the reward model of each kind, (size of its vectors, learning rate); the one with
+# the lowest held-out loss is the reward. A utility and a circle are two blocks, but not every start
+# finds both with two.
+MODELS = {"scores": [(0, 2e-3)], "comparisons": [(4, 5e-4), (8, 5e-4)]}
 # Arm -> the kind of reward, the objective, its settings. Rates of P3O, PPO and GRPO were tuned on
-# other tasks of the language; the others have GRPO's.
+# other tasks of the language; those of the others were not tuned.
+SLOW = "comparisons, P3O by means, slow reference"
+MEANS = {"pair_weights": "means"}
 ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scores, P3O": ("scores", "p3o", {"learning_rate": 6e-4}),
     "scores, PPO": ("scores", "ppo", {"learning_rate": 3e-4, "critic_learning_rate": 2e-3}),
     "scores, GRPO": ("scores", "grpo", {"learning_rate": 3e-4}),
-    "comparisons, P3O by means": ("comparisons", "p3o", {"learning_rate": 6e-4}),
+    "comparisons, P3O by means": ("comparisons", "p3o", {"learning_rate": 6e-4, **MEANS}),
     "comparisons, P3O by pairs": (
         "comparisons",
         "p3o",
         {"learning_rate": 6e-4, "pair_weights": "comparisons"},
     ),
-    "comparisons, Nash-MD": ("comparisons", "nash_md", {"learning_rate": 3e-4}),
-    "comparisons, online IPO": ("comparisons", "online_ipo", {"learning_rate": 3e-4}),
+    "comparisons, Nash-MD": ("comparisons", "nash_md", {"learning_rate": 6e-4}),
+    "comparisons, online IPO": ("comparisons", "online_ipo", {"learning_rate": 1e-4}),
+    SLOW: ("comparisons", "p3o", {"learning_rate": 6e-4, "reference_decay": 0.9, **MEANS}),
 }
 # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
 KL_COEF = 0.1
 SETTINGS: dict[str, Any] = circles.LENGTHS | {
     **{
-        "updates": 20,
+        "updates": 30,
         "responses_per_prompt": 4,
         "prompts_per_update": 32,
         "prompts_per_minibatch": 8,
@@ -69,7 +76,9 @@ SETTINGS: dict[str, Any] = circles.LENGTHS | {
         "overwrite": True,
     },
 }
-START, SAMPLED = "start", 16  # responses to each held-out prompt of each policy
+AVERAGED = ("scores, P3O", "comparisons, P3O by means", "comparisons, P3O by pairs")
+SAVE_EVERY = 2  # updates, of arms whose weights are averaged over the second half
+START, SAMPLED = "start", 32  # responses to each held-out prompt of each policy
 
 
 def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
@@ -86,6 +95,7 @@ def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
         ended = {arm: train_arm(arm, own, start, seed) for arm in ARMS}
         raters = circles.Raters(seed, degree)
         policies = {START: start / "policy"} | {arm: own / arm / "model" for arm in ARMS}
+        policies |= {averaged_name(arm): average(own / arm) for arm in AVERAGED if arm in ARMS}
         features = {name: sampled(raters, policy, start) for name, policy in policies.items()}
     replies = np.concatenate([found[:, : SAMPLED // 2] for found in features.values()], axis=1)
     return {
@@ -95,6 +105,13 @@ def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
             "raters_agree": round(right, 4),
             "reward_models": models,
             "ended": ended,
+        },
+        "named": {
+            name: round(float(found[..., 1:].any(axis=-1).mean()), 4)
+            for name, found in features.items()
+        },
+        "largest_style": {
+            name: round(circles.largest_style(found), 4) for name, found in features.items()
         },
         "win_rates": {
             name: {
@@ -111,26 +128,30 @@ def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
 
 
 def learn(folder: Path, start: Path, kind: str, seed: int) -> dict[str, float]:
-    """Trains a reward model or a preference model; returns its held-out metrics."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    config = RewardModelConfig(
-        **{
-            "model": str(start / "policy"),
-            "output_dir": str(folder / kind),
-            "preference_dim": MODELS[kind],
-        },
-        **{
-            "train_data": str(folder / "pairs.train.jsonl"),
-            "eval_data": str(folder / "pairs.eval.jsonl"),
-        },
-        **{"seed": seed, "overwrite": True},
-        **circles.REWARD_MODEL,
-    )
-    reward_model.train(config)
-    return {
-        name: last_evaluation(folder / kind)[name]
-        for name in ("accuracy", "loss", "calibration_error")
-    }
+    """Tries for a reward model or a preference model, of which the one with the lowest held-out
+    loss becomes KIND/model; returns its held-out metrics and its settings.
+    """
+    tries = []
+    for number, (size, rate) in enumerate(MODELS[kind]):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        output = folder / f"{kind}-{number}"
+        config = RewardModelConfig(
+            **{"model": str(start / "policy"), "output_dir": str(output), "preference_dim": size},
+            **{
+                "train_data": str(folder / "pairs.train.jsonl"),
+                "eval_data": str(folder / "pairs.eval.jsonl"),
+            },
+            **{"seed": seed, "overwrite": True, **circles.REWARD_MODEL, "learning_rate": rate},
+        )
+        reward_model.train(config)
+        found = {
+            name: last_evaluation(output)[name]
+            for name in ("accuracy", "loss", "calibration_error")
+        }
+        tries.append((found | {"preference_dim": size, "learning_rate": rate}, output))
+    best, output = min(tries, key=lambda one: one[0]["loss"])
+    copytree(output, folder / kind, dirs_exist_ok=True)
+    return best
 
 
 def train_arm(arm: str, folder: Path, start: Path, seed: int) -> dict[str, float]:
@@ -139,6 +160,7 @@ def train_arm(arm: str, folder: Path, start: Path, seed: int) -> dict[str, float
     kind, objective, own = ARMS[arm]
     own = own | ({"kl_coef": KL_COEF} if objective in ("p3o", "ppo", "grpo") else {})
     own |= {"inner_epochs": 1} if objective == "nash_md" else {}  # its loss is on-policy
+    own |= {"save_every": SAVE_EVERY} if arm in AVERAGED else {}
     config = OBJECTIVES[objective](
         **{
             "model": str(start / "policy"),
@@ -155,6 +177,26 @@ def train_arm(arm: str, folder: Path, start: Path, seed: int) -> dict[str, float
     return {"kl": last_evaluation(folder / arm)["kl"]}
 
 
+def averaged_name(arm: str) -> str:
+    return f"{arm}, weights averaged"
+
+
+def average(folder: Path) -> Path:
+    """A model in averaged/, whose weights are the mean of a run's checkpoints in its second half."""
+    first = SETTINGS["updates"] // 2
+    saved = [
+        path for path in sorted(folder.glob("checkpoint-*")) if int(path.name.split("-")[1]) > first
+    ]
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in saved]
+    mean = models[0]
+    with torch.no_grad():
+        for weights in zip(*(model.parameters() for model in models), strict=True):
+            weights[0].copy_(torch.stack(weights).mean(0))
+    mean.save_pretrained(folder / "averaged")
+    load_tokenizer(str(folder / "model")).save_pretrained(folder / "averaged")
+    return folder / "averaged"
+
+
 def last_evaluation(folder: Path) -> dict[str, float]:
     """Rounded to four significant digits, finer than its error."""
     last = json.loads((folder / EVALUATIONS).read_text().splitlines()[-1])
@@ -167,7 +209,7 @@ def sampled(raters: circles.Raters, policy: Path, start: Path) -> np.ndarray:
     examples, _ = load_prompts(str(start / "prompts.eval.jsonl"), tokenizer, max_prompt_tokens=16)
     longest = circles.LENGTHS["max_response_tokens"]
     sampler = TransformersSampler(
-        load_policy(str(policy)), tokenizer, max_response_tokens=longest, batch_size=64
+        load_policy(str(policy)), tokenizer, max_response_tokens=longest, batch_size=256
     )
     groups = sampler(make_prompts(examples[:]), SAMPLED, 0)
     return raters.features(*texts(groups)).reshape(len(groups), SAMPLED, -1)

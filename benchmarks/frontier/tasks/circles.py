@@ -1,13 +1,18 @@
 """Raters whose preferences go in circles by a degree that is set, over short responses of the
 artificial language.
 
-A response of eight words has a utility u, by the classes of its words, and a place c on a circle,
-by the class of its last word; u, c₀ and c₁ have unit deviation over the language's responses.
-Raters prefer y to y′ with log-odds SCALE · (√(1 − degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)):
-both parts have about the same variance, so the degree is the share of circles. At 0 raters are
-Bradley and Terry's; at 1 no score helps: a class beats the five before it.
+A response names one of three styles, and goes on with words in that style. It has a utility u, by
+the classes of its words, and a place c on a circle, by its style; u, c₀ and c₁ have unit deviation
+over the language's responses to a prompt. Raters prefer y to y′ with log-odds SCALE · (√(1 −
+degree) (u − u′) + √degree (c₀ c₁′ − c₁ c₀′)): both parts have about the same variance, so the
+degree is the share of circles. At 0 raters are Bradley and Terry's; at 1 no score helps: each style
+beats one of the others and loses to the third.
+
+Styles carry the circle because a small model's state at the end of a response must say the place:
+the words' own classes, which it says little of, were not found (`benchmarks/NOTES.md`).
 """
 
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -19,9 +24,10 @@ from benchmarks.frontier.tasks.language import CLASSES, WORDS, Language, parsed,
 from fastp3o.training import sft
 from fastp3o.training.sft import SFTConfig
 
-SCALE = 1.2
-WORDS_OF_RESPONSE = 8
-LENGTHS = {"max_prompt_tokens": 16, "max_response_tokens": 12}
+SCALE = 1.5
+PLACES = 3
+WORDS_OF_RESPONSE = 6  # after its style
+LENGTHS = {"max_prompt_tokens": 16, "max_response_tokens": 10}
 SIZES = {
     "sft": 8_000,
     "pairs.train": 12_000,
@@ -31,6 +37,7 @@ SIZES = {
 }
 SFT = synthetic.SFT | LENGTHS | {"epochs": 2}
 REWARD_MODEL = synthetic.REWARD_MODEL | LENGTHS
+NAMED = re.compile(r"style(\d)")
 
 
 class Raters:
@@ -41,14 +48,22 @@ class Raters:
     def __init__(self, seed: int, degree: float):
         self.language, self.degree = Language(seed), degree
         rng = np.random.default_rng([seed, 3])
-        self.place_of_class = rng.permutation(CLASSES)
+        self.place_of_style = rng.permutation(PLACES)
         prompts = self.language.prompts(2_000, rng)
-        utilities = self.utility(prompts, self.responses(prompts, rng))
-        self.mean, self.deviation = utilities.mean(), utilities.std()
+        first, second = (self.utility(prompts, self.responses(prompts, rng)) for _ in range(2))
+        self.mean, self.deviation = first.mean(), (first - second).std() / np.sqrt(2)
 
     def responses(self, prompts: list[str], rng: np.random.Generator) -> list[str]:
-        """The language's own response to each prompt."""
-        return list(map(text_of, self.language.continued(prompts, WORDS_OF_RESPONSE, rng)))
+        """The language's own response to each prompt: one of the styles, whatever the prompt's, and
+        words in it.
+        """
+        styles = rng.integers(PLACES, size=len(prompts))
+        styled = [
+            NAMED.sub(f"style{style}", prompt)
+            for prompt, style in zip(prompts, styles, strict=True)
+        ]
+        words = self.language.continued(styled, WORDS_OF_RESPONSE, rng)
+        return [f"style{style} {text_of(said)}" for style, said in zip(styles, words, strict=True)]
 
     def utility(self, prompts: list[str], responses: list[str]) -> np.ndarray:
         """Σ_classes weight(topic, class) √count(class), [n]."""
@@ -59,16 +74,20 @@ class Raters:
         return (weights * np.sqrt(counts)).sum(axis=1)
 
     def features(self, prompts: list[str], responses: list[str]) -> np.ndarray:
-        """u, c₀ and c₁ of each response, [n, 3]. A response without words is in the middle of the
-        circle.
+        """u, c₀ and c₁ of each response, [n, 3]. One that names no style first is in the middle of
+        the circle.
         """
-        classes = [classes_in(response)[-1:] for response in responses]
-        angles = [2 * np.pi * self.place_of_class[of_last] / CLASSES for of_last in classes]
-        places = [
-            np.sqrt(2) * np.array([np.cos(angle).sum(), np.sin(angle).sum()]) for angle in angles
-        ]
+        angles = 2 * np.pi * np.arange(PLACES) / PLACES
+        on_circle = (
+            np.sqrt(2) * np.column_stack([np.cos(angles), np.sin(angles)])[self.place_of_style]
+        )
+        places = np.zeros((len(responses), 2))
+        for number, response in enumerate(responses):
+            named = NAMED.match(response)
+            if named and int(named[1]) < PLACES:
+                places[number] = on_circle[int(named[1])]
         u = (self.utility(prompts, responses) - self.mean) / self.deviation
-        return np.column_stack([u, np.array(places)])
+        return np.column_stack([u, places])
 
     def preferred(self, firsts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """P(the first is preferred) by the features of both, [..., 3], [..., 3] -> [...]."""
@@ -156,3 +175,14 @@ def worst_case(raters: Raters, ours: np.ndarray, replies: np.ndarray) -> float:
         replies, torch.from_numpy(beaten).argmax(1).numpy()[:, None, None], axis=1
     )
     return win_rate(raters, second, best)
+
+
+def largest_style(features: np.ndarray) -> float:
+    """The share of the style that a policy names most, a mean over prompts: 1 if it always names
+    the same to a prompt. Features [P, n, 3].
+    """
+    counted = [
+        np.unique(of_prompt[:, 1:].round(6), axis=0, return_counts=True)[1].max()
+        for of_prompt in features
+    ]
+    return float(np.mean(counted)) / features.shape[1]

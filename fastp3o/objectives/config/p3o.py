@@ -51,9 +51,9 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
         "that sampled (the box in the paper).",
     )
     pair_weights: Literal["means", "comparisons"] = option(
-        "means",
-        "Weight of a pair where the reward compares responses; no effect on rewards that score. means: the difference "
-        "of the two responses' row means over all their comparisons. comparisons: the pair's comparison itself.",
+        "comparisons",
+        "Weight of a pair where the reward compares responses; no effect on rewards that score. comparisons: the "
+        "pair's comparison itself. means: the difference of the two responses' row means over all their comparisons.",
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier.report import arithmetic, kl_coefs, readme_plot, verdicts
+from benchmarks.frontier.report import arithmetic, circles, kl_coefs, readme_plot, verdicts
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.records import load
@@ -26,6 +26,11 @@ def test_the_studys_tables_are_what_the_runs_give(study):
         "verdicts": verdicts.table(study),
         "beta": kl_coefs.table(study),
         "sums": arithmetic.table(),
+    }
+    tables |= {
+        "circles": circles.table(),
+        "reward models of circles": circles.reward_models(),
+        "differences of circles": circles.differences(),
     }
     for name, table in tables.items():
         assert between_markers(page, name, markdown(table)) == page, (

@@ -59,7 +59,8 @@ def test_a_language_and_degree_is_recorded(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(runs, "SETTINGS", runs.SETTINGS | {"updates": 2, "prompts_per_update": 8})
     line = json.loads(json.dumps(runs.play(0, 0.5, tmp_path)))
-    assert [*line["win_rates"]] == [*line["worst_case"]] == [runs.START, *runs.ARMS]
+    names = [runs.START, *runs.ARMS, *map(runs.averaged_name, runs.AVERAGED)]
+    assert [*line["win_rates"]] == [*line["worst_case"]] == names
     for name, rates in line["win_rates"].items():
         assert rates[name] == pytest.approx(0.5, abs=1e-3)
         assert rates[runs.START] == pytest.approx(1 - line["win_rates"][runs.START][name], abs=2e-4)
