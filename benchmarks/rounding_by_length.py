@@ -3,7 +3,8 @@
 python -m benchmarks.rounding_by_length --model MODEL     writes results/rounding_by_length.json
 
 Every weight moves by 1e-6, one step of the first author's rate; responses are cut into windows. The
-truth is fp32's.
+truth is fp32's. Weights that are rounded and then computed with in fp32 show how much of the noise
+is the weights'.
 """
 
 import argparse
@@ -23,9 +24,15 @@ from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 
 RESULT = Path(__file__).parent / "results" / "rounding_by_length.json"
-PROMPT, RESPONSES, LONGEST = "The best way to learn a new language is", 4, 256
-LENGTHS, STEP, CLIP_RANGE = (16, 32, 64, 128, 256), 1e-6, 0.2
-PRECISIONS = {"bf16": torch.bfloat16}  # fp32 is the truth; a CPU takes too long for fp16
+PROMPT, RESPONSES, LONGEST = "The best way to learn a new language is", 4, 512
+LENGTHS, STEP, CLIP_RANGE = (16, 32, 64, 128, 256, 512), 1e-6, 0.2
+# Name -> the type that weights are rounded to, and the one that is computed in.
+PRECISIONS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16 weights in fp32": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "fp16 weights in fp32": (torch.float16, torch.float32),
+}
 
 
 @torch.no_grad()
@@ -54,13 +61,13 @@ def log_ratios(policy: PackedModel, moved: PackedModel, row: PackedRow) -> Tenso
     return (after - before).view(RESPONSES, LONGEST)
 
 
-def step(name: str, dtype: torch.dtype) -> PackedModel:
-    """The policy after its step, which is made in fp32 and then rounded."""
+def step(name: str) -> PackedModel:
+    """The policy after its step, in fp32."""
     model, generator = load_policy(name), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(STEP * torch.randn(parameter.shape, generator=generator).sign())
-    return model.to(dtype)
+    return model
 
 
 def by_length(found: Tensor, truth: Tensor) -> list[dict[str, float]]:
@@ -106,9 +113,10 @@ def main() -> None:
         "responses": RESPONSES,
         "precisions": {},
     }
-    truth = log_ratios(truth_model, step(name, torch.float32), row)
-    for precision, dtype in PRECISIONS.items():
-        found = log_ratios(load_policy(name, dtype=dtype), step(name, dtype), row)
+    truth = log_ratios(truth_model, step(name), row)
+    for precision, (weights, computed) in PRECISIONS.items():
+        rounded = (model.to(weights).to(computed) for model in (load_policy(name), step(name)))
+        found = log_ratios(*rounded, row)
         result["precisions"][precision] = by_length(found, truth)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 

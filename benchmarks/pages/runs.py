@@ -33,20 +33,16 @@ def precision(records: Records) -> str:
 
 
 def rounding_by_length(records: Records) -> str:
-    lines = [
-        [
-            "tokens",
-            "windows",
-            "true log-ratio",
-            "its error",
-            "responses beyond the range",
-            "pairs beyond it",
-        ]
-    ]
-    for one in records["rounding_by_length.json"]["precisions"]["bf16"]:
-        sizes = [f"{one[name]:.2g}" for name in ("truth", "error")]
-        shares = [f"{one[name]:.0%}" for name in ("beyond", "pairs_beyond")]
-        lines.append([str(one["length"]), str(one["windows"]), *sizes, *shares])
+    by_precision = records["rounding_by_length.json"]["precisions"]
+    names = [f"error: {name}" for name in by_precision]
+    lines = [["tokens", "windows", "true log-ratio", *names, "pairs beyond: bf16", "fp16"]]
+    for of_length in zip(*by_precision.values(), strict=True):
+        by_name = dict(zip(by_precision, of_length, strict=True))
+        first = of_length[0]
+        errors = [f"{one['error']:.2g}" for one in of_length]
+        beyond = [f"{by_name[name]['pairs_beyond']:.0%}" for name in ("bf16", "fp16")]
+        shown = [str(first["length"]), str(first["windows"]), f"{first['truth']:.2g}"]
+        lines.append([*shown, *errors, *beyond])
     return markdown(lines)
 
 
