@@ -22,6 +22,7 @@ from fastp3o_kernels import (
     token_logprobs,
     token_p3o_loss,
 )
+from fastp3o_kernels.losses import group_advantages, rloo_advantages
 from fastp3o_kernels.rows.rows import LogitsTransform
 
 NAN, INF = float("nan"), float("inf")
@@ -60,6 +61,15 @@ def arguments(**changes):
             {"cu_seqlens": torch.tensor([0, 3, 2, 5, 6])},
             "cu_seqlens[2] = 2 must not be below cu_seqlens[1] = 3",
         ),
+        *(
+            ({"cu_seqlens": torch.tensor(offsets)}, "give [0, *lengths.cumsum(0)]")
+            for offsets in ([2, 1, 2, 1], [2, 3, 5, 6], [0, 2, 3, 5])
+        ),
+        (
+            {"ref_logprobs": None},
+            "ref_logprobs must be a tensor [P, K], got None; with kl_coef 0 give zeros",
+        ),
+        ({"rewards": None}, "rewards must be a tensor [P, K] or [P, K, K], got None"),
         ({"rewards": torch.zeros(3, 2)}, "rewards must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
         (
@@ -168,10 +178,31 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
         (
             sequence_logprobs,
             (torch.zeros(4), torch.tensor([0, 3])),
-            "must be the number of tokens, 4",
+            "end with the number of tokens (4), got 0 and 3: for lengths give",
         ),
         (p3o_loss, (torch.zeros(4), *FOUR[:3]), "logprobs must have shape [P, K]"),
         (p3o_loss, [torch.zeros(3, 1)] * 4, "K of at least 2"),
+        (p3o_loss, (*FOUR[:2], None, FOUR[0]), "with kl_coef 0 give zeros"),
+        (p3o_loss, (*FOUR[:3], None), "[P, K] or [P, K, K], got None"),
+        *(
+            (advantages, (rewards,), message)
+            for advantages in (group_advantages, rloo_advantages)
+            for rewards, message in (
+                (torch.zeros(4), "shape [P, K] with K of at least 2"),
+                (torch.zeros(4, 1), "got [4, 1]"),
+                ([[1.0, 2.0]], "rewards must be a tensor, got list"),
+                (torch.ones(2, 2).long(), "rewards must be of a floating dtype, got torch.int64"),
+            )
+        ),
+        *(
+            (partial(linear_loss, responses_per_group=number), SUMS, "a whole number, 1 or more")
+            for number in (0, "2", 1.0, True)
+        ),
+        (
+            partial(response_tokens, responses_per_prompt=0),
+            (torch.ones(2, 3).long(), torch.zeros(2, 3)),
+            "responses_per_prompt must be a whole number, 1 or more, got 0",
+        ),
         (p3o_loss, (*FOUR, TOKEN), "token_p3o_loss or logits_p3o_loss"),
         (token_p3o_loss, (FOUR[0], [0, 1, 2], *FOUR[:3]), "token_logprobs must have shape [N]"),
         (

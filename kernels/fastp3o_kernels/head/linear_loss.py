@@ -19,6 +19,7 @@ from fastp3o_kernels.checks import (
     bounds_of_prompts,
     check_divisor,
     check_logprobs_out,
+    check_positive_whole_number,
     check_same_device,
     checked_cu_seqlens,
 )
@@ -270,6 +271,7 @@ def linear_loss(
     head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index=None)
     check_outputs(outputs)
+    check_positive_whole_number("responses_per_group", responses_per_group)
     K, N = responses_per_group, len(hidden)
     cu_seqlens = checked_cu_seqlens(cu_seqlens, hidden, responses_per_prompt=K)
     bounds = bounds_of_prompts(cu_seqlens, N, K)

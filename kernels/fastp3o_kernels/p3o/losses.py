@@ -11,7 +11,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_floating, check_shape, check_tensors
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.p3o import eager
-from fastp3o_kernels.p3o.pairs import Pairs
+from fastp3o_kernels.p3o.pairs import Pairs, check_reference_and_rewards
 from fastp3o_kernels.p3o.settings import (
     DEFAULTS,
     METRICS,
@@ -262,6 +262,7 @@ def p3o_loss(
             FASTP3O_DEBUG=1).
     """
     check_settings(settings)
+    check_reference_and_rewards(ref_logprobs, rewards)
     check_tensors(logprobs=logprobs, rewards=rewards)
     if settings.clipping == "token":
         raise ValueError('clipping="token" clips tokens; call token_p3o_loss or logits_p3o_loss')

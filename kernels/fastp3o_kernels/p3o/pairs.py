@@ -26,6 +26,16 @@ from fastp3o_kernels.p3o.settings import P3OSettings, check_settings
 from fastp3o_kernels.rows.eager import at_least_fp32
 
 
+def check_reference_and_rewards(ref_logprobs: object, rewards: object) -> None:
+    """Raises ValueError for None, which other log-probs may be."""
+    if ref_logprobs is None:
+        raise ValueError(
+            "ref_logprobs must be a tensor [P, K], got None; with kl_coef 0 give zeros"
+        )
+    if rewards is None:
+        raise ValueError("rewards must be a tensor [P, K] or [P, K, K], got None")
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """A loss's inputs from the responses to P prompts, except the policy's log-probs. Losses use
@@ -55,6 +65,7 @@ class Pairs:
         with FASTP3O_DEBUG=1).
         """
         check_settings(settings)
+        check_reference_and_rewards(self.ref_logprobs, self.rewards)
         check_tensors(**{name: value for name, value in vars(self).items() if name != "divisor"})
         tokens, device, rewards, divisor = len(policy), policy.device, self.rewards, self.divisor
         if (
