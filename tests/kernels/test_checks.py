@@ -199,6 +199,22 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
             for number in (0, "2", 1.0, True)
         ),
         (
+            partial(linear_logprobs, cu_seqlens=[0, 3], responses_per_prompt=0),
+            HEAD,
+            "responses_per_prompt must be a whole number, 1 or more, got 0",
+        ),
+        *(
+            (
+                partial(linear_loss, **{first: {"old": None}, second: {"old": None}}),
+                SUMS,
+                f"'old' is in {first} and in {second}",
+            )
+            for first, second in (
+                ("token_tensors", "response_tensors"),
+                ("response_tensors", "group_tensors"),
+            )
+        ),
+        (
             partial(response_tokens, responses_per_prompt=0),
             (torch.ones(2, 3).long(), torch.zeros(2, 3)),
             "responses_per_prompt must be a whole number, 1 or more, got 0",
