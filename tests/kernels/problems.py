@@ -108,13 +108,13 @@ def random_pairs(
         logits=logits,
         labels=labels,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        old_logprobs=sums + moved * randn(P, K),
-        ref_logprobs=sums + randn(P, K),
+        old_logprobs=(sums + moved * randn(P, K)).clamp(max=0),
+        ref_logprobs=(sums + randn(P, K)).clamp(max=0),
         rewards=randn(P, K),
         old_token_logprobs=token_logprobs + moved * randn(N),
     )
     if apart is not None:
-        pairs.sampler_logprobs = pairs.old_logprobs + apart * randn(P, K)
+        pairs.sampler_logprobs = (pairs.old_logprobs + apart * randn(P, K)).clamp(max=0)
     if masked:
         pairs.valid_responses = torch.rand(P, K, generator=generator) > 0.25
         for known in (

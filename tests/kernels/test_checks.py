@@ -69,6 +69,16 @@ def arguments(**changes):
             {"ref_logprobs": None},
             "ref_logprobs must be a tensor [P, K], got None; with kl_coef 0 give zeros",
         ),
+        (
+            {"ref_logprobs": torch.tensor([[-9.0, -8.0], [-7.0, 1.0]])},
+            "ref_logprobs[1, 1] is 1, and log-probabilities are not above 0",
+        ),
+        ({"old_logprobs": torch.ones(2, 2)}, "old_logprobs[0, 0] is 1, and log-prob"),
+        ({"sampler_logprobs": torch.ones(2, 2)}, "sampler_logprobs[0, 0] is 1, and log-prob"),
+        (
+            {"rewards": torch.tensor([[[0.5, 0.75], [0.25, 0.5]], [[0.5, 0.5], [0.5, 0.5]]])},
+            "rewards[0, 0, 1] is 0.75 and rewards[0, 1, 0] 0.25: the difference of a pair must be",
+        ),
         ({"rewards": None}, "rewards must be a tensor [P, K] or [P, K, K], got None"),
         ({"rewards": torch.zeros(3, 2)}, "rewards must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
@@ -295,6 +305,15 @@ def test_lists_in_the_place_of_tensors_are_named(function):
     if "settings" in taken:
         with pytest.raises(ValueError, match=r"settings must be P3OSettings.* got dict"):
             function(**given, settings={"clipping": "joint"})
+
+
+def test_what_is_not_read_of_log_probs_and_differences_may_be_anything():
+    """Responses in no pair, and zeros below the diagonal; rounding above 0 is no mistake."""
+    ref = torch.tensor([[5.0, -1.0], [0.01, -2.0]])
+    valid = torch.tensor([[False, True], [True, True]])
+    rewards = torch.tensor([[[0.0, 0.3], [0.4, 0.0]], [[0.0, 0.5], [0.0, 0.0]]])
+    given = arguments(ref_logprobs=ref, rewards=rewards, valid_responses=valid)
+    assert logits_p3o_loss(**given).loss.isfinite()
 
 
 def test_rewards_by_response_and_prompt_instead_of_prompt_and_response_are_named():

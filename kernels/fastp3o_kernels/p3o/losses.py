@@ -256,10 +256,10 @@ def p3o_loss(
         P3OLossOutput(loss, metrics), fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: for shapes, dtypes or devices that are wrong, for NaN in ref_logprobs, and for
-        NaN or an
-            infinity in old_logprobs, rewards or sampler_logprobs (on a GPU only with
-            FASTP3O_DEBUG=1).
+        ValueError: for shapes, dtypes or devices that are wrong; for NaN in ref_logprobs, NaN or an
+            infinity in old_logprobs, rewards or sampler_logprobs, log-probs above 0, and
+            differences of pairs that are not −1 times the opposite ones or 0 in their place (values
+            on a GPU are looked at only with FASTP3O_DEBUG=1).
     """
     check_settings(settings)
     check_reference_and_rewards(ref_logprobs, rewards)
