@@ -114,7 +114,7 @@ def random_pairs(
         old_token_logprobs=token_logprobs + moved * randn(N),
     )
     if apart is not None:
-        pairs.sampler_logprobs = (pairs.old_logprobs + apart * randn(P, K)).clamp(max=0)
+        pairs.sampler_logprobs = pairs.old_logprobs + apart * randn(P, K)
     if masked:
         pairs.valid_responses = torch.rand(P, K, generator=generator) > 0.25
         for known in (

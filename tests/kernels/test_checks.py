@@ -74,7 +74,6 @@ def arguments(**changes):
             "ref_logprobs[1, 1] is 1, and log-probabilities are not above 0",
         ),
         ({"old_logprobs": torch.ones(2, 2)}, "old_logprobs[0, 0] is 1, and log-prob"),
-        ({"sampler_logprobs": torch.ones(2, 2)}, "sampler_logprobs[0, 0] is 1, and log-prob"),
         (
             {"rewards": torch.tensor([[[0.5, 0.75], [0.25, 0.5]], [[0.5, 0.5], [0.5, 0.5]]])},
             "rewards[0, 0, 1] is 0.75 and rewards[0, 1, 0] 0.25: the difference of a pair must be",

@@ -257,7 +257,7 @@ def p3o_loss(
 
     Raises:
         ValueError: for shapes, dtypes or devices that are wrong; for NaN in ref_logprobs, NaN or an
-            infinity in old_logprobs, rewards or sampler_logprobs, log-probs above 0, and
+            infinity in old_logprobs, rewards or sampler_logprobs, old or reference ones above 0, and
             differences of pairs that are not −1 times the opposite ones or 0 in their place (values
             on a GPU are looked at only with FASTP3O_DEBUG=1).
     """

@@ -143,10 +143,10 @@ class Pairs:
         return pairs
 
     def check_signs(self) -> None:
-        """Raises ValueError for log-probs above 0 of responses that take part in a pair, and for
+        """Raises ValueError for old or reference log-probs above 0 of responses that take part in a pair, and for
         differences of pairs that are not −1 times those of the opposite pairs, or 0 in their place.
         """
-        for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
+        for name in ("old_logprobs", "ref_logprobs"):
             logprobs = getattr(self, name)
             if logprobs is None:
                 continue
