@@ -10,7 +10,7 @@ wait for them, so they are checked there only with FASTP3O_DEBUG=1 in the enviro
 import os
 from collections.abc import Sequence
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ def checked_number(name: str, value: object) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
+
+
+def check_positive_whole_number(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -123,13 +128,14 @@ def checked_cu_seqlens(
         raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if may_look_at_values(cu_seqlens):
+        # Before the number of sequences, which is another one where lengths are in their place.
+        check_offsets(cu_seqlens.tolist(), tokens)
     if (len(cu_seqlens) - 1) % responses_per_prompt:
         raise ValueError(
             f"cu_seqlens has {len(cu_seqlens)} entries, so {len(cu_seqlens) - 1} sequences; with "
             f"{responses_per_prompt} responses to each prompt their number must be a multiple of it"
         )
-    if may_look_at_values(cu_seqlens):
-        check_offsets(cu_seqlens.tolist(), tokens)
     return cu_seqlens
 
 
@@ -145,19 +151,17 @@ def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int
 
 def check_offsets(offsets: list[int], tokens: int, step: int = 1) -> None:
     """step: the offsets are every step-th entry of cu_seqlens."""
-    if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
+    if offsets[0] != 0 or offsets[-1] != tokens:
+        raise ValueError(
+            f"cu_seqlens must begin with 0 and end with the number of tokens ({tokens}), got "
+            f"{offsets[0]} and {offsets[-1]}: for lengths give [0, *lengths.cumsum(0)]"
+        )
     for i, (begin, end) in enumerate(pairwise(offsets)):
         if end < begin:
             raise ValueError(
                 f"cu_seqlens[{(i + 1) * step}] = {end} must not be below cu_seqlens[{i * step}] = {begin}: no sequence "
                 "is of negative length"
             )
-    if offsets[-1] != tokens:
-        last = (len(offsets) - 1) * step
-        raise ValueError(
-            f"cu_seqlens[{last}] = {offsets[-1]} must be the number of tokens, {tokens}"
-        )
 
 
 def check_divisor(divisor: float | Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from fastp3o_kernels.checks import check_floating, check_tensors
 from fastp3o_kernels.p3o.settings import truncated_ratios
 
 __all__ = [
@@ -143,10 +144,23 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages.detach() * logprobs
 
 
+def check_groups(rewards: Tensor) -> None:
+    check_tensors(rewards=rewards)
+    if rewards.dim() != 2 or rewards.shape[1] < 2:
+        raise ValueError(
+            "rewards must have shape [P, K] with K of at least 2: a response is compared with the "
+            f"others to its prompt, got {list(rewards.shape)}"
+        )
+    check_floating("rewards", rewards)
+
+
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """r less the mean of the prompt's other K − 1 ≥ 1 rewards, [P, K] -> [P, K] (Kool et al. 2019;
     2402.14740).
+
+    Raises ValueError as `group_advantages` does.
     """
+    check_groups(rewards)
     K = rewards.shape[1]
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
 
@@ -200,7 +214,11 @@ def group_advantages(rewards: Tensor, *, scale: bool = True) -> Tensor:
 
     The deviation is that of a sample, divided by K − 1. scale=False leaves it out (Dr. GRPO, arXiv
     2503.20783).
+
+    Raises ValueError for rewards of another shape, of a dtype that is not floating, and for a K
+    below 2.
     """
+    check_groups(rewards)
     centred = rewards - rewards.mean(1, keepdim=True)
     return centred / (rewards.std(1, keepdim=True) + SMALL) if scale else centred
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import (
+    check_positive_whole_number,
     check_same_device,
     check_shape,
     check_tensors,
@@ -61,6 +62,7 @@ def response_tokens(
             GPU are looked at only with FASTP3O_DEBUG=1.
     """
     check_tensors(input_ids=input_ids, response_mask=response_mask)
+    check_positive_whole_number("responses_per_prompt", responses_per_prompt)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must have shape [B, T], got {list(input_ids.shape)}")
     check_shape("response_mask", response_mask, tuple(input_ids.shape), "as input_ids")

@@ -108,8 +108,8 @@ def random_pairs(
         logits=logits,
         labels=labels,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        old_logprobs=sums + moved * randn(P, K),
-        ref_logprobs=sums + randn(P, K),
+        old_logprobs=(sums + moved * randn(P, K)).clamp(max=0),
+        ref_logprobs=(sums + randn(P, K)).clamp(max=0),
         rewards=randn(P, K),
         old_token_logprobs=token_logprobs + moved * randn(N),
     )

@@ -22,6 +22,7 @@ from fastp3o_kernels import (
     token_logprobs,
     token_p3o_loss,
 )
+from fastp3o_kernels.losses import group_advantages, rloo_advantages
 from fastp3o_kernels.rows.rows import LogitsTransform
 
 NAN, INF = float("nan"), float("inf")
@@ -60,6 +61,24 @@ def arguments(**changes):
             {"cu_seqlens": torch.tensor([0, 3, 2, 5, 6])},
             "cu_seqlens[2] = 2 must not be below cu_seqlens[1] = 3",
         ),
+        *(
+            ({"cu_seqlens": torch.tensor(offsets)}, "give [0, *lengths.cumsum(0)]")
+            for offsets in ([2, 1, 2, 1], [2, 3, 5, 6], [0, 2, 3, 5])
+        ),
+        (
+            {"ref_logprobs": None},
+            "ref_logprobs must be a tensor [P, K], got None; with kl_coef 0 give zeros",
+        ),
+        (
+            {"ref_logprobs": torch.tensor([[-9.0, -8.0], [-7.0, 1.0]])},
+            "ref_logprobs[1, 1] is 1, and log-probabilities are not above 0",
+        ),
+        ({"old_logprobs": torch.ones(2, 2)}, "old_logprobs[0, 0] is 1, and log-prob"),
+        (
+            {"rewards": torch.tensor([[[0.5, 0.75], [0.25, 0.5]], [[0.5, 0.5], [0.5, 0.5]]])},
+            "rewards[0, 0, 1] is 0.75 and rewards[0, 1, 0] 0.25: the difference of a pair must be",
+        ),
+        ({"rewards": None}, "rewards must be a tensor [P, K] or [P, K, K], got None"),
         ({"rewards": torch.zeros(3, 2)}, "rewards must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
         (
@@ -168,10 +187,47 @@ SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
         (
             sequence_logprobs,
             (torch.zeros(4), torch.tensor([0, 3])),
-            "must be the number of tokens, 4",
+            "end with the number of tokens (4), got 0 and 3: for lengths give",
         ),
         (p3o_loss, (torch.zeros(4), *FOUR[:3]), "logprobs must have shape [P, K]"),
         (p3o_loss, [torch.zeros(3, 1)] * 4, "K of at least 2"),
+        (p3o_loss, (*FOUR[:2], None, FOUR[0]), "with kl_coef 0 give zeros"),
+        (p3o_loss, (*FOUR[:3], None), "[P, K] or [P, K, K], got None"),
+        *(
+            (advantages, (rewards,), message)
+            for advantages in (group_advantages, rloo_advantages)
+            for rewards, message in (
+                (torch.zeros(4), "shape [P, K] with K of at least 2"),
+                (torch.zeros(4, 1), "got [4, 1]"),
+                ([[1.0, 2.0]], "rewards must be a tensor, got list"),
+                (torch.ones(2, 2).long(), "rewards must be of a floating dtype, got torch.int64"),
+            )
+        ),
+        *(
+            (partial(linear_loss, responses_per_group=number), SUMS, "a whole number, 1 or more")
+            for number in (0, "2", 1.0, True)
+        ),
+        (
+            partial(linear_logprobs, cu_seqlens=[0, 3], responses_per_prompt=0),
+            HEAD,
+            "responses_per_prompt must be a whole number, 1 or more, got 0",
+        ),
+        *(
+            (
+                partial(linear_loss, **{first: {"old": None}, second: {"old": None}}),
+                SUMS,
+                f"'old' is in {first} and in {second}",
+            )
+            for first, second in (
+                ("token_tensors", "response_tensors"),
+                ("response_tensors", "group_tensors"),
+            )
+        ),
+        (
+            partial(response_tokens, responses_per_prompt=0),
+            (torch.ones(2, 3).long(), torch.zeros(2, 3)),
+            "responses_per_prompt must be a whole number, 1 or more, got 0",
+        ),
         (p3o_loss, (*FOUR, TOKEN), "token_p3o_loss or logits_p3o_loss"),
         (token_p3o_loss, (FOUR[0], [0, 1, 2], *FOUR[:3]), "token_logprobs must have shape [N]"),
         (
@@ -248,6 +304,15 @@ def test_lists_in_the_place_of_tensors_are_named(function):
     if "settings" in taken:
         with pytest.raises(ValueError, match=r"settings must be P3OSettings.* got dict"):
             function(**given, settings={"clipping": "joint"})
+
+
+def test_what_is_not_read_of_log_probs_and_differences_may_be_anything():
+    """Responses in no pair, and zeros below the diagonal; rounding above 0 is no mistake."""
+    ref = torch.tensor([[5.0, -1.0], [0.01, -2.0]])
+    valid = torch.tensor([[False, True], [True, True]])
+    rewards = torch.tensor([[[0.0, 0.3], [0.4, 0.0]], [[0.0, 0.5], [0.0, 0.0]]])
+    given = arguments(ref_logprobs=ref, rewards=rewards, valid_responses=valid)
+    assert logits_p3o_loss(**given).loss.isfinite()
 
 
 def test_rewards_by_response_and_prompt_instead_of_prompt_and_response_are_named():

@@ -26,8 +26,8 @@ BOUNDS = [0, *accumulate(LENGTHS)]
         ([0.5, *BOUNDS[1:]], "cu_seqlens must be int32 or int64, got torch.float32"),
         ([], r"shape \[S \+ 1\], got \[0\]"),
         (BOUNDS[:-1], "with 2 responses to each prompt their number must be a multiple"),
-        ([*BOUNDS[:-1], 51], r"cu_seqlens\[8\] = 51 must be the number of tokens, 52"),
-        ([1, *BOUNDS[1:]], r"cu_seqlens\[0\] must be 0, got 1"),
+        ([*BOUNDS[:-1], 51], r"end with the number of tokens \(52\), got 0 and 51"),
+        ([1, *BOUNDS[1:]], r"must begin with 0 .*, got 1 and 52"),
         ([0, 3, 60, *BOUNDS[3:]], r"cu_seqlens\[4\] = 18 must not be below cu_seqlens\[2\] = 60"),
     ],
 )

@@ -10,7 +10,11 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
+from fastp3o_kernels.checks import (
+    bounds_of_prompts,
+    check_positive_whole_number,
+    checked_cu_seqlens,
+)
 from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunks import TILE
 from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
@@ -160,6 +164,7 @@ def linear_logprobs(
     check_head(hidden, head, labels, ignore_index)
     check_outputs(outputs or ())
     if cu_seqlens is not None:
+        check_positive_whole_number("responses_per_prompt", responses_per_prompt)
         cu_seqlens = checked_cu_seqlens(
             cu_seqlens, hidden, responses_per_prompt=responses_per_prompt
         )

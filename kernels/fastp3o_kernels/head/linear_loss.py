@@ -19,6 +19,7 @@ from fastp3o_kernels.checks import (
     bounds_of_prompts,
     check_divisor,
     check_logprobs_out,
+    check_positive_whole_number,
     check_same_device,
     checked_cu_seqlens,
 )
@@ -196,6 +197,16 @@ def checked_tensors(
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+def check_names(**tensors: Mapping[str, Tensor] | None) -> None:
+    """Raises ValueError for a name in two of the arguments: an objective would see one of them."""
+    taken: dict[str, str] = {}
+    for argument, given in tensors.items():
+        for name in given or {}:
+            if name in taken:
+                raise ValueError(f"{name!r} is in {taken[name]} and in {argument}")
+            taken[name] = argument
+
+
 @graph_break
 def linear_loss(
     hidden: Tensor,
@@ -262,18 +273,21 @@ def linear_loss(
         LinearLossOutput(loss, metrics); the gradient reaches hidden states, weight and bias.
 
     Raises:
-        ValueError: as in `linear_logprobs`; for tensors of other shapes; where the objective gives
-        no 0-d tensor, or
-            one without a gradient while gradients are wanted.
+        ValueError: as in `linear_logprobs`; for tensors of other shapes, and two of one name; where
+            the objective gives no 0-d tensor, or one without a gradient while gradients are wanted.
         RuntimeError: for a second backward pass.
     """
     head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index=None)
     check_outputs(outputs)
+    check_positive_whole_number("responses_per_group", responses_per_group)
     K, N = responses_per_group, len(hidden)
     cu_seqlens = checked_cu_seqlens(cu_seqlens, hidden, responses_per_prompt=K)
     bounds = bounds_of_prompts(cu_seqlens, N, K)
     P = len(bounds) - 1
+    check_names(
+        token_tensors=token_tensors, response_tensors=response_tensors, group_tensors=group_tensors
+    )
     tokens, responses, groups = (
         checked_tensors(hidden, tensors or {}, shape, why)
         for tensors, shape, why in (

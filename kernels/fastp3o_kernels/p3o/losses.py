@@ -11,7 +11,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_floating, check_shape, check_tensors
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.p3o import eager
-from fastp3o_kernels.p3o.pairs import Pairs
+from fastp3o_kernels.p3o.pairs import Pairs, check_reference_and_rewards
 from fastp3o_kernels.p3o.settings import (
     DEFAULTS,
     METRICS,
@@ -256,12 +256,13 @@ def p3o_loss(
         P3OLossOutput(loss, metrics), fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: for shapes, dtypes or devices that are wrong, for NaN in ref_logprobs, and for
-        NaN or an
-            infinity in old_logprobs, rewards or sampler_logprobs (on a GPU only with
-            FASTP3O_DEBUG=1).
+        ValueError: for shapes, dtypes or devices that are wrong; for NaN in ref_logprobs, NaN or an
+            infinity in old_logprobs, rewards or sampler_logprobs, old or reference ones above 0, and
+            differences of pairs that are not −1 times the opposite ones or 0 in their place (values
+            on a GPU are looked at only with FASTP3O_DEBUG=1).
     """
     check_settings(settings)
+    check_reference_and_rewards(ref_logprobs, rewards)
     check_tensors(logprobs=logprobs, rewards=rewards)
     if settings.clipping == "token":
         raise ValueError('clipping="token" clips tokens; call token_p3o_loss or logits_p3o_loss')

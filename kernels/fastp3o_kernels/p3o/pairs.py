@@ -25,6 +25,19 @@ from fastp3o_kernels.operation import on_device
 from fastp3o_kernels.p3o.settings import P3OSettings, check_settings
 from fastp3o_kernels.rows.eager import at_least_fp32
 
+# Log-probs that were computed in half precision may be a little above 0.
+LARGEST_LOGPROB = 0.1
+
+
+def check_reference_and_rewards(ref_logprobs: object, rewards: object) -> None:
+    """Raises ValueError for None, which other log-probs may be."""
+    if ref_logprobs is None:
+        raise ValueError(
+            "ref_logprobs must be a tensor [P, K], got None; with kl_coef 0 give zeros"
+        )
+    if rewards is None:
+        raise ValueError("rewards must be a tensor [P, K] or [P, K, K], got None")
+
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
@@ -51,10 +64,11 @@ class Pairs:
         policy: [N, ...], what the loss has of each token, called `policy_name`.
 
         Raises ValueError for shapes, dtypes and devices that disagree with each other or with the
-        policy's, and for NaN or an infinity of a response that takes part in a pair (on a GPU only
-        with FASTP3O_DEBUG=1).
+        policy's, and for NaN or an infinity of a response that takes part in a pair, and `check_signs`
+        (on a GPU only with FASTP3O_DEBUG=1).
         """
         check_settings(settings)
+        check_reference_and_rewards(self.ref_logprobs, self.rewards)
         check_tensors(**{name: value for name, value in vars(self).items() if name != "divisor"})
         tokens, device, rewards, divisor = len(policy), policy.device, self.rewards, self.divisor
         if (
@@ -124,7 +138,38 @@ class Pairs:
                     f"{name}[{prompt}, {response}] is {'NaN' if isnan(value) else value}: response {response + 1} of "
                     f"prompt {prompt}"
                 )
+        if may_look_at_values(policy):
+            pairs.check_signs()
         return pairs
+
+    def check_signs(self) -> None:
+        """Raises ValueError for old or reference log-probs above 0 of responses that take part in a pair, and for
+        differences of pairs that are not −1 times those of the opposite pairs, or 0 in their place.
+        """
+        for name in ("old_logprobs", "ref_logprobs"):
+            logprobs = getattr(self, name)
+            if logprobs is None:
+                continue
+            wrong = (logprobs > LARGEST_LOGPROB) & self.in_pairs
+            if wrong.any():
+                prompt, response = first_index(wrong)
+                raise ValueError(
+                    f"{name}[{prompt}, {response}] is {float(logprobs[prompt, response]):.4g}, and "
+                    "log-probabilities are not above 0: their order is old_logprobs, ref_logprobs, "
+                    "rewards"
+                )
+        if self.compares_pairs:
+            below, mirrored = self.rewards.tril(-1), self.rewards.mT
+            unlike = (below != 0) & ~torch.isclose(below, -mirrored, rtol=1e-3, atol=1e-6)
+            wrong = unlike & self.in_pairs[:, :, None] & self.in_pairs[:, None, :]
+            if wrong.any():
+                prompt, i, j = first_index(wrong)
+                raise ValueError(
+                    f"rewards[{prompt}, {j}, {i}] is {float(mirrored[prompt, i, j]):.4g} and "
+                    f"rewards[{prompt}, {i}, {j}] {float(below[prompt, i, j]):.4g}: the difference "
+                    "of a pair must be −1 times that of the opposite one; for probabilities p of a "
+                    "preference give 2 p − 1 or their logits"
+                )
 
     @property
     def floating(self) -> dict[str, Tensor]:

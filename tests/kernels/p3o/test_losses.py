@@ -19,8 +19,8 @@ def test_many_responses_of_very_different_lengths(clipping, K):
     logprobs = logprobs[: cu_seqlens[-1]]
     sums = sequence_logprobs(logprobs, cu_seqlens, impl="eager").view(-1, K)
     rest = (
-        sums + 0.3 * torch.randn_like(sums),
-        sums + torch.randn_like(sums),
+        (sums + 0.3 * torch.randn_like(sums)).clamp(max=0),
+        (sums + torch.randn_like(sums)).clamp(max=0),
         torch.randn_like(sums),
     )
     old_token_logprobs = (
