@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import yaml
 
+from fastp3o.calls.function import colon_form
 from fastp3o.config import Flags, ObjectiveConfig, bounds, field_type, text_of
 from fastp3o.script import DEBUG_HELP
 from fastp3o.trl_names import hint
@@ -257,8 +258,11 @@ def parse_chosen(
     if name is not None:
         chosen = of_function if ":" in name and of_function is not None else classes.get(name)
         if chosen is None:
+            function = colon_form(name) if of_function is not None else None
+            meant = f"; a function is {function}" if function else ""
             parser.error(
-                f"argument --objective: invalid choice: {name!r} (choose from {', '.join(named)})"
+                f"argument --objective: invalid choice: {name!r} (choose from "
+                f"{', '.join(named)}){meant}"
             )
         return parse(chosen, arguments)
     if {"-h", "--help"} & set(others):

@@ -11,25 +11,28 @@ PAGE = Path(__file__).parent / "training" / "coming_from_trl.md"
 
 
 def trl_names() -> dict[str, list[str]]:
-    """The options that stand for TRL's names, of which a configuration has one; or, with a space,
-    what to say.
+    """The options that stand for TRL's names, of which a configuration has one, each with what to
+    say of it after a comma or a colon; or, with a colon, why there is none.
     """
     _, table, *_ = PAGE.read_text(encoding="utf-8").split("```")
-    rows = (line.split(maxsplit=1) for line in table.strip().splitlines())
-    return {name: re.split("(?<!,) or ", choices) for name, choices in rows}
+    names: dict[str, list[str]] = {}
+    for line in table.strip().splitlines():
+        name, choices = line.split(maxsplit=1)
+        names.setdefault(name, []).extend(re.split("(?<!,) or ", choices))
+    return names
 
 
 def hint(name: str, options: Collection[str]) -> str:
     """The advice for an unknown name, as the end of a message; "" if nothing is near. options:
     those of the configuration. Names of options are written as flags.
     """
-    known = trl_names().get(name, [])
-    chosen = next((choice for choice in known if " " in choice or choice in options), None)
-    if chosen is None:
-        initials = [
-            option for option in options if "".join(word[0] for word in option.split("_")) == name
-        ]
-        near = initials[:1] or get_close_matches(name, options, n=1, cutoff=0.8)
-        return f"; the nearest one is --{near[0]}" if near else ""
-    first = chosen.split()[0].rstrip(",")
-    return f"; TRL's {name} is {'--' * (first in options)}{chosen} here"
+    for choice in trl_names().get(name, []):
+        option = choice.split()[0].rstrip(",")
+        if option in options or ":" in choice.partition(",")[0]:
+            [(what, more)] = re.findall("^([^,:]*)(.*)$", choice)
+            return f"; TRL's {name} is {'--' * (option in options)}{what} here{more}"
+    initials = [
+        option for option in options if "".join(word[0] for word in option.split("_")) == name
+    ]
+    near = initials[:1] or get_close_matches(name, options, n=1, cutoff=0.8)
+    return f"; the nearest one is --{near[0]}" if near else ""

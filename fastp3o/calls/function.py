@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,7 +75,8 @@ def import_function(name: str, role: str) -> Callable:
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise UserError(f"the {role} must be given as module:function, got {name!r}")
+        meant = f": it is {colon}" if (colon := colon_form(name)) else ""
+        raise UserError(f"the {role} must be given as module:function, got {name!r}{meant}")
     folder, module = folder_and_module(module)
     sys.path.insert(0, folder)
     try:
@@ -103,6 +105,26 @@ def import_function(name: str, role: str) -> Callable:
             f"cannot load the {role} {name!r}: it is a {type(function).__name__}, not a function"
         )
     return function
+
+
+def colon_form(name: str) -> str | None:
+    """`module:function` for a name with dots alone, if its first parts are a module of the current
+    directory or of sys.path; None for any other name. Nothing is imported.
+    """
+    parts, places = name.split("."), [os.getcwd(), *sys.path]
+    if len(parts) == 1 or not all(part.isidentifier() for part in parts):
+        return None
+    specs = []
+    for part in parts:
+        if (spec := PathFinder.find_spec(part, places)) is None:
+            break
+        specs.append(spec)
+        places = [*(spec.submodule_search_locations or [])]
+    if not specs or specs[-1].origin is None:  # a folder without code is a module, too
+        return None
+    if len(specs) == len(parts):
+        return f"{name}:FUNCTION"
+    return ":".join(name.rsplit(".", 1))
 
 
 def is_file(name: str) -> bool:

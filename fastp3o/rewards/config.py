@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Literal
 
+from fastp3o.calls.function import colon_form
 from fastp3o.config import Condition, Flags, Needs, Rule, option, required
 from fastp3o.errors import UserError
 from fastp3o.sources import InMemory, Source
@@ -96,6 +97,11 @@ class RemoteConfig(Flags):
             raise UserError(
                 f"--reward_columns must be other than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
             )
+
+    def check_complete(self) -> None:
+        super().check_complete()
+        for name in self.single_scorers:
+            require_no_module(name)
 
     @property
     def call_seconds(self) -> float:
@@ -353,6 +359,21 @@ def is_endpoint(name: Source) -> bool:
 def is_judge(name: object) -> bool:
     """Whether it stands for --judge_model; a model may be in a folder of that name."""
     return name == JUDGE and not os.path.exists(JUDGE)
+
+
+def require_no_module(name: Source) -> None:
+    """Raises UserError for what looks like Python in place of a reward model: its file, or a
+    function with a dot, as TRL has it. The hub would be asked for a minute.
+    """
+    if not isinstance(name, str) or name in (ENVIRONMENT, JUDGE) or os.path.isdir(name):
+        return
+    file = f"{name.removesuffix('.py')}.py"
+    if os.path.isfile(file):
+        raise UserError(
+            f"the reward {name} is neither a folder nor a function; of {file} it is {name}:FUNCTION"
+        )
+    if function := colon_form(name):
+        raise UserError(f"the reward {name} is no folder; a function is {function}")
 
 
 def is_function(name: Source) -> bool:

@@ -3,7 +3,6 @@
 P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers.utils.logging import get_logger
 from fastp3o.calls.endpoint import EndpointError
 from fastp3o.calls.function import FunctionError, FunctionInterruptedError
 from fastp3o.config import EnvironmentConfig
-from fastp3o.errors import UserError
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, stored_vector_size
 from fastp3o.models.packed_model import PackedModel
@@ -86,7 +84,6 @@ def load_reward(
         return RemoteReward(str(name), remote or RemoteConfig())
     if is_function(name):
         return load_function(str(name), (remote or RemoteConfig()).call_seconds)
-    require_no_module(name)
     device = loading_device(settings["device"], settings.get("mesh"))
     size = stored_vector_size(name, trust_remote_code=trust_remote_code)
     model = load(
@@ -103,17 +100,6 @@ def load_reward(
             "token before by transformers, which takes it for padding"
         )
     return reward
-
-
-def require_no_module(name: Source) -> None:
-    """Raises UserError where a file of Python has the name of a reward model: the hub would be
-    asked for a minute.
-    """
-    file = f"{str(name).removesuffix('.py')}.py"
-    if isinstance(name, str) and os.path.isfile(file) and not os.path.isdir(name):
-        raise UserError(
-            f"the reward {name} is neither a folder nor a function; of {file} it is {name}:FUNCTION"
-        )
 
 
 def asked_of_records(names: Iterable[Source], config: RemoteConfig) -> dict[str, Any]:

@@ -306,7 +306,32 @@ def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
         (P3OConfig, "epsilon", "TRL's epsilon is --clip_range here"),
         (GRPOConfig, "epsilon", "TRL's epsilon is --clip_low here"),
         (P3OConfig, "bf16", "TRL's bf16 is --precision bf16-autocast here"),
-        (P3OConfig, "gradient_accumulation_steps", "is not needed: rows of tokens_per_row"),
+        (
+            P3OConfig,
+            "per_device_train_batch_size",
+            "is --prompts_per_minibatch here, in prompts: its value × devices × "
+            "gradient_accumulation_steps / num_generations",
+        ),
+        (
+            SFTConfig,
+            "per_device_train_batch_size",
+            "is --batch_size here, over all devices: its value × devices × "
+            "gradient_accumulation_steps",
+        ),
+        (
+            P3OConfig,
+            "generation_batch_size",
+            "is --prompts_per_update here, in prompts: its value / num_generations",
+        ),
+        (
+            P3OConfig,
+            "gradient_accumulation_steps",
+            "TRL's gradient_accumulation_steps is --prompts_per_minibatch here, of which it is a",
+        ),
+        (SFTConfig, "gradient_accumulation_steps", "is --batch_size here, of which it is a factor"),
+        (P3OConfig, "packing", "TRL's packing is not needed here: rows are always packed"),
+        (P3OConfig, "vllm_mode", "TRL's vllm_mode is no option here: with sampler vllm, servers"),
+        (SFTConfig, "use_vllm", "unknown option"),
         (P3OConfig, "update", "the nearest one is --updates"),
         (P3OConfig, "lr", "the nearest one is --learning_rate"),
         (SFTConfig, "num_generations", "unknown option"),
@@ -324,14 +349,15 @@ def test_trls_names_are_hints_in_commands_and_in_python(config, name, said, caps
         "unknown option", f"{config.__name__} has no option {name}"
     )
     assert expected in str(refused.value)
-    assert ("TRL's" in line) == ("TRL's" in said or "not needed" in said)
+    assert ("TRL's" in line) == ("nearest" not in said and said != "unknown option")
 
 
 def test_every_hint_names_an_option_that_there_is():
     options = {flag.name for kind in CONFIGS for flag in fields(kind)}
     for name, choices in trl_names().items():
         assert all(
-            choice.split()[0].rstrip(",") in options or ":" in choice for choice in choices
+            choice.split()[0].rstrip(",") in options or ":" in choice.partition(",")[0]
+            for choice in choices
         ), name
         assert hint(name, options) or name in options, name
     assert hint("nosuch", options) == ""

@@ -350,7 +350,11 @@ def test_the_command_tells_functions_from_objectives(workplace, capsys):
         OBJECTIVES, ["--objective", "mine:loss", *flags], of_function=FunctionConfig
     )
     assert (type(made), made.tensors) == (FunctionConfig, ("rewards",))
-    for name, message in (("mine:lost", "the nearest one is loss"), ("mine", ", module:function)")):
+    for name, message in (
+        ("mine:lost", "the nearest one is loss"),
+        ("mine", ", module:function)"),
+        ("mine.loss", ", module:function); a function is mine:loss"),
+    ):
         with pytest.raises(SystemExit):
             parse_chosen(OBJECTIVES, ["--objective", name, *flags], of_function=FunctionConfig)
         assert message in capsys.readouterr().err

@@ -17,9 +17,9 @@ from fastp3o.calls.function import FunctionError
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_reward_model
 from fastp3o.packing.pack import Packing
+from fastp3o.rewards.config import RewardConfig
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
-from fastp3o.rewards.reward import load_reward
 from fastp3o.rollouts.groups import Group, token_ids
 
 SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
@@ -286,9 +286,33 @@ def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, roll
     assert torch.equal(same(rollouts), other(rollouts))
 
 
-@pytest.mark.parametrize("name", ["mine_of_tests", "mine_of_tests.py"])
-def test_a_function_s_file_without_a_colon_is_no_model_of_the_hub(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine_of_tests", "of mine_of_tests.py it is mine_of_tests:FUNCTION"),
+        ("mine_of_tests.py", "of mine_of_tests.py it is mine_of_tests.py:FUNCTION"),
+        ("mine_of_tests.vowels", "is no folder; a function is mine_of_tests:vowels$"),
+        ("kit_of_tests.vowels", "is no folder; a function is kit_of_tests:vowels$"),
+        ("kit_of_tests.inner.vowels", "a function is kit_of_tests.inner:vowels$"),
+        ("kit_of_tests.inner", "a function is kit_of_tests.inner:FUNCTION$"),
+        ("nosuch/model.v1,mine_of_tests.vowels", "the reward mine_of_tests.vowels is no folder"),
+    ],
+)
+def test_a_function_without_a_colon_is_no_model_of_the_hub(tmp_path, monkeypatch, name, said):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "kit_of_tests").mkdir()
+    raises = "raise RuntimeError('imported')\n"  # nobody asks for code to run yet
+    for file in ("mine_of_tests.py", "kit_of_tests/__init__.py", "kit_of_tests/inner.py"):
+        (tmp_path / file).write_text(raises)
+    config = RewardConfig(reward=name)
+    with pytest.raises(UserError, match=said):
+        config.check_complete()
+
+
+def test_folders_and_names_with_dots_are_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine_of_tests.v1", "only_data"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "mine_of_tests.py").touch()
-    with pytest.raises(UserError, match=f"of mine_of_tests.py it is {name}:FUNCTION"):
-        load_reward(name, None, dtype=torch.float32)
+    for name in ("mine_of_tests.v1", "only_data.v1", "org/mine_of_tests.v1", "nosuch_module.v1"):
+        RewardConfig(reward=name).check_complete()
