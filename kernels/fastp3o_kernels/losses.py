@@ -337,8 +337,8 @@ def dpo(
 
     The gradient is β (σ(β Δ) − 1) (∇ log π_chosen − ∇ log π_rejected). A larger β allows less
     deviation from the reference. If that is the policy that sampled the pairs, this is behavior
-    preference optimization (BPO, arXiv
-    2406.12168). label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell 2023).
+    preference optimization (BPO, arXiv 2406.12168). label_smoothing: the probability that a label
+    is wrong (conservative DPO, Mitchell 2023).
     """
     return logistic(beta * log_ratio_difference(logprobs, ref_logprobs), label_smoothing)
 

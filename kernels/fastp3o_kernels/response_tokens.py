@@ -48,18 +48,17 @@ def response_tokens(
         linear_p3o_loss(hidden[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens, ...)
 
     Args:
-        input_ids: [B, T] int64. response_mask: [B, T], bool or of zeros and ones: 1 at the
-        responses' own tokens, end-of-sequence included; 0 at
-            prompts, padding and output of tools. It is not shifted.
+        input_ids: [B, T] int64.
+        response_mask: [B, T], bool or of zeros and ones: 1 at the responses' own tokens,
+            end-of-sequence included; 0 at prompts, padding and output of tools. It is not shifted.
         responses_per_prompt: K. Losses take the K responses to a prompt one after the other. Where
-        all first responses
-            come before all second ones, torch.arange(B).view(K, P).T.flatten() orders the batch.
+            all first responses come before all second ones, torch.arange(B).view(K, P).T.flatten()
+            orders the batch.
 
     Raises:
         ValueError: for shapes that disagree; a mask with other values than 0 and 1, or with a
-        response's token in the
-            first position, which nothing predicts; K neighbors whose prompts differ. Values on a
-            GPU are looked at only with FASTP3O_DEBUG=1.
+            response's token in the first position, which nothing predicts; K neighbors whose
+            prompts differ. Values on a GPU are looked at only with FASTP3O_DEBUG=1.
     """
     check_tensors(input_ids=input_ids, response_mask=response_mask)
     check_positive_whole_number("responses_per_prompt", responses_per_prompt)

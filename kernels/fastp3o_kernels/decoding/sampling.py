@@ -48,20 +48,25 @@ def sample_tokens(
     The host never waits for the GPU. Logits are left unchanged.
 
     Args:
-        logits: [R, V] fp32. keys: [R] int64 from `response_keys`. steps: [R] int64, position in the
-        response. temperature: divides the logits. top_k: only the k most likely tokens, and those
-        equal to the last of them; 0 for all. top_p: from these only the fewest most likely ones
-        that sum to this share, and those equal to the last. min_p: only tokens at least this
-        probable relative to the most likely one (arXiv 2407.01082). numbers: [R, n] fp64,
-        `race_numbers` of these keys and steps, if PyTorch samples and they are known. impl: None:
-        Triton if it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager"
-        force
-            one, but with settings other than the defaults Triton only finds what top_p keeps, where
-            top_k is 0.
+        logits: [R, V] fp32.
+        keys: [R] int64 from `response_keys`.
+        steps: [R] int64, position in the response.
+        temperature: divides the logits.
+        top_k: only the k most likely tokens, and those equal to the last of them; 0 for all.
+        top_p: from these only the fewest most likely ones that sum to this share, and those equal
+            to the last.
+        min_p: only tokens at least this probable relative to the most likely one (arXiv
+            2407.01082).
+        numbers: [R, n] fp64, `race_numbers` of these keys and steps, if PyTorch samples and they
+            are known.
+        impl: None: Triton if it is installed and all tensors are on a GPU, else PyTorch. "triton"
+            and "eager" force one, but with settings other than the defaults Triton only finds what
+            top_p keeps, where top_k is 0.
 
     Returns:
         Tokens and log-probabilities [R]: of the distribution that is drawn from, at the temperature
-        and without the tokens that the other settings leave out.
+            and without the
+        tokens that the other settings leave out.
     """
     if (
         (temperature, top_k, top_p, min_p) == (1, 0, 1, 0)

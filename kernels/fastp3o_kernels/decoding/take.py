@@ -27,11 +27,13 @@ def take_tokens(
     never waits.
 
     Args:
-        tokens: [R] int64 that the slots sampled. logprobs: [R] fp32, theirs. slots: as they were in
-        the step. Each idle one counts as one whose response has ended. batch: with as many tokens
-        at most as `sampled` has columns. any_left: False if the slots have had all responses from
-        the first step on, which saves PyTorch some work. impl: None, "triton" or "eager", as in
-        `token_logprobs`.
+        tokens: [R] int64 that the slots sampled.
+        logprobs: [R] fp32, theirs.
+        slots: as they were in the step. Each idle one counts as one whose response has ended.
+        batch: with as many tokens at most as `sampled` has columns.
+        any_left: False if the slots have had all responses from the first step on, which saves
+            PyTorch some work.
+        impl: None, "triton" or "eager", as in `token_logprobs`.
     """
     if use_triton(impl, tokens, logprobs, *slots) and len(tokens):
         return launch_take(tokens, logprobs, slots, batch)

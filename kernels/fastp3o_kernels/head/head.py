@@ -31,11 +31,12 @@ class Head(LogitsTransform):
 
     Args:
         weight: [V, D] of a half, single or double floating dtype; may be tied to the embedding.
-        bias: [V] of any floating dtype, or None. softcap: Gemma's cap on logits, applied before the
-        temperature, or None. temperature: divides the logits. shard: if processes share the
-        vocabulary: weight and bias are this one's part. Losses, log-probs and gradients
-            of hidden states are those of the whole head on each; gradients of weight and bias are
-            of its own rows.
+        bias: [V] of any floating dtype, or None.
+        softcap: Gemma's cap on logits, applied before the temperature, or None.
+        temperature: divides the logits.
+        shard: if processes share the vocabulary: weight and bias are this one's part. Losses,
+            log-probs and gradients of hidden states are those of the whole head on each; gradients
+            of weight and bias are of its own rows.
 
     Raises:
         ValueError: for a soft cap or a temperature that is no finite number above 0.

@@ -147,22 +147,24 @@ def linear_distillation(
     is 1 − β times the reverse one.
 
     Args:
-        hidden, head: of the student, as in `linear_logprobs`; they get gradients. teacher_hidden:
-        [N, D'], the teacher's hidden states that predict the same tokens. teacher_head: its Head
-        with a weight [V, D'] of that dtype, an `nn.Linear`, or the bare weight; both are
-            constants.
+        hidden, head: of the student, as in `linear_logprobs`; they get gradients.
+        teacher_hidden: [N, D'], the teacher's hidden states that predict the same tokens.
+        teacher_head: its Head with a weight [V, D'] of that dtype, an `nn.Linear`, or the bare
+            weight; both are constants.
         divergence, beta: see above; beta, above 0 and below 1, counts for "jsd" alone.
         memory_budget: bytes of scratch for the logits of both and the student's gradient, as in
-        `linear_logprobs`.
+            `linear_logprobs`.
 
     Returns:
         [N] fp32 (fp64 for an fp64 student); inf where a logit of -inf excludes from a KL's second
-        distribution what its first one draws. The gradient of such a reverse KL is NaN.
+            distribution what its
+        first one draws. The gradient of such a reverse KL is NaN.
 
     Raises:
         ValueError: for tensors that disagree, another divergence or beta, and a budget that holds
-        no row of logits. RuntimeError: in the backward pass, if the teacher's tensors were changed
-        in place before it.
+            no row of logits.
+        RuntimeError: in the backward pass, if the teacher's tensors were changed in place before
+            it.
     """
     head = Head.from_layer(head)
     teacher_head = Head.from_layer(teacher_head)

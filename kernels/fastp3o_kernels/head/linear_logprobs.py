@@ -125,40 +125,38 @@ def linear_logprobs(
 
     Args:
         hidden: [N, D], the hidden states that predict the labels; of a half, single or double
-        floating dtype. head: Head with a weight [V, D] of the same dtype, an `nn.Linear`, or the
-        bare weight. Under autocast both may
-            be fp32 and are multiplied in autocast's dtype; the gradients keep their tensors'
-            dtypes.
-        labels: [N] int64 or int32, from 0 to V - 1, or ignore_index. ignore_index: tokens with this
-        label give 0 and no gradient. On a GPU they take part in the matrix products
-            all the same: many of them, as in padded rows, are better left out before.
+            floating dtype.
+        head: Head with a weight [V, D] of the same dtype, an `nn.Linear`, or the bare weight. Under
+            autocast both may be fp32 and are multiplied in autocast's dtype; the gradients keep
+            their tensors' dtypes.
+        labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
+        ignore_index: tokens with this label give 0 and no gradient. On a GPU they take part in the
+            matrix products all the same: many of them, as in padded rows, are better left out
+            before.
         cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to
-        each, on any device or
-            as a list. Tokens then go through the head in the chunks of `linear_p3o_loss`; with the
-            same budget the ratio of two evaluations of the same weights is exactly 1.
+            each, on any device or as a list. Tokens then go through the head in the chunks of
+            `linear_p3o_loss`; with the same budget the ratio of two evaluations of the same weights
+            is exactly 1.
         outputs: what to return next to the log-probs, from the same matrix product: any of
-        "entropy"
-            (differentiable), "mean_logit" and "is_top".
+            "entropy" (differentiable), "mean_logit" and "is_top".
         memory_budget: bytes of scratch for logits and their gradient (default: 960 MB; a twentieth
-        of a larger GPU, up
-            to 4 GB). Only the gradients take memory as well: the weight's is summed in fp32 over
-            chunks. A GPU keeps what the gradient needs of all logits that the budget holds for the
-            backward pass, in the dtype of the hidden states, and computes the others again; a CPU
-            keeps those of the last tokens, 134 MB, or a chunk where that is more. In bf16 the
-            budget grows by 2 V D bytes, those of a sum over several parts, where that holds all
-            gradients at once.
+            of a larger GPU, up to 4 GB). Only the gradients take memory as well: the weight's is
+            summed in fp32 over chunks. A GPU keeps what the gradient needs of all logits that the
+            budget holds for the backward pass, in the dtype of the hidden states, and computes the
+            others again; a CPU keeps those of the last tokens, 134 MB, or a chunk where that is
+            more. In bf16 the budget grows by 2 V D bytes, those of a sum over several parts, where
+            that holds all gradients at once.
         impl: None: in chunks, with Triton if it is installed, all tensors are on a GPU and none is
-        fp64, else with
-            PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
+            fp64, else with PyTorch. "triton" forces the former; "eager" computes all logits in one
+            PyTorch graph.
 
     Returns:
         [N] fp32 (fp64 for fp64 hidden states), never above 0. With `outputs`: TokenOutputs.
 
     Raises:
         ValueError: for shapes, dtypes or devices that disagree, for a label out of range, and for a
-        budget that holds
-            no row of logits. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out
-            of range gives NaN there.
+            budget that holds no row of logits. Values on a GPU are looked at only with
+            FASTP3O_DEBUG=1; a label out of range gives NaN there.
     """
     head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index)

@@ -157,9 +157,9 @@ def add_and_norm(
     """A branch added to the residual stream, and RMSNorm of their sum.
 
     Args:
-        stream: [..., D] of any floating dtype. branch: of that shape, None for nothing to add: then
-        the stream comes back as it is, and its gradients are
-            added up in the kernel.
+        stream: [..., D] of any floating dtype.
+        branch: of that shape, None for nothing to add: then the stream comes back as it is, and its
+            gradients are added up in the kernel.
         weight, kind, impl: as in `rms_norm`; a sum is not rounded before the weight.
         dtype: of the normalized rows; None for the weight's.
 

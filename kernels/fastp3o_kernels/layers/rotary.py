@@ -46,10 +46,10 @@ def rotate(
     """Turns queries and keys, in fp32 with one rounding at the end. Angles get no gradient.
 
     Args:
-        query: [T, H, D] of any floating dtype and strides. key: [T, Hkv, D] of that dtype. cos,
-        sin: [T, R] of any floating dtype, of an angle for each element, with R even and at most D;
-        elements from R
-            on stay as they are.
+        query: [T, H, D] of any floating dtype and strides.
+        key: [T, Hkv, D] of that dtype.
+        cos, sin: [T, R] of any floating dtype, of an angle for each element, with R even and at
+            most D; elements from R on stay as they are.
         interleaved: whether neighbors turn together; else the two that are R/2 apart.
         impl: None, "triton" or "eager", as in `token_logprobs`.
 

@@ -22,9 +22,9 @@ from fastp3o_kernels.rows.eager import at_least_fp32, sequence_logprobs
 
 def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P3OLossOutput:
     """The loss from log-probs of tokens [N]: the mean over pairs of the joint, separate or
-    unclipped loss, which arXiv
-    2310.00212 calls P3O-V2, V1 and an ablation. Or the first author's later variant, where every token is clipped
-    separately in each pair of its response: the mean over these N (K − 1) cases.
+    unclipped loss, which arXiv 2310.00212 calls P3O-V2, V1 and an ablation. Or the first author's
+    later variant, where every token is clipped separately in each pair of its response: the mean
+    over these N (K − 1) cases.
     """
     (P, K), Q, epsilon = pairs.rewards.shape[:2], pairs.pairs_per_prompt, settings.clip_range
     logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(P, K)

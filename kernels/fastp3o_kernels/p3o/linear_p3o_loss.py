@@ -104,22 +104,23 @@ def linear_p3o_loss(
     gradient, which takes no time if it is 1, and can run once.
 
     Args:
-        hidden: [N, D], the hidden states that predict the response tokens. head: Head with a weight
-        [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`. labels: [N] int64 or
-        int32, the response tokens, end-of-sequence included. cu_seqlens: [P K + 1] int32 or int64
-        on any device, or a list: where each response begins in [N]. It is needed
-            on the host: a list or a tensor on the CPU spares waiting for the device. An empty
-            response takes part in no pair.
-        old_logprobs, ref_logprobs, rewards: as in `p3o_loss`. settings, valid_responses,
-        sampler_logprobs: as in `p3o_loss`. Tokens of responses that are not valid have no
-            gradient but take part in the logits' product, which empty responses do not.
+        hidden: [N, D], the hidden states that predict the response tokens.
+        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in
+            `linear_logprobs`.
+        labels: [N] int64 or int32, the response tokens, end-of-sequence included.
+        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in
+            [N]. It is needed on the host: a list or a tensor on the CPU spares waiting for the
+            device. An empty response takes part in no pair.
+        old_logprobs, ref_logprobs, rewards: as in `p3o_loss`.
+        settings, valid_responses, sampler_logprobs: as in `p3o_loss`. Tokens of responses that are
+            not valid have no gradient but take part in the logits' product, which empty responses
+            do not.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
         divisor: of the sum over prompts, or tokens with clipping="token", as in `token_p3o_loss`.
         logprobs_out: [N] floating point, which gets the tokens' log-probs; None: nothing does.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
-        Responses to a prompt
-            whose logits it does not hold are computed in two passes: what fits is kept, the rest
-            computed twice, with the same result.
+            Responses to a prompt whose logits it does not hold are computed in two passes: what
+            fits is kept, the rest computed twice, with the same result.
         impl: None, "triton" or "eager", as in `linear_logprobs`.
 
     Returns:

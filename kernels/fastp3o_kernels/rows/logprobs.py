@@ -146,28 +146,27 @@ def token_logprobs(
 
     Args:
         logits: [N, V] of any floating dtype and strides; -inf is allowed. Rounding logits to bf16
-        costs about 0.03 nats
-            per token, so 0.3 in the log-probability of a response of 128 tokens: more than a clip
-            range. Hidden states and the head go to `linear_logprobs`, whose logits are fp32 and
-            never exist all at once.
-        labels: [N] int64 or int32, from 0 to V - 1, or ignore_index. temperature: divides the
-        logits. ignore_index: tokens with this label give 0 and no gradient. outputs: what to return
-        next to the log-probs: any of "entropy" (differentiable), "mean_logit" and "is_top".
+            costs about 0.03 nats per token, so 0.3 in the log-probability of a response of 128
+            tokens: more than a clip range. Hidden states and the head go to `linear_logprobs`,
+            whose logits are fp32 and never exist all at once.
+        labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
+        temperature: divides the logits.
+        ignore_index: tokens with this label give 0 and no gradient.
+        outputs: what to return next to the log-probs: any of "entropy" (differentiable),
+            "mean_logit" and "is_top".
         inplace_backward: the gradient takes the logits' memory (with Triton), so backward runs once
-        and the logits'
-            values are gone afterwards. The eager implementation does not change them.
+            and the logits' values are gone afterwards. The eager implementation does not change
+            them.
         impl: None: Triton if it is installed, all tensors are on a GPU and none is fp64, else
-        PyTorch. "triton" and
-            "eager" force.
+            PyTorch. "triton" and "eager" force.
 
     Returns:
         [N] fp32 (fp64 for fp64 logits), never above 0. With `outputs`: TokenOutputs.
 
     Raises:
         ValueError: for shapes, dtypes or devices that disagree, for a label out of range, for an
-        in-place backward pass
-            over a leaf. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of
-            range gives NaN there.
+            in-place backward pass over a leaf. Values on a GPU are looked at only with
+            FASTP3O_DEBUG=1; a label out of range gives NaN there.
     """
     transform = LogitsTransform(temperature=temperature)
     check_tensors(logits=logits, labels=labels)
@@ -223,9 +222,9 @@ def sequence_logprobs(
     """Log-probability of each sequence: the sum over its tokens, in fixed order; differentiable.
 
     Args:
-        token_logprobs: [N] of any floating dtype. cu_seqlens: [S + 1] int32 or int64 on any device,
-        or a list: where each sequence begins; 0 first, N last. The
-            sum of an empty one is 0.
+        token_logprobs: [N] of any floating dtype.
+        cu_seqlens: [S + 1] int32 or int64 on any device, or a list: where each sequence begins; 0
+            first, N last. The sum of an empty one is 0.
         impl: None, "triton" or "eager", as in `token_logprobs`.
 
     Returns:
@@ -233,8 +232,7 @@ def sequence_logprobs(
 
     Raises:
         ValueError: for shapes and dtypes that disagree or offsets that do not go from 0 to N in
-        order (on a GPU only
-            with FASTP3O_DEBUG=1).
+            order (on a GPU only with FASTP3O_DEBUG=1).
     """
     check_tensors(token_logprobs=token_logprobs)
     check_floating("token_logprobs", token_logprobs)
