@@ -50,8 +50,8 @@ COMMON = {
 
 def make_parser(config_class: type[Flags], *, shows_all: bool = False) -> argparse.ArgumentParser:
     """A parser of a configuration's fields, whose help says defaults and bounds. A field `a_b` is
-    the flag --a_b, or
-    --a-b. A bool may stand alone (--resume) or take a value (--resume no); one that is True by default has --no_a_b.
+    the flag --a_b, or --a-b. A bool may stand alone (--resume) or take a value (--resume no); one
+    that is True by default has --no_a_b.
 
     Values are only of flags that were set; what is missing is for `parse` to say. Help begins with
     what every run must say, then comes a section for each group of options. shows_all: all of them,

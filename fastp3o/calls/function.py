@@ -66,12 +66,12 @@ def import_function(name: str, role: str) -> Callable:
 
     Args:
         name: module, as Python imports it or as the path of its file, and function:
-        `module:function`. role: what the function is for, in error messages ("reward function").
+            `module:function`.
+        role: what the function is for, in error messages ("reward function").
 
     Raises:
         ValueError: the name has another form, module or function do not exist, it is no function,
-        or a module that
-            the file of a path hides is imported already.
+            or a module that the file of a path hides is imported already.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:

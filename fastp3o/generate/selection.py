@@ -103,8 +103,7 @@ def accepted(candidates: Candidates, beta: float, count: int, random: Generator)
 
 def pairs_apart(rewards: Sequence[float], min_gap: float) -> list[tuple[int, int]]:
     """All (better, worse) whose rewards differ by more than `min_gap`: σ((r_w − r_l) / τ) > η of
-    RS-DPO (arXiv
-    2402.10038, algorithm 1) with min_gap = τ log(η / (1 − η)).
+    RS-DPO (arXiv 2402.10038, algorithm 1) with min_gap = τ log(η / (1 − η)).
     """
     numbers = range(len(rewards))
     return [(i, j) for i in numbers for j in numbers if rewards[i] - rewards[j] > min_gap]

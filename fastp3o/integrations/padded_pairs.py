@@ -50,12 +50,15 @@ def padded_p3o_loss(
     these.
 
     Args:
-        model: after `expose_head`, in any wrapper. rewards: [P, K]. settings: clipping is "joint",
-        "separate" or "none". old_logprobs: [P, K], the log-probs by the policy that sampled; None
-        if it is this policy. ref_logprobs: [P, K], those by the reference; None if it is the policy
-        that sampled. temperature: the sampler's, which divides logits. divisor: divides the sum
-        over prompts; P by default. For uneven batches it is the number of prompts in the whole
-            minibatch, divided by the number of processes whose gradients are averaged.
+        model: after `expose_head`, in any wrapper.
+        rewards: [P, K].
+        settings: clipping is "joint", "separate" or "none".
+        old_logprobs: [P, K], the log-probs by the policy that sampled; None if it is this policy.
+        ref_logprobs: [P, K], those by the reference; None if it is the policy that sampled.
+        temperature: the sampler's, which divides logits.
+        divisor: divides the sum over prompts; P by default. For uneven batches it is the number of
+            prompts in the whole minibatch, divided by the number of processes whose gradients are
+            averaged.
 
     Raises ValueError for torch's DataParallel, which would cut the batch anywhere; and as
     `linear_p3o_loss` does.

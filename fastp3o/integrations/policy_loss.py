@@ -25,11 +25,12 @@ def p3o_policy_loss(
     """The mean loss over pairs, and METRICS over the pairs whose two responses are not empty.
 
     Args:
-        logprobs, old_logprobs, mask: [B, C]. advantages: [B, C]. A response's advantage is that at
-        its first token: its reward less the cost of the KL, and
-            less anything that its siblings share.
+        logprobs, old_logprobs, mask: [B, C].
+        advantages: [B, C]. A response's advantage is that at its first token: its reward less the
+            cost of the KL, and less anything that its siblings share.
         settings: clipping is "joint", "separate" or "none"; kl_coef is 0, for the KL is in the
-        advantages. divisor: divides the sum over prompts; P by default.
+            advantages.
+        divisor: divides the sum over prompts; P by default.
 
     Raises ValueError for a KL that would count twice, and if B is not a multiple of K.
     """

@@ -37,7 +37,9 @@ class StepGuard:
             self.set_scale(FIRST_SCALE, finite_steps=0)
 
     def skips(self, loss: Tensor, norms: Tensor) -> Tensor:
-        """1.0 if a step must move nothing, else 0.0. loss: 0-d, this process's. norms: of all processes' gradients."""
+        """1.0 if a step must move nothing, else 0.0. loss: 0-d, this process's. norms: of all
+        processes' gradients.
+        """
         # 0 times a value is 0 only if it is finite.
         broken = (torch.cat([loss.detach().float()[None], norms]) * 0 != 0).float()
         broken = sum_over_processes(self.accelerator, broken)

@@ -64,8 +64,9 @@ class JudgedPairs(RelativeReward):
     text are a tie, and nobody is asked.
 
     judged: which pairs are. anchor: samples a response to each prompt that all of its others are
-    compared with. answered: the share of each response's comparisons that had a verdict in the last
-    call, [P, K] fp32.
+        compared with.
+    answered: the share of each response's comparisons that had a verdict in the last call, [P, K]
+    fp32.
     """
 
     judged: Compared = "all"

@@ -4,8 +4,7 @@ any case.
     fp32             weights and matrix products in fp32
     bf16-autocast    fp32 weights, matrix products in bf16
     bf16, fp16       weights and matrix products in half precision; trainable weights have an fp32 master copy that the
-                     optimizer updates. fp16 resolves 8 times finer than bf16, but overflows at
-                     65504: losses are scaled
+                     optimizer updates. fp16 resolves 8 times finer than bf16, but overflows at 65504: losses are scaled
 
 P3O exponentiates the log-ratios of whole responses, so rounding in the body matters more than to
 other losses: see training/precision.md. A model whose activations fp16 does not hold is computed in

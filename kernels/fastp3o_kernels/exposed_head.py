@@ -57,10 +57,8 @@ def expose_head(model: Model) -> Model:
 
         expose_head(model)
         model = DDP(model)  # or fully_shard(model), accelerator.prepare(model), peft's get_peft_model(model, ...)
-        loss = model(input_ids=ids, attention_mask=mask, head_loss=lambda hidden, head:
-        linear_p3o_loss(
-            hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens,
-            ...).loss)
+        loss = model(input_ids=ids, attention_mask=mask, head_loss=lambda hidden, head: linear_p3o_loss(
+            hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens, ...).loss)
 
     The function must not keep hidden states or head: outside of the call their weights may be gone.
     With FSDP2 (`fully_shard`) the head may be in the root's group or in one of its own. A call that

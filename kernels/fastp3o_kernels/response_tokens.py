@@ -20,8 +20,7 @@ class ResponseTokens(NamedTuple):
     """N tokens of B responses.
 
     predicted_at: [N] int64, each token's row of hidden.flatten(0, 1), for hidden states [B, T, D]:
-    that of the position
-        before it.
+        that of the position before it.
     labels: [N] int64, the tokens. cu_seqlens: [B + 1] int64 on the CPU, where each response begins.
     """
 
@@ -43,8 +42,8 @@ def response_tokens(
     """The tokens of responses in a batch [B, T], padded on either side, as losses take them. The
     host waits once for their number.
 
-        tokens = response_tokens(input_ids, response_mask, responses_per_prompt=2) hidden =
-        model.base_model(input_ids, attention_mask=attention_mask).last_hidden_state.flatten(0, 1)
+        tokens = response_tokens(input_ids, response_mask, responses_per_prompt=2)
+        hidden = model.base_model(input_ids, attention_mask=attention_mask).last_hidden_state.flatten(0, 1)
         linear_p3o_loss(hidden[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens, ...)
 
     Args:

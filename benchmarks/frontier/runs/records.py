@@ -24,8 +24,7 @@ class Records:
     runs: name, the fields of plan.Run, sha256 (of the final weights), and of the last evaluation
         final_kl and final_objective, which runs with this KL coefficient maximize
     evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means
-    over prompts), and
-        objective: the reward's gain over the run's start − BETA KL
+        over prompts), and objective: the reward's gain over the run's start − BETA KL
     """
 
     runs: DataFrame

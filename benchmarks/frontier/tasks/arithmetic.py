@@ -4,8 +4,7 @@ The prompt has four to six numbers of two digits, each digit under a letter of i
 B 5 c 1 C 9 ... =". The response adds one number after the other to the sum so far, units and then
 tens, each result with its carry:
 
-    then B 5 + 7 = 1 2 , b 4 + 3 + 1 = 0 8 , 0 8 2 ; now C 9 + 2 = 1 1 , c 1 + 8 + 1 = 1 0 , 1 0 1 ;
-    ...
+    then B 5 + 7 = 1 2 , b 4 + 3 + 1 = 0 8 , 0 8 2 ; now C 9 + 2 = 1 1 , c 1 + 8 + 1 = 1 0 , 1 0 1 ; ...
 
 These are 23 tokens a number, so responses have 70, 93 or 116 with their end. The first word says
 nothing, and is one of four by chance: a response has several ways of being right, as a text has.

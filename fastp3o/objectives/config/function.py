@@ -40,8 +40,7 @@ class FunctionConfig(RewardScalingConfig, OnlineConfig):
     takes it.
 
     It gets what it names as parameters, and nothing else. One step a round, unless you set
-    --inner_epochs or
-    --prompts_per_minibatch.
+    --inner_epochs or --prompts_per_minibatch.
     """
 
     objective_class: ClassVar[str] = "function:FunctionObjective"

@@ -78,10 +78,12 @@ class Servers:
 
     Args:
         urls: without a path. The environment variable VLLM_API_KEY holds their key, if they have
-        one. requests: prompts that this process asks for at once. Each is one request for all of
-        its responses. time_limit: seconds that an answer may take, and a reload of weights.
-        vocabulary: number of the policy's tokens. interrupts: whether new weights come while
-        requests are under way, which go on from them.
+            one.
+        requests: prompts that this process asks for at once. Each is one request for all of its
+            responses.
+        time_limit: seconds that an answer may take, and a reload of weights.
+        vocabulary: number of the policy's tokens.
+        interrupts: whether new weights come while requests are under way, which go on from them.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
 """Decode attention in Triton: two launches, whatever the lengths.
 
     partial_attention_kernel   one program for (slot, key head, chunk of keys). The last of the slots that share a
-                               prompt attends the chunks of the prompt for all of them: the queries
-                               of up to K responses times the G = H / Hkv heads of a group are rows
-                               of one product, so keys are read once. Each slot attends the chunks
-                               of its own response. The program whose chunk the new token falls in
-                               also stores the token's key and value.
+                               prompt attends the chunks of the prompt for all of them: the queries of up to K responses
+                               times the G = H / Hkv heads of a group are rows of one product, so keys are read once.
+                               Each slot attends the chunks of its own response. The program whose chunk the new token
+                               falls in also stores the token's key and value.
     merge_kernel               one program for (slot, head): averages the chunks' results, weighted by their logsumexp.
 
 Chunks have a fixed length and are merged in a fixed order, so the bits of a slot's result do not

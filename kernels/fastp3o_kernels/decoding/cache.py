@@ -34,9 +34,11 @@ class Slots:
     """The responses that the slots of one step work on; the same for all layers. A slot without a
     response is idle.
 
-    response: [R] int64, p K + k; P K where idle. No response is in two slots. cached_lengths: [P +
-    1] int64, number of cached keys of each prompt; 0 at P. steps: [R] int64, own tokens in the
-    cache before this step; the step's token is at position length + step. responses_per_prompt: K.
+    response: [R] int64, p K + k; P K where idle. No response is in two slots.
+    cached_lengths: [P + 1] int64, number of cached keys of each prompt; 0 at P.
+    steps: [R] int64, own tokens in the cache before this step; the step's token is at position
+        length + step.
+    responses_per_prompt: K.
     """
 
     response: Tensor

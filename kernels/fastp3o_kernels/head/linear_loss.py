@@ -227,39 +227,45 @@ def linear_loss(
 ) -> LinearLossOutput:
     """Any objective of groups of responses, from the hidden states that predict their tokens.
 
-    The objective is called once for each chunk of whole groups, with `Groups` of their token log-probs and of the
-    tensors below. It returns the sum of its loss over these groups, and may return a dictionary of further sums as
-    well. DPO, for one:
+    The objective is called once for each chunk of whole groups, with `Groups` of their token
+    log-probs and of the tensors below. It returns the sum of its loss over these groups, and may
+    return a dictionary of further sums as well. DPO, for one:
 
         def dpo(pairs):  # column 0 is the chosen response
             log_ratios = pairs.logprobs - pairs["ref"]
             return -logsigmoid(0.1 * (log_ratios[:, 0] - log_ratios[:, 1])).sum()
 
-        linear_loss(hidden, head, labels, cu_seqlens, dpo, responses_per_group=2, response_tensors={"ref": ref})
+        linear_loss(hidden, head, labels, cu_seqlens, dpo, responses_per_group=2,
+        response_tensors={"ref": ref})
 
-    Numbers of the whole batch that an objective needs (KTO's z0, a whitened advantage) are computed before, without
-    gradients, and given as one of the tensors.
+    Numbers of the whole batch that an objective needs (KTO's z0, a whitened advantage) are computed
+    before, without gradients, and given as one of the tensors.
 
-    As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass; on a CPU tokens
-    without a coefficient take no part in their products; the backward pass can run once.
+    As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass;
+    on a CPU tokens without a coefficient take no part in their products; the backward pass can run
+    once.
 
     Args:
         hidden: [N, D], the hidden states that predict the response tokens.
-        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in `linear_logprobs`.
-        labels: [N] int64 or int32, the response tokens alone, without any to be ignored (`response_tokens`).
-        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]; a list or a
-            tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0: the gradient is
-            then zero.
+        head: Head with a weight [V, D], an `nn.Linear`, or the bare weight, as in
+            `linear_logprobs`.
+        labels: [N] int64 or int32, the response tokens alone, without any to be ignored
+            (`response_tokens`).
+        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in
+            [N]; a list or a tensor on the CPU spares waiting for the device. Responses may be
+            empty, and P may be 0: the gradient is then zero.
         responses_per_group: K. Response k of group p is sequence K p + k.
-        token_tensors, response_tensors, group_tensors: the objective's further tensors by name: [N, ...] such as old
-            log-probs, [P, K, ...] and [P, ...]. They are constants, even where they require gradients.
-        outputs: what `Groups` has of each token next to its log-prob: any of "entropy" (differentiable), "mean_logit"
-            and "is_top", as in `linear_logprobs`.
-        divisor: what the sum over all groups is divided by, P by default. For accumulation and several processes: the
-            number of groups, or of tokens, in the whole batch.
+        token_tensors, response_tensors, group_tensors: the objective's further tensors by name: [N,
+            ...] such as old log-probs, [P, K, ...] and [P, ...]. They are constants, even where
+            they require gradients.
+        outputs: what `Groups` has of each token next to its log-prob: any of "entropy"
+            (differentiable), "mean_logit" and "is_top", as in `linear_logprobs`.
+        divisor: what the sum over all groups is divided by, P by default. For accumulation and
+            several processes: the number of groups, or of tokens, in the whole batch.
         logprobs_out: [N] floating point, which gets the tokens' log-probs; None: nothing does.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
-        impl: None, "triton" or "eager", as in `linear_logprobs`. The objective is PyTorch in any case.
+        impl: None, "triton" or "eager", as in `linear_logprobs`. The objective is PyTorch in any
+            case.
 
     Returns:
         LinearLossOutput(loss, metrics); the gradient reaches hidden states, weight and bias.

@@ -204,39 +204,47 @@ def p3o_loss(
     divisor: float | Tensor | None = None,
     impl: str | None = None,
 ) -> P3OLossOutput:
-    """Pairwise Proximal Policy Optimization (arXiv 2310.00212) from log-probabilities of the responses to P prompts.
+    """Pairwise Proximal Policy Optimization (arXiv 2310.00212) from log-probabilities of the
+    responses to P prompts.
 
-    With q = sg((r1 − r2) − β (u of the policy in the KL)), u = log π/π_ref(y1) − log π/π_ref(y2), ρ = π/π_old:
-        joint (P3O-V2): mean of max(−q c u, −q c clip(u, u_old ± ε)) / 2, c = sg(clip(ρ1 ρ2, 1/C, C));
-        separate (P3O-V1): mean of [max(−q c2 ρ1, −q c2 clip(ρ1, 1 ± ε)) + max(q c1 ρ2, q c1 clip(ρ2, 1 ± ε))] / 2;
+    With q = sg((r1 − r2) − β (u of the policy in the KL)), u = log π/π_ref(y1) − log π/π_ref(y2), ρ
+    = π/π_old:
+        joint (P3O-V2): mean of max(−q c u, −q c clip(u, u_old ± ε)) / 2, c = sg(clip(ρ1 ρ2, 1/C,
+            C));
+        separate (P3O-V1): mean of [max(−q c2 ρ1, −q c2 clip(ρ1, 1 ± ε)) + max(q c1 ρ2, q c1
+            clip(ρ2, 1 ± ε))] / 2;
         none: the joint loss without its clipped branch.
-    ε, C and β are the settings' clip_range, ratio_cap and kl_coef; kl_reward is the policy in the KL part of q.
-    The mean is over all pairs of responses to the same prompt: one in the paper, K (K − 1) / 2 for K responses (beyond
-    it). Adding any number to all rewards of a prompt changes nothing.
+    ε, C and β are the settings' clip_range, ratio_cap and kl_coef; kl_reward is the policy in the
+    KL part of q. The mean is over all pairs of responses to the same prompt: one in the paper, K (K
+    − 1) / 2 for K responses (beyond it). Adding any number to all rewards of a prompt changes
+    nothing.
 
     Args:
-        logprobs: [P, K] log π(y|x), differentiable; column 0 is response 1. Sums over response tokens, in nats. K is 2
-            or more.
-        old_logprobs: [P, K] of the policy that sampled, as this model computes them. None: they are this policy's own,
-            as at the first step after a rollout; every ratio is exactly 1.
+        logprobs: [P, K] log π(y|x), differentiable; column 0 is response 1. Sums over response
+            tokens, in nats. K is 2 or more.
+        old_logprobs: [P, K] of the policy that sampled, as this model computes them. None: they are
+            this policy's own, as at the first step after a rollout; every ratio is exactly 1.
         ref_logprobs: [P, K] of the frozen reference.
-        rewards: [P, K]; or [P, K, K], which has what stands for r_i − r_j in each pair i < j where no scores give them,
-            such as judged comparisons.
+        rewards: [P, K]; or [P, K, K], which has what stands for r_i − r_j in each pair i < j where
+            no scores give them, such as judged comparisons.
         settings: clipping is "joint", "separate" or "none"; for "token" see `token_p3o_loss`.
-        valid_responses: [P, K] bool, False for responses that take part in no pair, such as truncated ones, which may
-            have NaN elsewhere; None: all are valid. Their pairs count in the mean, as 0:
-            every prompt weighs the same, whatever the batch. Where less than a pair is left, and where P is 0, the loss
-            and its gradient are 0.
-        sampler_logprobs: [P, K] log μ(y|x) by what sampled the responses, where that is not the old policy itself:
-            another engine or precision, or older weights. Each pair's loss is then multiplied by the constant
-            min(π_old(y1) π_old(y2) / (μ(y1) μ(y2)), C), C the settings' sampler_ratio_cap. Without the cap the mean
-            over μ's pairs would be that over the old policy's own: E_π_old[f(y1, y2)] is the mean over μ of f times
-            that product. The cap bounds its variance (truncated importance sampling, Ionides 2008; Yao et al. 2025,
-            "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Whole pairs are weighed with
-            clipping="token", too, whose c is the ratio of a whole pair. None: no weights.
-        divisor: of the sum over prompts of the mean over their pairs, P by default: a number above 0 or a 0-d tensor.
-            For accumulation and uneven processes: the number of prompts in the whole batch (over that of processes,
-            where their gradients are averaged), so that losses of parts add up to the loss of the whole.
+        valid_responses: [P, K] bool, False for responses that take part in no pair, such as
+            truncated ones, which may have NaN elsewhere; None: all are valid. Their pairs count in
+            the mean, as 0: every prompt weighs the same, whatever the batch. Where less than a pair
+            is left, and where P is 0, the loss and its gradient are 0.
+        sampler_logprobs: [P, K] log μ(y|x) by what sampled the responses, where that is not the old
+            policy itself: another engine or precision, or older weights. Each pair's loss is then
+            multiplied by the constant min(π_old(y1) π_old(y2) / (μ(y1) μ(y2)), C), C the settings'
+            sampler_ratio_cap. Without the cap the mean over μ's pairs would be that over the old
+            policy's own: E_π_old[f(y1, y2)] is the mean over μ of f times that product. The cap
+            bounds its variance (truncated importance sampling, Ionides 2008; Yao et al. 2025, "Your
+            Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Whole pairs are
+            weighed with clipping="token", too, whose c is the ratio of a whole pair. None: no
+            weights.
+        divisor: of the sum over prompts of the mean over their pairs, P by default: a number above
+            0 or a 0-d tensor. For accumulation and uneven processes: the number of prompts in the
+            whole batch (over that of processes, where their gradients are averaged), so that losses
+            of parts add up to the loss of the whole.
         impl: None, "triton" or "eager", as in `token_logprobs`.
 
     Returns:
@@ -244,9 +252,9 @@ def p3o_loss(
 
     Raises:
         ValueError: for shapes, dtypes or devices that are wrong; for NaN in ref_logprobs, NaN or an
-            infinity in old_logprobs, rewards or sampler_logprobs, old or reference ones above 0, and
-            differences of pairs that are not −1 times the opposite ones or 0 in their place (values
-            on a GPU are looked at only with FASTP3O_DEBUG=1).
+            infinity in old_logprobs, rewards or sampler_logprobs, old or reference ones above 0,
+            and differences of pairs that are not −1 times the opposite ones or 0 in their place
+            (values on a GPU are looked at only with FASTP3O_DEBUG=1).
     """
     check_settings(settings)
     check_reference_and_rewards(ref_logprobs, rewards)

@@ -83,21 +83,19 @@ def check_settings(settings: object) -> None:
 class P3OLossOutput(NamedTuple):
     """A loss, its metrics, and how many things each metric is a mean over.
 
-    loss: 0-d, differentiable. metrics: detached 0-d tensors, never read by the host inside an
-    operation; means over the pairs that count, their
-        responses or the tokens of these, whatever the divisor, and 0 where no pair counts:
-        ratio_mean, ratio_max: of π/π_old over the responses; clip_fraction: share outside the clip
-        range: of pairs (joint; also reported by none, which clips nothing), of
-            responses (separate) or of tokens (token);
-        advantage_mean_abs: mean |q| over pairs; zero_gradient_fraction: share of prompts none of
-        whose responses' tokens has a gradient; kl: mean over responses of log π − log π_ref, in
-        nats; sampler_ratio_mean, sampler_ratio_capped: only where sampler_logprobs were given: the
-        mean of the pairs'
-            importance weights, and the share of them that is at its cap.
+    loss: 0-d, differentiable.
+    metrics: detached 0-d tensors, never read by the host inside an operation; means over the pairs
+        that count, their responses or the tokens of these, whatever the divisor, and 0 where no
+        pair counts: ratio_mean, ratio_max: of π/π_old over the responses; clip_fraction: share
+        outside the clip range: of pairs (joint; also reported by none, which clips nothing), of
+        responses (separate) or of tokens (token); advantage_mean_abs: mean |q| over pairs;
+        zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient; kl:
+        mean over responses of log π − log π_ref, in nats; sampler_ratio_mean, sampler_ratio_capped:
+        only where sampler_logprobs were given: the mean of the pairs' importance weights, and the
+        share of them that is at its cap.
     counts: by metric, but ratio_max, how many responses, pairs, prompts, tokens it is a mean over:
-    0-d, fp32, on the
-        device. The metric of several batches is the sum of metric times count over the sum of
-        counts.
+        0-d, fp32, on the device. The metric of several batches is the sum of metric times count
+        over the sum of counts.
     """
 
     loss: Tensor
