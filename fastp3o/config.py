@@ -34,7 +34,7 @@ from typing import (
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.sources import InMemory, ModelSource, revised
-from fastp3o.trl_names import hint
+from fastp3o.trl_names import with_hints
 
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
 ScheduleName = Literal[
@@ -177,6 +177,8 @@ class Flags:
     section: ClassVar[str] = "objective"
     further_needs: ClassVar[Mapping[str, Needs]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
+    # Names that a class does without, and what to do instead, in words.
+    instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init_subclass__(cls) -> None:
         docstring: Any = cls.__dict__.get("__doc__")
@@ -208,10 +210,9 @@ class Flags:
 
     def __new__(cls, **values: Any) -> Self:
         names = [flag.name for flag in fields(cls)]
-        for name in values.keys() - {*names}:
-            raise TypeError(
-                f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}"
-            )
+        if unknown := [name for name in values if name not in names]:
+            said = with_hints(unknown, names, cls.instead).replace("--", "")
+            raise TypeError(f"{cls.__name__} has no option {said}")
         config = super().__new__(cls)
         vars(config)["named"] = values
         return config

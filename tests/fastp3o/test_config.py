@@ -15,6 +15,7 @@ from fastp3o.config import ObjectiveConfig, conditions, option
 from fastp3o.errors import UserError, naming_the_extra
 from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.objectives.config.function import FunctionConfig
 from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig
@@ -392,3 +393,22 @@ def test_every_hint_names_an_option_that_there_is():
         ), name
         assert hint(name, options) or name in options, name
     assert hint("nosuch", options) == ""
+
+
+def test_python_names_all_unknown_options_at_once_as_commands_do(capsys):
+    with pytest.raises(TypeError) as refused:
+        P3OConfig(beta=0.1, odd=1, num_generations=4)
+    said = "beta (TRL's beta is {0}kl_coef here), {0}odd, {0}num_generations (TRL's "
+    said += "num_generations is {0}responses_per_prompt here)"
+    assert str(refused.value) == f"P3OConfig has no option {said.format('')}"
+    line = refusal(capsys, P3OConfig, "--beta=1", "--odd=1", "--num_generations=4")
+    assert line.endswith("unknown options " + "--" + said.format("--"))
+
+
+@pytest.mark.parametrize("name", ["kl_coef", "beta", "entropy_coef"])
+def test_a_function_s_options_say_that_it_names_what_it_reads(name, capsys):
+    tensor = "entropy" if name == "entropy_coef" else "ref or ref_tokens"
+    said = f"{name}; name {tensor} as a parameter of the function"
+    with pytest.raises(TypeError, match=f"^FunctionConfig has no option {said}"):
+        FunctionConfig(**{name: 0.1})
+    assert f"unknown option --{said}" in refusal(capsys, FunctionConfig, f"--{name}=1")
