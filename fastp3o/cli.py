@@ -16,7 +16,7 @@ import yaml
 from fastp3o.calls.function import colon_form
 from fastp3o.config import Flags, ObjectiveConfig, bounds, field_type, text_of
 from fastp3o.script import DEBUG_HELP
-from fastp3o.trl_names import hint
+from fastp3o.trl_names import with_hints
 
 Config = TypeVar("Config", bound=Flags)
 
@@ -158,24 +158,14 @@ def truth(text: str) -> bool:
 # --- unknown options ------------------------------------------------------------------------------
 
 
-def refused(arguments: Sequence[str], names: Sequence[str]) -> str:
-    """What is wrong with arguments that no option takes, with what is meant in place of each.
-    names: of options.
-    """
+def refused(arguments: Sequence[str], config_class: type[Flags]) -> str:
+    """What is wrong with arguments that no option takes, with what is meant in place of each."""
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
     if not unknown:
         return f"unexpected argument {arguments[0]!r}"
-    if len(unknown) == 1:
-        return f"unknown option {unknown[0]}{hint(unknown[0].removeprefix('--'), names)}"
-    return f"unknown options {with_hints(unknown, names)}"
-
-
-def with_hints(unknown: Sequence[str], names: Sequence[str]) -> str:
-    """Unknown names, each with what is meant in its place."""
-    hints = [hint(name.removeprefix("--"), names).removeprefix("; ") for name in unknown]
-    return ", ".join(
-        f"{name} ({what})" if what else name for name, what in zip(unknown, hints, strict=True)
-    )
+    names = [flag.name for flag in fields(config_class)]
+    said = with_hints(unknown, names, config_class.instead)
+    return f"unknown option{'s' * (len(unknown) > 1)} {said}"
 
 
 # --- options from arguments -----------------------------------------------------------------------
@@ -198,7 +188,7 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     names = [flag.name for flag in fields(config_class)]
     if others := [name for name in from_file if name not in names]:
         parser.error(
-            f"unknown option{'s' * (len(others) > 1)} in {path}: {with_hints(others, names)}"
+            f"unknown option{'s' * (len(others) > 1)} in {path}: {with_hints(others, names, config_class.instead)}"
         )
     in_file = [
         f"--{flag.name}={text_value(parser, path, flag, from_file[flag.name])}"
@@ -207,7 +197,7 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     ]
     values, left = parser.parse_known_args([*in_file, *map(with_underscores, arguments)])
     if left:
-        parser.error(refused(left, names))
+        parser.error(refused(left, config_class))
     if missing := [
         flag.name for flag in fields(config_class) if is_required(flag) and flag.name not in values
     ]:

@@ -34,7 +34,7 @@ from typing import (
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.sources import InMemory, ModelSource, revised
-from fastp3o.trl_names import hint
+from fastp3o.trl_names import with_hints
 
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
 ScheduleName = Literal[
@@ -177,6 +177,8 @@ class Flags:
     section: ClassVar[str] = "objective"
     further_needs: ClassVar[Mapping[str, Needs]] = {}
     rules: ClassVar[tuple[Rule, ...]] = ()
+    # Names that a class does without, and what to do instead, in words.
+    instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init_subclass__(cls) -> None:
         docstring: Any = cls.__dict__.get("__doc__")
@@ -208,10 +210,9 @@ class Flags:
 
     def __new__(cls, **values: Any) -> Self:
         names = [flag.name for flag in fields(cls)]
-        for name in values.keys() - {*names}:
-            raise TypeError(
-                f"{cls.__name__} has no option {name}{hint(name, names).replace('--', '')}"
-            )
+        if unknown := [name for name in values if name not in names]:
+            said = with_hints(unknown, names, cls.instead).replace("--", "")
+            raise TypeError(f"{cls.__name__} has no option {said}")
         config = super().__new__(cls)
         vars(config)["named"] = values
         return config
@@ -338,9 +339,12 @@ def conditions(needs: Needs) -> list[Condition]:
 
 
 def text_of(flag: Field, value: Any) -> str | None:
-    """The text that stands for a list or a mapping in an option's place; None for another value."""
+    """The text that stands for a list or a mapping in an option's place; None for another value,
+    such as a list of what is no text.
+    """
     if flag.metadata.get("python") is list and isinstance(value, list | tuple):
-        return ",".join(map(str, value))
+        is_plain = all(isinstance(part, str | PathLike | Real) for part in value)
+        return ",".join(map(str, value)) if is_plain else None
     if flag.metadata.get("python") is dict and isinstance(value, Mapping | list | tuple):
         return json.dumps(value)
     return None
@@ -441,6 +445,7 @@ class SamplerConfig(Flags):
         "variable VLLM_API_KEY holds their key.",
         needs="sampler=vllm",
         changeable=True,
+        python=list,
     )
     vllm_weights: Literal["folder", "nccl"] = option(
         "folder",
@@ -842,6 +847,7 @@ class EnvironmentConfig(Flags):
         None,
         "Functions that the policy may call, as module:function, comma-separated (fastp3o/rollouts/tools.md). Their "
         "type hints and docstrings reach the chat template. Default: none.",
+        python=list,
     )
     max_turns: int = option(8, "Maximum number of turns in a response.", at_least=1, needs=TURNS)
     max_turn_tokens: int = option(
@@ -1102,12 +1108,14 @@ class SupervisedConfig(StageConfig):
 
     section = "data"
     train_data: str | InMemory = required(
-        "Training data: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
+        "Training data: a hub name (or name:config), or JSONL or parquet files; several are comma-separated.",
+        python=list,
     )
     eval_data: str | InMemory | None = option(
         None,
         "Held-out data of the same layout. Several sets, each with metrics of its own: NAME=SOURCE,NAME=SOURCE. "
         "Default: none.",
+        python=list,
     )
     max_response_tokens: int = option(
         512,

@@ -92,7 +92,7 @@ def field_names(fields: object) -> str:
     if not names:
         return "no fields"
     return (
-        "the fields "
+        f"the field{'s' * (len(names) > 1)} "
         + ", ".join(names[:12])
         + (f" and {len(names) - 12} more" if len(names) > 12 else "")
     )

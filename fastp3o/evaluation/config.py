@@ -24,7 +24,8 @@ class SamplingConfig(RemoteConfig, EnvironmentConfig, PolicyConfig):
     rules: ClassVar[tuple[Rule, ...]] = ENVIRONMENT_RULES
 
     prompts: str = required(
-        "Prompts to respond to: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
+        "Prompts to respond to: a hub name (or name:config), or JSONL or parquet files; several are comma-separated.",
+        python=list,
     )
     prefix: str | None = option(
         None,
@@ -107,7 +108,8 @@ class EvaluateConfig(SamplingConfig):
     )
     reward: str = required(
         "Rewards, comma-separated: reward models (folders or hub names), functions (module:function), URLs, or "
-        "environment."
+        "environment.",
+        python=list,
     )
     responses_per_prompt: int = option(1, "Responses to each prompt.", at_least=1)
     greedy: bool = option(

@@ -166,6 +166,11 @@ class Objective(ABC):
     kl: KLCoefficient | None = None
 
     @property
+    def label(self) -> str:
+        """Its name in lines of the log."""
+        return type(self).__name__
+
+    @property
     def learning_rates(self) -> Mapping[str, float]:
         """Learning rates of the submodules that the objective adds to the policy, by name."""
         return {}

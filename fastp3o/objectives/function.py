@@ -34,6 +34,10 @@ class FunctionObjective(GroupwiseObjective):
         self.try_out()
 
     @property
+    def label(self) -> str:
+        return self.name.rpartition(":")[2]
+
+    @property
     def reads_sampler(self) -> bool:
         return self.config.reads_sampler
 

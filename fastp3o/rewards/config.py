@@ -199,7 +199,8 @@ class RewardConfig(RemoteConfig):
     reward: str | InMemory = required(
         "Reward to maximize: a reward model (folder or hub name), a function, as module:function, or a URL; "
         "comma-separated names for the weighted sum of several. In `A else B`, B rewards the responses for which A "
-        "returns None."
+        "returns None.",
+        python=list,
     )
     reward_weights: str | Sequence[float] = option(
         "",

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from inspect import isroutine
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -304,12 +305,20 @@ def named_tools(tools: Any) -> InMemory:
     """Functions by their names, as the command has them. Raises UserError for what cannot be a
     tool.
     """
+    if isroutine(tools):
+        raise UserError(f"tools must be a list: tools=[{tools.__name__}]")
     if not isinstance(tools, list | tuple):
         raise UserError(
             f"tools must be a list of functions or what --tools takes, got a {type(tools).__name__}"
         )
     if not tools:
         raise UserError("tools is an empty list: name a function, or leave it out")
+    if texts := [one for one in tools if isinstance(one, str)]:
+        form = texts[0] if ":" in texts[0] else f"module:{texts[0]}"
+        raise UserError(
+            f'tools must be functions in a list, or one text tools="{form}", got {texts[0]!r} '
+            "in a list"
+        )
     functions = [make_tool(one).function for one in tools]
     return InMemory(
         ",".join(f"{one.__module__}:{one.__qualname__}" for one in functions), functions

@@ -260,7 +260,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> OnlineLoop:
         context,
         config,
         optimizer,
-        Steps(type(objective).__name__, "update", config.updates),
+        Steps(objective.label, "update", config.updates),
         evaluate=evaluate,
         data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState({**objective.stateful_parts, "kl_per_update": search}, tensors, buffer),

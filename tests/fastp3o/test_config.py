@@ -13,6 +13,9 @@ from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.config import ObjectiveConfig, conditions, option
 from fastp3o.errors import UserError, naming_the_extra
+from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
+from fastp3o.generate.config import GenerateConfig
+from fastp3o.objectives.config.function import FunctionConfig
 from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.config.policy_gradient import GRPOConfig
@@ -181,6 +184,35 @@ def test_unknown_options_are_told_all_at_once_and_before_those_that_are_missing(
         "missing: --prompts, --reward, --output_dir"
     )
     assert "the nearest one is --learning_rate" in refusal(capsys, P3OConfig, "--lr", "1e-5")
+
+
+def test_what_commas_separate_may_be_a_list_in_a_yaml_file_and_in_python(tmp_path, capsys):
+    path, rest = tmp_path / "run.yaml", ["--model", "m", "--output_dir", "o", "--reward=x"]
+    path.write_text(
+        "prompts: [a.jsonl, b.jsonl]\neval_prompts: [one=a, two=b]\ntools: ['m:f', 'm:g']\n"
+        "report_to:\n- wandb\n- tensorboard\n"
+    )
+    config = parse(P3OConfig, [str(path), *rest])
+    assert (config.prompts, config.eval_prompts) == ("a.jsonl,b.jsonl", "one=a,two=b")
+    assert (config.tools, config.report_to) == ("m:f,m:g", "wandb,tensorboard")
+    path.write_text("reward: [m:f, org/model]\nprompts: p\n")
+    assert parse(P3OConfig, [str(path), *rest[:-1]]).rewards == ["m:f", "org/model"]
+    assert P3OConfig(reward=["m:f", "org/model"]).reward == "m:f,org/model"
+    for wrong in ("[[a, b]]", "[{a: b}]", "{a: b}"):
+        path.write_text(f"reward: {wrong}\n")
+        assert "must give a single value for reward" in refusal(capsys, P3OConfig, str(path))
+    with pytest.raises(UserError, match="--reward must be text, got "):
+        P3OConfig(reward=[print])
+
+
+def test_every_option_that_commas_separate_takes_a_list():
+    found = set()
+    for kind in (*CONFIGS, *OBJECTIVES.values(), EvaluateConfig, WinRateConfig, GenerateConfig):
+        for flag in fields(kind):
+            if "comma-separated" in flag.metadata["help"]:
+                assert flag.metadata.get("python") is list, (kind, flag.name)
+                found.add(flag.name)
+    assert found >= {"reward", "prompts", "tools", "train_data", "vllm_url", "report_to", "models"}
 
 
 def test_a_yaml_file_takes_lists_and_mappings_where_python_does(tmp_path, capsys):
@@ -361,3 +393,22 @@ def test_every_hint_names_an_option_that_there_is():
         ), name
         assert hint(name, options) or name in options, name
     assert hint("nosuch", options) == ""
+
+
+def test_python_names_all_unknown_options_at_once_as_commands_do(capsys):
+    with pytest.raises(TypeError) as refused:
+        P3OConfig(beta=0.1, odd=1, num_generations=4)
+    said = "beta (TRL's beta is {0}kl_coef here), {0}odd, {0}num_generations (TRL's "
+    said += "num_generations is {0}responses_per_prompt here)"
+    assert str(refused.value) == f"P3OConfig has no option {said.format('')}"
+    line = refusal(capsys, P3OConfig, "--beta=1", "--odd=1", "--num_generations=4")
+    assert line.endswith("unknown options " + "--" + said.format("--"))
+
+
+@pytest.mark.parametrize("name", ["kl_coef", "beta", "entropy_coef"])
+def test_a_function_s_options_say_that_it_names_what_it_reads(name, capsys):
+    tensor = "entropy" if name == "entropy_coef" else "ref or ref_tokens"
+    said = f"{name}; name {tensor} as a parameter of the function"
+    with pytest.raises(TypeError, match=f"^FunctionConfig has no option {said}"):
+        FunctionConfig(**{name: 0.1})
+    assert f"unknown option --{said}" in refusal(capsys, FunctionConfig, f"--{name}=1")

@@ -215,6 +215,7 @@ class PretrainingMixConfig(Flags):
         None,
         "Texts of a pretraining mix (PPO-ptx), in the layouts of demonstrations. All texts of --split are used, "
         "whatever --limit says. Default: no mix.",
+        python=list,
     )
     ptx_coef: float = option(
         1.0,
@@ -259,12 +260,14 @@ class OnlineConfig(
     paper_minibatches: ClassVar[int] = 1
 
     prompts: str | InMemory = required(
-        "Training prompts: a hub name (or name:config), or JSONL or parquet files; several are comma-separated."
+        "Training prompts: a hub name (or name:config), or JSONL or parquet files; several are comma-separated.",
+        python=list,
     )
     eval_prompts: str | InMemory | None = option(
         None,
         "Evaluation prompts. Several sets, each with metrics of its own: NAME=SOURCE,NAME=SOURCE. Default: no "
         "evaluations.",
+        python=list,
     )
     reference: str | None = option(
         None,

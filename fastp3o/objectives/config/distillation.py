@@ -41,6 +41,7 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
     reward: str | InMemory = option(
         "",
         "Rewards that are only logged, named as --reward of other objectives. Default: minus the KL to the teacher.",
+        python=list,
     )
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1

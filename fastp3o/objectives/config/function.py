@@ -54,6 +54,13 @@ class FunctionConfig(RewardScalingConfig, OnlineConfig):
             lambda _: False,
         ),
     }
+    instead: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("kl_coef", "beta"),
+            "name ref or ref_tokens as a parameter of the function, which adds the KL to its loss",
+        ),
+        "entropy_coef": "name entropy as a parameter of the function",
+    }
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             ("sampler",),

@@ -60,11 +60,13 @@ class PreferenceConfig(
         None,
         "Prompts that evaluations sample responses to, for their KL to the reference and their --reward. Default: "
         "none.",
+        python=list,
     )
     reward: str | InMemory = option(
         "",
         "Reward of sampled responses in evaluations, named as in online training.",
         needs="eval_prompts",
+        python=list,
     )
     learning_rate: float = option(
         1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True

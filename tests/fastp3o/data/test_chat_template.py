@@ -223,6 +223,11 @@ def test_fields_that_nothing_reads_are_named(tmp_path: Path):
     tokenizer = byte_tokenizer()
     _, report = load_demonstrations(data, tokenizer, max_prompt_tokens=99, max_response_tokens=9)
     assert str(report).endswith("0 records skipped; nothing reads the fields id, tools")
+    _, report = load_demonstrations(
+        jsonl(tmp_path, [first]), tokenizer, max_prompt_tokens=99, max_response_tokens=9
+    )
+    assert str(report).endswith("0 records skipped; nothing reads the field id")
+    data = jsonl(tmp_path, [first, {"prompt": "Hi", "completion": " a", "tools": []}])
     _, report = load_prompts(
         data, tokenizer, max_prompt_tokens=99, columns={"id": "a reward"}, limit=1
     )

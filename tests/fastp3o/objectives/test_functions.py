@@ -341,6 +341,11 @@ def test_an_objective_of_ours_takes_no_function():
         train(FunctionConfig(**GIVEN))
 
 
+def test_lines_of_the_log_have_the_function_s_name():
+    made = replace(FunctionConfig(**GIVEN), objective=fastp3o.training.api.named_objective(rloo))
+    assert (made.build().label, OBJECTIVES["p3o"](**GIVEN).build().label) == ("rloo", "P3O")
+
+
 def test_the_command_tells_functions_from_objectives(workplace, capsys):
     Path("mine.py").write_text(
         "def loss(groups, rewards):\n    return (rewards * groups.logprobs).sum()\n"

@@ -56,9 +56,11 @@ RUNS = {
 @pytest.mark.parametrize("name", [*OBJECTIVES, *OFFLINE_OBJECTIVES])
 def test_an_objective_is_exported_and_stands_on_the_page(name):
     config = (OBJECTIVES | OFFLINE_OBJECTIVES)[name]
-    assert getattr(fastp3o, config.__name__) is config
+    exported = getattr(fastp3o, config.__name__, None)
+    assert exported is config, f"fastp3o/__init__.pyi lacks {config.__name__}"
     rows = re.findall(r"^\|([^|]*)\|", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    assert any(f"`{name}`" in row for row in rows)
+    named = any(f"`{name}`" in row for row in rows)
+    assert named, f"no row of fastp3o/objectives/README.md names {name}"
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -81,7 +83,10 @@ def test_the_page_of_ratios_names_every_objective_that_trains_on_rewards():
     text = (FOLDER / "off_policy.md").read_text()
     # `online_dpo`, `online_ipo`, ...
     one_line = {name for name in OBJECTIVES if name.startswith("online_")}
-    assert OBJECTIVES.keys() - one_line - {"distillation"} <= set(re.findall(r"`(\w+)", text))
+    missing = OBJECTIVES.keys() - one_line - {"distillation"} - set(re.findall(r"`(\w+)", text))
+    assert not missing, (
+        f"fastp3o/objectives/off_policy.md names none of: {', '.join(sorted(missing))}"
+    )
 
 
 # --- each option has an effect, or is refused -----------------------------------------------------
