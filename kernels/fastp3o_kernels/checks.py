@@ -17,7 +17,11 @@ from torch import Tensor
 
 
 def may_look_at_values(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or os.environ.get("FASTP3O_DEBUG") == "1"
+    return tensor.device.type == "cpu" or debugging()
+
+
+def debugging() -> bool:
+    return os.environ.get("FASTP3O_DEBUG") == "1"
 
 
 def first_index(mask: Tensor) -> list[int]:
@@ -162,6 +166,19 @@ def check_offsets(offsets: list[int], tokens: int, step: int = 1) -> None:
                 f"cu_seqlens[{(i + 1) * step}] = {end} must not be below cu_seqlens[{i * step}] = {begin}: no sequence "
                 "is of negative length"
             )
+
+
+def check_sum(what: str, together: Tensor, alone: Tensor) -> None:
+    """Raises ValueError for an objective's value of some groups that is not the sum of those of
+    their two parts, [2], but for rounding, or is NaN.
+    """
+    together, alone = together.double(), alone.double()
+    if not (together - alone.sum()).abs() <= 1e-3 * alone.abs().sum() + 1e-4:
+        raise ValueError(
+            f"{what} must be a sum over its groups, since each call has any number of them: of two "
+            f"parts together it is {together:.6g}, and alone they have {alone[0]:.6g} and "
+            f"{alone[1]:.6g}. End in .sum(), not in .mean(), and compare within a group alone"
+        )
 
 
 def check_divisor(divisor: float | Tensor) -> None:

@@ -21,7 +21,9 @@ from fastp3o_kernels.checks import (
     check_logprobs_out,
     check_positive_whole_number,
     check_same_device,
+    check_sum,
     checked_cu_seqlens,
+    debugging,
 )
 from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
@@ -127,12 +129,7 @@ class ObjectiveSums:
         """The objective of neighboring groups, differentiable where their tokens' [n] log-probs and
         entropies are.
         """
-        K = self.responses_per_group
-        cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
-        tensors = {name: tensor[tokens] for name, tensor in self.token_tensors.items()}
-        tensors |= {name: tensor[groups] for name, tensor in self.group_tensors.items()}
-        value = self.objective(Groups(values[0], cu_seqlens, K, tensors, *values[1:]))
-        loss, metrics = value if isinstance(value, tuple) else (value, {})
+        loss, metrics = self.called(values, groups, tokens)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(
@@ -143,10 +140,41 @@ class ObjectiveSums:
                 "the objective's result has no gradient: it is detached, or a constant of the log-probs, and nothing "
                 "would be learned. Where nothing takes part, return 0 times the sum of groups.token_logprobs"
             )
+        if self.sum is None and debugging():
+            self.check_additive(loss.detach(), values, groups, tokens)
         self.sum = loss.detach() if self.sum is None else self.sum + loss.detach()
         for name, metric in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + metric.detach()
         return loss
+
+    def called(self, values: TokenOutputs, groups: slice, tokens: slice) -> tuple[Tensor, Metrics]:
+        """The objective's result with these groups."""
+        K = self.responses_per_group
+        cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
+        tensors = {name: tensor[tokens] for name, tensor in self.token_tensors.items()}
+        tensors |= {name: tensor[groups] for name, tensor in self.group_tensors.items()}
+        value = self.objective(Groups(values[0], cu_seqlens, K, tensors, *values[1:]))
+        return value if isinstance(value, tuple) else (value, {})
+
+    @torch.no_grad()
+    def check_additive(
+        self, together: Tensor, values: TokenOutputs, groups: slice, tokens: slice
+    ) -> None:
+        """Calls the objective with the first group and with the others. Raises ValueError if its
+        results do not add up to that of all.
+        """
+        if groups.stop - groups.start < 2 or not together.isfinite():
+            return
+        second = int(self.cu_seqlens[self.responses_per_group * (groups.start + 1)])
+        alone = []
+        for part, of_part in (
+            (slice(groups.start, groups.start + 1), slice(tokens.start, second)),
+            (slice(groups.start + 1, groups.stop), slice(second, tokens.stop)),
+        ):
+            own = slice(of_part.start - tokens.start, of_part.stop - tokens.start)
+            of_tokens = (None if value is None else value[own] for value in values)
+            alone.append(self.called(TokenOutputs(*of_tokens), part, of_part)[0])
+        check_sum("the objective's result", together, torch.stack(alone))
 
     def token_values(self, chunked: ChunkedHead, chunk: Chunk) -> TokenOutputs:
         statistics = [values[chunk.tokens] for values in chunked.statistics]
@@ -228,8 +256,10 @@ def linear_loss(
     """Any objective of groups of responses, from the hidden states that predict their tokens.
 
     The objective is called once for each chunk of whole groups, with `Groups` of their token
-    log-probs and of the tensors below. It returns the sum of its loss over these groups, and may
-    return a dictionary of further sums as well. DPO, for one:
+    log-probs and of the tensors below. It returns the sum of its loss over these groups, not a
+    mean, and may return a dictionary of further sums as well. With FASTP3O_DEBUG=1 in the
+    environment, it is called with parts of the first chunk, too, and must be their sum. DPO, for
+    one:
 
         def dpo(pairs):  # column 0 is the chosen response
             log_ratios = pairs.logprobs - pairs["ref"]

@@ -64,8 +64,8 @@ class Pairs:
         policy: [N, ...], what the loss has of each token, called `policy_name`.
 
         Raises ValueError for shapes, dtypes and devices that disagree with each other or with the
-        policy's, and for NaN or an infinity of a response that takes part in a pair, and `check_signs`
-        (on a GPU only with FASTP3O_DEBUG=1).
+        policy's, and, on a GPU only with FASTP3O_DEBUG=1, for NaN or an infinity of a response that
+        takes part in a pair, and as `check_signs` does.
         """
         check_settings(settings)
         check_reference_and_rewards(self.ref_logprobs, self.rewards)
@@ -143,8 +143,9 @@ class Pairs:
         return pairs
 
     def check_signs(self) -> None:
-        """Raises ValueError for old or reference log-probs above 0 of responses that take part in a pair, and for
-        differences of pairs that are not −1 times those of the opposite pairs, or 0 in their place.
+        """Raises ValueError for old or reference log-probs above 0 of responses that take part in a
+        pair, and for differences of pairs that are neither −1 times those of the opposite pairs
+        nor 0 in their place.
         """
         for name in ("old_logprobs", "ref_logprobs"):
             logprobs = getattr(self, name)

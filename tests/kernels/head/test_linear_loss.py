@@ -33,6 +33,25 @@ def test_an_objective_that_weighs_everything_by_0_has_no_gradient():
     assert not any(leaf.grad.any() for leaf in leaves)
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_an_objective_that_is_no_sum_over_its_groups_is_told_on_request(impl, monkeypatch):
+    batch = Batch("objective")
+    given = *batch.leaves(), batch.pairs.labels, batch.pairs.cu_seqlens
+
+    def mean(groups):
+        return groups.token_logprobs.mean()
+
+    linear_loss(*given, mean, impl=impl)
+    batch.run(impl)
+    monkeypatch.setenv("FASTP3O_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"must be a sum over its groups.* End in \.sum\(\)"):
+        linear_loss(*given, mean, impl=impl)
+    expected = linear_loss(*given, lambda groups: groups.logprobs.square().sum(), impl=impl)
+    monkeypatch.delenv("FASTP3O_DEBUG")
+    unchecked = linear_loss(*given, lambda groups: groups.logprobs.square().sum(), impl=impl)
+    assert torch.equal(expected.loss, unchecked.loss)
+
+
 @pytest.mark.parametrize(
     "constant",
     [lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum().detach()],
