@@ -15,6 +15,7 @@ from fastp3o.objectives.config.function import OUTPUTS, FunctionConfig
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import scaler_of_differences
 from fastp3o_kernels import Groups
+from fastp3o_kernels.checks import check_sum
 
 LONGEST = 5  # tokens of a response in the trial
 
@@ -89,14 +90,11 @@ class FunctionObjective(GroupwiseObjective):
                 raise FunctionError(
                     f"the objective {self.name} must return the same metrics for all groups: no {what}"
                 )
-            together, sums = both[what], torch.stack([values[what] for values in alone])
-            bound = 1e-3 * sums.abs().sum() + 1e-4
-            if not (together - sums.sum()).abs() <= bound:
-                raise FunctionError(
-                    f"{what} of the objective {self.name} must be a sum over its groups, since rows hold any number of "
-                    f"them: of two groups it is {together:.6g}, and alone they have {sums[0]:.6g} and {sums[1]:.6g}. "
-                    "End in .sum(), not in .mean(), and compare within a group alone; --loss_mean says what divides it"
-                )
+            of_both, of_each = both[what], torch.stack([values[what] for values in alone])
+            try:
+                check_sum(f"{what} of the objective {self.name}", of_both, of_each)
+            except ValueError as error:
+                raise FunctionError(f"{error}; --loss_mean says what divides it") from None
 
     def tried(self, groups: Groups) -> dict[str, Tensor]:
         """The loss and metrics of a trial, each a sum. Raises FunctionError for what they must not

@@ -10,7 +10,7 @@ N tokens, D hidden size, V vocabulary; P groups with K responses each.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,7 +172,7 @@ class ObjectiveSums:
             (slice(groups.start + 1, groups.stop), slice(second, tokens.stop)),
         ):
             own = slice(of_part.start - tokens.start, of_part.stop - tokens.start)
-            of_tokens = (None if value is None else value[own] for value in values)
+            of_tokens: list[Any] = [None if value is None else value[own] for value in values]
             alone.append(self.called(TokenOutputs(*of_tokens), part, of_part)[0])
         check_sum("the objective's result", together, torch.stack(alone))
 
