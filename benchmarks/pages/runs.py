@@ -123,6 +123,16 @@ def human_accuracies(records: Records) -> str:
     )
 
 
+def human_kinds(records: Records) -> str:
+    record = records["human_preferences.json"]
+    kinds = record["reward_models"]["reward"], record["preference_model"]
+    scores, comparisons = (
+        f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]"
+        for one in kinds
+    )
+    return f"{scores} by scores and {comparisons} by comparisons"
+
+
 def human_offsets(records: Records) -> str:
     offsets = records["human_preferences.json"]["offsets"]
     return " and ".join(

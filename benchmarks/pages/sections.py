@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "precision": runs.precision,
         "lengths": runs.rounding_by_length,
     },
+    "fastp3o/training/README.md": {"human kinds": runs.human_kinds},
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,

@@ -184,6 +184,7 @@ SOURCES = {
     "human win rate": ["human_preferences.json"],
     "human accuracies": ["human_preferences.json"],
     "human offsets": ["human_preferences.json"],
+    "human kinds": ["human_preferences.json"],
     "game": ["game.json"],
     "critic": ["game.json"],
     "rewards by turn": ["game.json"],
