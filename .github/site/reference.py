@@ -38,7 +38,7 @@ def first_page() -> str:
     """The table of what is public, whose modules lead to their pages."""
     text = (ROOT / "fastp3o/README.md").read_text().partition(HEADING)[2].partition("\n## ")[0]
     text = re.sub(r"`(fastp3o\w*(?:\.\w+)*)`", r"[`\1`](\1.md)", text)
-    text = re.sub(r"\]\((\w+/README\.md)", r"](../fastp3o/\1", text)
+    text = re.sub(r"\]\((\w+/\w+\.md)", r"](../fastp3o/\1", text)
     options = [f"- [{title(name)}](options/{name}.md)" for name in (*WHOLE, *DIFFERENCES)]
     return "\n".join(["# Reference", text, "## Options", "", *options, ""])
 
