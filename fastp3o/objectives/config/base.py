@@ -165,7 +165,7 @@ class UpdatesConfig(Flags):
     prompts_per_minibatch: int = option(
         8,
         "Prompts per optimizer step, summed over processes (first author: 4); 0 uses as many steps per pass as the "
-        "objective's paper (1 unless: GSPO and SAPO 4, VESPO 8, DAPO and CISPO 16).",
+        "objective's paper (1 unless: GSPO 4, and SAPO as GSPO, VESPO 8, DAPO and CISPO 16).",
         at_least=0,
     )
     responses_per_prompt: int = option(

@@ -204,7 +204,7 @@ class SAPOConfig(PolicyGradientConfig, OnlineConfig, objective="sapo"):
     """
 
     objective_class: ClassVar[str] = "policy_gradient:SAPO"
-    paper_minibatches: ClassVar[int] = 4
+    paper_minibatches: ClassVar[int] = 4  # GSPO's, by the same authors; SAPO's was not looked up
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
     responses_per_prompt: int = option(8, "K: responses to each prompt.", at_least=2)
