@@ -16,6 +16,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_same_device
 from fastp3o_kernels.head.chunks import HeadPlan, budget_on, plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.fsdp import reduced
 from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.head.linear_logprobs import LinearLogprobs
 from fastp3o_kernels.operation import graph_break
@@ -185,6 +186,7 @@ def linear_distillation(
     # No divergence reads labels.
     labels = torch.zeros(hidden.shape[:1], dtype=torch.long, device=hidden.device)
     check_head(hidden, head, labels, None)
+    head = reduced(head)
     check_same_device(hidden=hidden, teacher_hidden=teacher_hidden)
     try:
         check_head(teacher_hidden, teacher_head.detach(), labels, None)

@@ -17,6 +17,7 @@ from fastp3o_kernels.checks import (
 )
 from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunks import TILE
+from fastp3o_kernels.head.fsdp import reduced
 from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.head.one_pass import chunked_head, gradients_of
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
@@ -160,6 +161,7 @@ def linear_logprobs(
     """
     head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index)
+    head = reduced(head)
     check_outputs(outputs or ())
     if cu_seqlens is not None:
         check_positive_whole_number("responses_per_prompt", responses_per_prompt)

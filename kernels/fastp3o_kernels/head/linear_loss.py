@@ -29,6 +29,7 @@ from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.fsdp import reduced
 from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.operation import graph_break, on_device, use_triton
 from fastp3o_kernels.rows.eager import sequence_logprobs
@@ -307,6 +308,7 @@ def linear_loss(
     """
     head = Head.from_layer(head)
     check_head(hidden, head, labels, ignore_index=None)
+    head = reduced(head)
     check_outputs(outputs)
     check_positive_whole_number("responses_per_group", responses_per_group)
     K, N = responses_per_group, len(hidden)

@@ -15,6 +15,7 @@ from fastp3o_kernels.head import eager as head_eager
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.fsdp import reduced
 from fastp3o_kernels.head.head import Head, HeadDtypes, HeadLike, check_head
 from fastp3o_kernels.operation import HAS_TRITON, graph_break, use_triton
 from fastp3o_kernels.p3o import eager
@@ -132,6 +133,7 @@ def linear_p3o_loss(
     """
     head, cu_seqlens = Head.from_layer(head), torch.as_tensor(cu_seqlens)
     check_head(hidden, head, labels, ignore_index=None)
+    head = reduced(head)
     pairs = Pairs(
         cu_seqlens,
         old_logprobs,

@@ -68,6 +68,13 @@ def top_layer() -> PackedModel:
     return model
 
 
+def head_alone() -> PackedModel:
+    model = plain("llama")
+    model.requires_grad_(False)
+    model.model.get_output_embeddings().requires_grad_(True)
+    return model
+
+
 def with_critic(**changes) -> PackedModel:
     model = plain("llama", **changes)
     model.critic = Critic(model)
@@ -88,6 +95,7 @@ MODELS = {family: partial(plain, family) for family in FAMILIES} | {
     "checkpointed": checkpointed,
     **ADAPTED,
     "top layer": top_layer,
+    "head alone": head_alone,
     "critic": with_critic,
 }
 
