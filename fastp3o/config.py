@@ -402,6 +402,13 @@ def bounds(rules: Mapping[str, Any]) -> str:
 # --- sampling -------------------------------------------------------------------------------------
 
 
+THROUGH_FOLDER = Condition(
+    "vllm_url",
+    "--vllm_url and --vllm_weights folder",
+    lambda config: config.vllm_url and config.vllm_weights == "folder",
+)
+
+
 class SamplerConfig(Flags):
     """Options of sampling responses."""
 
@@ -458,7 +465,7 @@ class SamplerConfig(Flags):
         None,
         "Folder shared with the servers, through which they receive new weights. Default: shared memory, for "
         "servers on this machine.",
-        needs=("vllm_url", "vllm_weights=folder"),
+        needs=THROUGH_FOLDER,
         changeable=True,
     )
     vllm_requests: int = option(

@@ -9,7 +9,6 @@ from fastp3o.rewards.config import (
     ENVIRONMENT_RULES,
     LanguageJudgeConfig,
     RemoteConfig,
-    is_judge,
     reward_names,
 )
 from fastp3o.sources import Source
@@ -55,8 +54,6 @@ class JudgeConfig(LanguageJudgeConfig):
         super().__post_init__()
         if self.judge and self.judge_url:
             raise UserError("--judge and --judge_url cannot be combined")
-        if self.judge_model and not self.judge_url and not any(map(is_judge, self.single_scorers)):
-            raise UserError("--judge_model has no effect without --judge_url or --reward judge")
 
 
 class WinRateConfig(JudgeConfig, SamplingConfig):

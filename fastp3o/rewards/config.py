@@ -126,13 +126,14 @@ class RemoteConfig(Flags):
         )
 
 
-ASKS_JUDGE: Needs = (
-    "keep=judged",
-    *(
-        Condition(flag, "--reward judge", lambda config: any(map(is_judge, config.single_scorers)))
-        for flag in ("keep", "gold_reward")
-    ),
-)
+def judge_rewards(flag: str) -> Condition:
+    """That a reward asks a judge. flag: of the configurations to which the condition belongs."""
+    return Condition(
+        flag, "--reward judge", lambda config: any(map(is_judge, config.single_scorers))
+    )
+
+
+ASKS_JUDGE: Needs = ("keep=judged", judge_rewards("keep"), judge_rewards("gold_reward"))
 
 
 class LanguageJudgeConfig(RemoteConfig):
@@ -150,6 +151,7 @@ class LanguageJudgeConfig(RemoteConfig):
         None,
         "Name of the model at --judge_url; for --reward judge without a URL a causal LM, as a folder or hub name, that "
         "is asked on this machine.",
+        needs=("judge_url", judge_rewards("reward")),
         changeable=True,
     )
     judge_principles: str | None = option(

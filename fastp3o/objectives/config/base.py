@@ -316,7 +316,11 @@ class OnlineConfig(
         "Exclude responses without an end-of-sequence from the loss; they still count in the baselines of others.",
     )
     eval_batch_size: int = option(
-        64, "Prompts evaluated at once on one device.", at_least=1, changeable=True
+        64,
+        "Prompts evaluated at once on one device.",
+        at_least=1,
+        needs="eval_prompts",
+        changeable=True,
     )
     eval_responses_per_prompt: int = option(
         1, "Responses to each evaluation prompt.", at_least=1, needs="eval_prompts"

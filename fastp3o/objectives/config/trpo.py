@@ -1,22 +1,30 @@
 """Options of TRPO."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from fastp3o.config import PrecisionName, option
+from fastp3o.config import Condition, Needs, PrecisionName, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.ppo import CriticConfig
+
+OTHERS = Condition(
+    "objective",
+    "another objective: --max_kl bounds a step of TRPO's policy, and --critic_learning_rate is its critic's",
+    lambda _: False,
+)
 
 
 class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
     """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it,
     with PPO's critic.
 
-    The policy's step has no learning rate: --learning_rate does nothing. Inner epochs and
-    minibatches are the critic's.
+    The policy's step has no learning rate. The optimizer, inner epochs and minibatches are the
+    critic's.
     """
 
     objective_class: ClassVar[str] = "trpo:TRPO"
+    further_needs: ClassVar[Mapping[str, Needs]] = {"learning_rate": OTHERS}
     precision: PrecisionName = "fp32"
     max_kl: float = option(
         0.01,

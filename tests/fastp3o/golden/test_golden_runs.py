@@ -163,7 +163,9 @@ GROUPS = {
         ),
     },
     "one step of TRPO, distillation": {
-        "trpo": online("trpo", "--max_kl", "1e-3", "--critic_learning_rate", "1e-2"),
+        "trpo": online(
+            "trpo", "--max_kl", "1e-3", "--critic_learning_rate", "1e-2", "--learning_rate", "1e-6"
+        ),
         "distillation": online("distillation", "--teacher_context", "Be brief. "),
         "distillation, sampled": online(
             "distillation", "--teacher_context", "Be brief. ", "--kl", "sampled"

@@ -4,6 +4,7 @@ run; and none of its options is without effect.
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import Field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 import fastp3o
-from fastp3o.config import Flags, broken_rule
+from fastp3o.config import Flags, OptimizerConfig, broken_rule
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.reference import SecondModel
@@ -23,7 +25,9 @@ from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.objectives.config.online import OBJECTIVES
 from fastp3o.objectives.config.preferences import OFFLINE_OBJECTIVES, KTOConfig, PreferenceConfig
 from fastp3o.objectives.preferences import fixed_pair_sums, kto_sums
+from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.runtime.precision import choose_precision
 from fastp3o_kernels import Groups
 from tests.fastp3o.models.model_families import random_model
 from tests.fastp3o.objectives import (
@@ -239,6 +243,42 @@ def test_each_option_of_an_objective_changes_what_it_trains_or_is_refused(name):
         without_effect(OBJECTIVES[name], OnlineConfig, lambda config: trained(config, microbatch))
         == []
     )
+
+
+def optimized(config: OnlineConfig, microbatch: Microbatch) -> list[Tensor]:
+    """Weights of policy and critic after three steps of nine, and what the objective moves."""
+    policy = deepcopy(rollouts()[1])
+    objective = config.build()
+    objective.reference_values = rollouts()[2].map_rows
+    objective.add_to(policy)
+    ((prepared,),) = objective.prepare(policy, [[microbatch]], lambda sums: sums)
+    fp32 = choose_precision("fp32", "fp32")
+    rates = objective.learning_rates
+    optimizer = Optimizer(Accelerator(cpu=True), policy, fp32, config, 9, rates)
+    for _ in range(3):
+        objective.loss(policy, prepared, 1.0)[0].backward()
+        optimizer.step(torch.zeros(()))
+    objective.conclude(policy, [[prepared]], lambda sums: sums)
+    return [weight.detach() for weight in policy.parameters()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ORACLES else pytest.param(name, marks=pytest.mark.nightly)
+        for name in OBJECTIVES
+    ],
+)
+def test_each_option_of_the_optimizer_moves_each_objective_or_is_refused(name):
+    """Where bitsandbytes is missing, its optimizer is refused when it is made."""
+    microbatch, config = rollouts()[0], OBJECTIVES[name]
+    plain, found = optimized(made(config, {}), microbatch), []
+    for flag in fields(OptimizerConfig):
+        values = [value for value in other_values(flag) if value != "adamw_8bit"]
+        taken = [one for value in values if (one := made(config, {flag.name: value})) is not None]
+        if taken and all(same(plain, optimized(one, microbatch)) for one in taken):
+            found.append(flag.name)
+    assert found == []
 
 
 @pytest.mark.parametrize("name", OFFLINE_OBJECTIVES)

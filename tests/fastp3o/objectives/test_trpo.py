@@ -160,6 +160,8 @@ def test_what_the_step_cannot_bound_is_refused_before_data_and_models_load(
     ]:
         with pytest.raises(UserError, match=f"--objective trpo .*--{next(iter(changes))}"):
             config(tiny_model, "run", TRPOConfig, **changes)
+    with pytest.raises(UserError, match=r"--learning_rate has no effect .*--critic_learning_rate"):
+        config(tiny_model, "run", TRPOConfig, learning_rate=3e-3)
     monkeypatch.setattr(sharding, "number_of_processes", lambda: 2)
     monkeypatch.setattr(setup, "process_mesh", lambda *_: None)
     with pytest.raises(UserError, match="--objective trpo trains in one process"):
