@@ -24,7 +24,8 @@ NOTE = """\
 peak = the sum, with the larger of head and layer only; where embeddings need more than these and
 activations, they count instead. others = the model that waits: the reference, which --offload, LoRA and
 --kl_coef 0 save, or the policy; and a judge. A reward model of its own comes on top of that. With
---rollout_memory, or less free memory, rollouts cache less."""
+--rollout_memory, or less free memory, rollouts cache less. LoRA's rollouts on one GPU are faster with
+room for a second copy of the weights, which is not counted."""
 PHASES = ("policy's update", "reference's pass", "rollouts")
 QUESTION = 200  # tokens around what a judge compares, by the template without principles
 
@@ -186,9 +187,7 @@ def phases_of(config: MemoryConfig, model: "Model", lengths: "Lengths") -> "dict
         bytes_per_token=1,
         memory=sys.maxsize,
     )
-    rollouts = rollout_memory(
-        model, room, precision, shards=config.shards * config.tensor_parallel, adapters=adapters
-    )
+    rollouts = rollout_memory(model, room, precision, shards=config.shards * config.tensor_parallel)
     if config.gpus > 1:
         update, frozen = (
             sharded(memory, part, precision, config.shards) for memory in (update, frozen)

@@ -353,19 +353,18 @@ def frozen_memory(
     )
 
 
-def rollout_memory(
-    model: Model, room: Room, precision: Precision, *, shards: int = 1, adapters: bool = False
-) -> Memory:
+def rollout_memory(model: Model, room: Room, precision: Precision, *, shards: int = 1) -> Memory:
     """The memory of sampling on one device, next to masters and optimizer. It is given back before
     the update.
 
-    shards: processes that share the model, each of which samples from a whole copy. adapters:
-    whether they are merged into one.
+    shards: processes that share the model, each of which samples from a whole copy. A copy with
+    adapters merged that a single process makes only where there is room for it, to sample faster,
+    is not counted.
     """
     sampled = precision if precision.autocast is None else choose_precision("bf16", "bf16")
     item = sampled.weights.itemsize
     row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labeled=0)
-    copied = shards > 1 or adapters or precision.autocast is not None
+    copied = shards > 1 or precision.autocast is not None
     # Parts of a model in half precision are its masters.
     gathered = (
         0

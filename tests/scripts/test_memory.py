@@ -2,6 +2,7 @@ import re
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ from benchmarks.training_shapes import LARGE_TOKENS, ONE_B, random_groups
 from benchmarks.training_shapes import Lengths as MeanLengths
 from fastp3o.commands import memory as memory_command
 from fastp3o.commands.memory import CONTEXT, MemoryConfig, on_meta, phases_of, questions
-from fastp3o.config import TrainableConfig
+from fastp3o.config import SamplerConfig, TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts import plan
 from fastp3o.rollouts.cache import Room, fitting_room
 from fastp3o.rollouts.engine import Engine, layer_shapes
+from fastp3o.runtime.context import Context
 from fastp3o.runtime.precision import choose_precision
 from fastp3o.training.predicted_memory import (
     Lengths,
@@ -153,6 +156,26 @@ def test_the_peaks_of_the_reference_and_of_rollouts_are_predicted_within_a_tenth
     assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in cached.values())
     # A CPU has no kernel that samples from logits, and makes probabilities too.
     assert predicted.cache + 2 * predicted.head == pytest.approx(measured.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-autocast"])
+def test_weights_of_rollouts_are_those_that_a_full_gpu_holds(precision, adapters, monkeypatch):
+    """A copy with merged adapters is made only where there is room; autocast's always."""
+    arithmetic, copies = choose_precision(precision, "fp32"), []
+    policy = random_model(*DEEP[0], arithmetic)
+    choose_trainable(policy, TrainableConfig(lora_rank=int(adapters)))
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+
+    def copy(policy, device, dtype, *, merges):
+        copies.append(parameters * dtype.itemsize)
+
+    monkeypatch.setattr(plan, "SamplingCopy", copy)
+    monkeypatch.setattr(plan, "available_memory", lambda _: 0)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), print=print)
+    plan.sampled_model(SamplerConfig(), policy, Context(accelerator, arithmetic, None, None))
+    predicted = rollout_memory(Model(policy), Room(1, 1, 2, 2, 1), arithmetic)
+    assert predicted.weights == parameters * arithmetic.weights.itemsize + sum(copies)
 
 
 @pytest.fixture
