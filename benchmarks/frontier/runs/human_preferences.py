@@ -152,8 +152,9 @@ class Inputs:
         if seed not in self.rivals:
             sampled = derived_seed(seed, EVALUATION)
             prompts = make_prompts(self.prompts[:])
-            responses = self.sampler(self.policy)(prompts, EVAL_RESPONSES, sampled)
-            self.rivals[seed] = Rival(responses, rewarded(self.rewards, responses))
+            groups = self.sampler(self.policy)(prompts, EVAL_RESPONSES, sampled)
+            responses = [group.responses for group in groups]
+            self.rivals[seed] = Rival(responses, rewarded(self.rewards, groups))
         return self.rivals[seed]
 
     def evaluate(self, policy: PackedModel, seed: int) -> dict[str, float]:
