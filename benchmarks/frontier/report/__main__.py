@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.frontier.report import (
+    human_preferences,
     kl_coefs,
     measures,
     readme_plot,
@@ -30,6 +31,7 @@ README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
 FIGURES = {
     README_PLOT: readme_plot.draw,
     RESULTS / "stale.svg": stale.figure,
+    RESULTS / "human_preferences.svg": human_preferences.figure,
 }
 
 

@@ -5,7 +5,14 @@ measured.
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import arithmetic, circles, kl_coefs, measures, stale
+from benchmarks.frontier.report import (
+    arithmetic,
+    circles,
+    human_preferences,
+    kl_coefs,
+    measures,
+    stale,
+)
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -29,12 +36,22 @@ class Verdict(NamedTuple):
 
 
 def write(study: Study) -> None:
-    write_between(README, "verdicts", markdown(table(study)))
-    write_between(README, "beta", markdown(kl_coefs.table(study)))
-    write_between(README, "sums", markdown(arithmetic.table()))
-    write_between(README, "circles", markdown(circles.table()))
-    write_between(README, "differences of circles", markdown(circles.differences()))
-    write_between(README, "reward models of circles", markdown(circles.reward_models()))
+    for name, table_of_page in page_tables(study).items():
+        write_between(README, name, markdown(table_of_page))
+
+
+def page_tables(study: Study) -> dict[str, list[list[str]]]:
+    """All of README.md, by the names of their markers."""
+    return {
+        "verdicts": table(study),
+        "beta": kl_coefs.table(study),
+        "sums": arithmetic.table(),
+        "circles": circles.table(),
+        "differences of circles": circles.differences(),
+        "reward models of circles": circles.reward_models(),
+        "human preferences": human_preferences.table(),
+        "differences of human preferences": human_preferences.differences(),
+    }
 
 
 def verdicts(study: Study) -> list[Verdict]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.data.loading import load_prompts
 from fastp3o.evaluation.evaluate import EVALUATION, Evaluation
+from fastp3o.evaluation.rival import Rival
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
@@ -115,6 +116,7 @@ class Inputs:
         self.reward_model = str(folder / "reward" / "model")
         self.judge = str(folder / "judge" / "model")
         self.tokenizer = load_tokenizer(self.start)
+        self.rivals: dict[int, Rival] = {}
 
     @cached_property
     def rewards(self) -> dict[str, Reward]:
@@ -145,10 +147,18 @@ class Inputs:
             policy, self.tokenizer, max_response_tokens=TOKENS, batch_size=64, settings=stops
         )
 
+    def rival(self, seed: int) -> Rival:
+        """The start's responses to the held-out prompts, the same for all arms of a seed."""
+        if seed not in self.rivals:
+            sampled = derived_seed(seed, EVALUATION)
+            prompts = make_prompts(self.prompts[:])
+            groups = self.sampler(self.policy)(prompts, EVAL_RESPONSES, sampled)
+            responses = [group.responses for group in groups]
+            self.rivals[seed] = Rival(responses, rewarded(self.rewards, groups))
+        return self.rivals[seed]
+
     def evaluate(self, policy: PackedModel, seed: int) -> dict[str, float]:
         """`Evaluation`'s metrics, with win rates against the start's responses of the same seed."""
-        prompts = make_prompts(self.prompts[:])
-        starts = self.sampler(self.policy)(prompts, EVAL_RESPONSES, derived_seed(seed, EVALUATION))
         evaluation = Evaluation(
             accelerator=Accelerator(cpu=True),
             policy=policy,
@@ -159,7 +169,7 @@ class Inputs:
             packing=PACKING,
             responses_per_prompt=EVAL_RESPONSES,
             seed=seed,
-            rival=rewarded(self.rewards, starts),
+            rival=self.rival(seed),
         )
         return {name: float(f"{value:.4g}") for name, value in evaluation().items()}
 

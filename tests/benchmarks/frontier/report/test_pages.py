@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier.report import arithmetic, circles, kl_coefs, readme_plot, verdicts
+from benchmarks.frontier.report import arithmetic, readme_plot, verdicts
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.records import load
@@ -22,17 +22,7 @@ def study() -> Study:
 
 def test_the_studys_tables_are_what_the_runs_give(study):
     page = verdicts.README.read_text()
-    tables = {
-        "verdicts": verdicts.table(study),
-        "beta": kl_coefs.table(study),
-        "sums": arithmetic.table(),
-    }
-    tables |= {
-        "circles": circles.table(),
-        "reward models of circles": circles.reward_models(),
-        "differences of circles": circles.differences(),
-    }
-    for name, table in tables.items():
+    for name, table in verdicts.page_tables(study).items():
         assert between_markers(page, name, markdown(table)) == page, (
             "run: python -m benchmarks.frontier.report"
         )
