@@ -54,12 +54,12 @@ def process_mesh(
     cut. Raises ValueError if processes do not divide evenly.
     """
     processes = number_of_processes()
-    if processes == tensor_parallel == 1:
-        return None
     shards = shard_size or max(1, processes // tensor_parallel)
     if processes % (shards * tensor_parallel):
         sizes = f"--shard_size x --tensor_parallel ({shards} x {tensor_parallel})"
         raise UserError(f"{sizes} must divide the number of processes ({processes})")
+    if processes == 1:
+        return None
     mesh = {
         "replicas": processes // shards // tensor_parallel,
         "shards": shards,

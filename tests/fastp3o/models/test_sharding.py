@@ -133,6 +133,13 @@ def test_processes_are_one_group_or_several(monkeypatch):
             process_mesh(CPU, *sizes)
 
 
+def test_a_single_process_is_not_spread():
+    assert process_mesh(CPU) is process_mesh(CPU, 1) is None
+    for sizes in ((8, 1), (1, 2)):
+        with pytest.raises(ValueError, match=r"must divide the number of processes \(1\)"):
+            process_mesh(CPU, *sizes)
+
+
 def test_pinned_blocks_are_full(monkeypatch):
     """Sizes of Gemma-2-9B over 64; torch rounds each block to a power of two."""
     shapes = [(4000, 56), *42 * [(56, 56), *3 * [(56, 224)], (56,)], ()]
