@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, masked_tokens
-from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import PairRatioConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import scaler_of_differences
@@ -19,7 +19,7 @@ class P3O(Objective):
 
     kl: KLCoefficient
 
-    def __init__(self, config: P3OConfig):
+    def __init__(self, config: PairRatioConfig):
         chosen = {
             name: getattr(config, name)
             for name in (setting.name for setting in fields(P3OSettings))
