@@ -20,10 +20,7 @@ class P3O(Objective):
     kl: KLCoefficient
 
     def __init__(self, config: PairRatioConfig):
-        chosen = {
-            name: getattr(config, name)
-            for name in (setting.name for setting in fields(P3OSettings))
-        }
+        chosen = {setting.name: getattr(config, setting.name) for setting in fields(P3OSettings)}
         chosen["sampler_ratio_cap"] = config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap
         self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)
