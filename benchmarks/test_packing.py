@@ -24,7 +24,8 @@ from benchmarks.shapes import DEVICE, DTYPE, dtype_name, typed
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.p3o import P3O, P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.p3o import P3O
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o_kernels import p3o_loss, sequence_logprobs

@@ -104,9 +104,13 @@ def is_required(flag: Field) -> bool:
 
 
 def is_common(config_class: type[Flags], flag: Field) -> bool:
-    """Whether the short help shows an option: what most runs set, and what the command alone has."""
+    """Whether the short help shows an option: what most runs set, what the command alone has, and
+    the objective's.
+    """
     common = " ".join(COMMON.values()).split()
-    return is_required(flag) or flag.name in common or flag.name in get_annotations(config_class)
+    is_commands = flag.name in get_annotations(config_class)
+    is_objectives = section(config_class, flag) == "objective"
+    return is_required(flag) or flag.name in common or is_commands or is_objectives
 
 
 def section(config_class: type[Flags], flag: Field) -> str:

@@ -5,7 +5,16 @@ import warnings
 
 import pytest
 
-from tests.surface import RECORD, concepts, configurations, depth, table, tables, tokens_of_code
+from tests.surface import (
+    RECORD,
+    concepts,
+    configurations,
+    depth,
+    modules_with_whole_configurations,
+    table,
+    tables,
+    tokens_of_code,
+)
 
 
 def test_a_change_of_what_a_user_can_name_is_in_the_record():
@@ -30,6 +39,12 @@ def test_a_configuration_is_made_of_parts_side_by_side(config):
     it, or a part.
     """
     assert depth(config) <= 6
+
+
+def test_few_modules_take_a_whole_configuration():
+    """The others take the parts or the values that they read."""
+    modules = modules_with_whole_configurations()
+    assert len(modules) <= 11, sorted(map(str, modules))
 
 
 PLAIN = "def f(a, b=1):\n    return [a + b]\n"  # def f ( a , b = 1 ) : return [ a + b ]

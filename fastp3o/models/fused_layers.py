@@ -197,15 +197,24 @@ def wired(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tenso
     norms = [
         (getattr(layer, name), norm) for name, norm in zip(wiring.norms, wiring.kinds, strict=True)
     ]
+    attention, feed_forward = getattr(layer, wiring.attention), getattr(layer, wiring.feed_forward)
     stream = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-    stream, x = added_and_normed(stream, None, *norms[0])
-    branch = getattr(layer, wiring.attention)(hidden_states=x, **passed)[0]
+
+    # Like Llama: a norm before each of the two parts.
     if len(norms) == 2:
-        stream, x = added_and_normed(stream, branch, *norms[1])
-        return stream + getattr(layer, wiring.feed_forward)(x)
-    stream = normed_and_added(branch, stream, *norms[1])
-    stream, x = added_and_normed(stream, None, *norms[2])
-    return normed_and_added(getattr(layer, wiring.feed_forward)(x), stream, *norms[3])
+        before_attention, before_feed_forward = norms
+        stream, x = added_and_normed(stream, None, *before_attention)
+        branch = attention(hidden_states=x, **passed)[0]
+        stream, x = added_and_normed(stream, branch, *before_feed_forward)
+        return stream + feed_forward(x)
+
+    # Like Gemma 2: a norm after each of them, too.
+    before_attention, after_attention, before_feed_forward, after_feed_forward = norms
+    stream, x = added_and_normed(stream, None, *before_attention)
+    branch = attention(hidden_states=x, **passed)[0]
+    stream = normed_and_added(branch, stream, *after_attention)
+    stream, x = added_and_normed(stream, None, *before_feed_forward)
+    return normed_and_added(feed_forward(x), stream, *after_feed_forward)
 
 
 def added_and_normed(
@@ -251,21 +260,33 @@ def norm_of(module: nn.Module) -> Norm | None:
     def part(x: Tensor, weight: Tensor) -> Tensor:
         return type(module).forward(shadow(module, _parameters={name: weight}), x)
 
-    # Of rows, next to the root of eps.
-    scales = torch.tensor([[1e-2], [0.3], [1.0], [3.0], [1e3]], device="cpu")
-    for eps, offset in product(
-        {value for value in vars(module).values() if type(value) is float}, (0.0, 1.0)
-    ):
-        inputs = numbers(TOKENS, HIDDEN) * scales * abs(eps) ** 0.5, numbers(HIDDEN, seed=1)
-        kinds = [NormKind(eps, offset, rounds=rounds) for rounds in (True, False)]
-        if computes_the_same(part, partial(rms_norm, kind=kinds[0], impl="eager"), *inputs):
-            x, scale = (tensor.bfloat16() for tensor in inputs)
-            errors = [
-                (part(x, scale) - rms_norm(x, scale, kind, impl="eager")).abs().sum().item()
-                for kind in kinds
-            ]
-            return Norm(kinds[errors.index(min(errors))], name)
+    # Which of the module's numbers is eps, and whether its weight is an offset from 1, is tried out.
+    for eps in {value for value in vars(module).values() if type(value) is float}:
+        # Rows from far below the root of eps to far above it.
+        scales = torch.tensor([[1e-2], [0.3], [1.0], [3.0], [1e3]], device="cpu")
+        x = numbers(TOKENS, HIDDEN) * scales * abs(eps) ** 0.5
+        scale = numbers(HIDDEN, seed=1)
+        for offset in (0.0, 1.0):
+            rounding = NormKind(eps, offset, rounds=True)
+            exact = NormKind(eps, offset, rounds=False)
+            formula = partial(rms_norm, kind=rounding, impl="eager")
+            if computes_the_same(part, formula, x, scale):
+                return Norm(nearer_in_bf16(part, (rounding, exact), x, scale), name)
     return None
+
+
+def nearer_in_bf16(
+    part: Callable[[Tensor, Tensor], Tensor], kinds: Sequence[NormKind], x: Tensor, weight: Tensor
+) -> NormKind:
+    """The first of the kinds whose results in bf16 are nearest to the module's, which shows where
+    it rounds.
+    """
+    x, weight = x.bfloat16(), weight.bfloat16()
+
+    def error(kind: NormKind) -> float:
+        return (part(x, weight) - rms_norm(x, weight, kind, impl="eager")).abs().sum().item()
+
+    return min(kinds, key=error)
 
 
 def gate_of(module: nn.Module) -> Gate | None:
@@ -369,10 +390,12 @@ def wiring_of(layer: nn.Module, norms: Mapping[nn.Module, Norm]) -> Wiring | Non
         wiring = Wiring(
             attention, feed_forward, tuple(inside), tuple(inside.values()), keywords, frozenset()
         )
-        if (unused := unused_keywords(layer, wiring)) is not None and connects(
-            layer, wiring._replace(unused=unused)
-        ):
-            return wiring._replace(unused=unused)
+        unused = unused_keywords(layer, wiring)
+        if unused is None:
+            continue
+        wiring = wiring._replace(unused=unused)
+        if connects(layer, wiring):
+            return wiring
     return None
 
 

@@ -121,28 +121,35 @@ def overflow(
     weights, and those that are spread over processes, stay as they are: all of these must call it.
     """
     device = device or model.model.device
-    row, quantized = row.to(device), bool(quantized_layers(model))
-    as_it_is = quantized or spread(model)
-    ready = as_it_is or (model.model.dtype, model.model.device.type) == (torch.float16, device.type)
-    with nullcontext() if ready else computed_in(torch.float16, model, device):
+    row = row.to(device)
+    quantized = bool(quantized_layers(model))
+    stays = quantized or spread(model)
+
+    # 1. A pass in fp16. A residual stream in fp32 beside weights in half precision holds what they
+    #    do not, so only values of the weights' dtype count.
+    is_fp16 = (model.model.dtype, model.model.device.type) == (torch.float16, device.type)
+    with nullcontext() if stays or is_fp16 else computed_in(torch.float16, model, device):
         seen = activations(model, row)
-    # A residual stream in fp32 beside weights in half precision holds what they do not.
-    counted = {model.model.dtype} if quantized else {torch.float16}
-    held = {place: one.value for place, one in seen.items() if one.dtype in counted}
-    broken = next((place for place, value in held.items() if not isfinite(value)), None)
+    dtype = model.model.dtype if quantized else torch.float16
+    narrow = {place: one.value for place, one in seen.items() if one.dtype == dtype}
+    broken = next((place for place, value in narrow.items() if not isfinite(value)), None)
     if broken is None:
-        place = max(held, key=held.__getitem__)
-        near = held[place] * MARGIN > LARGEST
-        return Overflow(place, held[place], happened=held[place] > LARGEST) if near else None
-    if as_it_is:
+        place = max(narrow, key=narrow.__getitem__)
+        largest = narrow[place]
+        is_near = largest * MARGIN > LARGEST
+        return Overflow(place, largest, happened=largest > LARGEST) if is_near else None
+    if stays:
         return Overflow(broken, inf)
+
+    # 2. A pass in fp32 says how large the values at these places are.
     with computed_in(torch.float32, model, device):
-        wide = {place: one.value for place, one in activations(model, row).items() if place in held}
-    place = next(
-        (place for place, value in wide.items() if not isfinite(value)),
-        max(wide, key=wide.__getitem__),
-    )
-    return Overflow(place if not wide[place] <= LARGEST else broken, wide[place])
+        seen = activations(model, row)
+    wide = {place: one.value for place, one in seen.items() if place in narrow}
+    not_finite = [place for place, value in wide.items() if not isfinite(value)]
+    place = not_finite[0] if not_finite else max(wide, key=wide.__getitem__)
+    # A sum within a module may overflow though its result does not.
+    is_held = wide[place] <= LARGEST
+    return Overflow(broken if is_held else place, wide[place])
 
 
 def overflow_in_fp16(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, masked_tokens, with_count
-from fastp3o.objectives.config.distillation import DistillationConfig
+from fastp3o.objectives.config.distillation import TeacherConfig
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head, linear_distillation
@@ -22,7 +22,7 @@ class Distillation(Objective):
     gradient.
     """
 
-    def __init__(self, config: DistillationConfig):
+    def __init__(self, config: TeacherConfig):
         self.exact, self.scaler = config.kl == "exact", AbsoluteScaler(0.0, scale=False)
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, masked_tokens
-from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import PairRatioConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import scaler_of_differences
@@ -19,11 +19,8 @@ class P3O(Objective):
 
     kl: KLCoefficient
 
-    def __init__(self, config: P3OConfig):
-        chosen = {
-            name: getattr(config, name)
-            for name in (setting.name for setting in fields(P3OSettings))
-        }
+    def __init__(self, config: PairRatioConfig):
+        chosen = {setting.name: getattr(config, setting.name) for setting in fields(P3OSettings)}
         chosen["sampler_ratio_cap"] = config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap
         self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)

@@ -26,7 +26,7 @@ from fastp3o.objectives.base import (
     sampler_ratio_metrics,
     with_count,
 )
-from fastp3o.objectives.config.ppo import CriticConfig, PPOConfig
+from fastp3o.objectives.config.ppo import CriticConfig, TokenRatioConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
@@ -116,7 +116,7 @@ class ActorCritic(Objective):
 class PPO(ActorCritic):
     """Token-level PPO."""
 
-    config: PPOConfig
+    config: TokenRatioConfig
 
     def loss(
         self,
@@ -227,7 +227,7 @@ def ppo_loss(
     values: Tensor,
     microbatch: Microbatch,
     divisor: float | Tensor,
-    config: PPOConfig,
+    config: TokenRatioConfig,
     entropy: Tensor | None = None,
 ) -> LossAndMetrics:
     """Bounded policy loss and clipped value loss, summed over the tokens that take part. logprobs,

@@ -77,13 +77,16 @@ def pair_sums(
     anchor = groups[config.anchor] if config.anchor else torch.zeros_like(logprobs)
     if config.per_token:
         anchor = anchor / groups.lengths.clamp(min=1)
-    labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
-    # The chosen response comes first: a label is −1 if it is the second one.
-    compared, second = [pairs(values) for values in (logprobs, anchor)], labels.unsqueeze(-1) < 0
-    values = pair_losses(
-        config, *(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared)
-    )
-    values = values.view_as(labels)
+    labels = differences(groups["rewards"]).sign()
+    loss_mask = pairs(groups["loss_mask"]).all(-1)
+    second_is_chosen = labels.unsqueeze(-1) < 0
+
+    def chosen_first(values: Tensor) -> Tensor:
+        """[P, K] -> [P M, 2], the chosen response of each pair and the rejected one."""
+        of_pairs = pairs(values)
+        return of_pairs.flip(-1).where(second_is_chosen, of_pairs).flatten(0, 1)
+
+    values = pair_losses(config, chosen_first(logprobs), chosen_first(anchor)).view_as(labels)
     scores = logprobs.detach() - anchor
     margins = labels * differences(scores)
     metrics = {"accuracy": (1 + margins.sign()) / 2, "margin": margins, **further(scores, labels)}

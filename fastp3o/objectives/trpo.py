@@ -21,7 +21,7 @@ from fastp3o.objectives.base import (
     SumOverProcesses,
     with_count,
 )
-from fastp3o.objectives.config.trpo import TRPOConfig
+from fastp3o.objectives.config.trpo import TrustRegionConfig
 from fastp3o.objectives.ppo import ActorCritic, clipped_value_loss, sum_and_count
 from fastp3o_kernels import Head, linear_distillation
 from fastp3o_kernels.losses import bounded_exp
@@ -35,10 +35,10 @@ SURROGATE, KL = 0, 1
 class TRPO(ActorCritic):
     """The optimizer moves the critic alone. After that the policy makes its one step of the update."""
 
-    config: TRPOConfig
+    config: TrustRegionConfig
     step_metrics: Mapping[str, float] = {}  # of the last update
 
-    def __init__(self, config: TRPOConfig):
+    def __init__(self, config: TrustRegionConfig):
         from fastp3o.models.sharding import number_of_processes
 
         super().__init__(config)

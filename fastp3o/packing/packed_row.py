@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -272,14 +272,15 @@ def labeled_tokens(given: Sequence[GivenGroup], first: Array, most: Array) -> tu
     """
     if all(group.labeled is None for group in given):
         return most, ranges(first, most)
-    by_response = (
-        parts for group in given for parts in group.labeled or repeat(None, len(group.responses))
-    )
-    spans: list[tuple[int, int, int]] = []
+    # The labeled parts of each response; None for one that is labeled as a whole.
+    by_response: list[Sequence[tuple[int, int]] | None] = []
+    for group in given:
+        by_response += group.labeled or [None] * len(group.responses)
+    spans: list[tuple[int, int, int]] = []  # a response's number, where a part begins and ends
     for number, (parts, tokens) in enumerate(zip(by_response, most.tolist(), strict=True)):
-        spans += [
-            (number, begin, end) for begin, end in ([(0, tokens)] if parts is None else parts)
-        ]
+        if parts is None:
+            parts = [(0, tokens)]
+        spans += [(number, begin, end) for begin, end in parts]
     response, begin, end = np.array(spans, dtype=np.int64).reshape(-1, 3).T
     if (end > most[response]).any():
         raise UserError("labeled parts of a response reach beyond its last token")
@@ -294,20 +295,24 @@ def shared_keys(
     """[S] each: a response's place in its group, its prompt's begin and length, its tokens and its
     keys.
     """
+    # A response's own keys come after its prompt's.
     key_begins = starts(key_lengths)
     own = ranges(key_begins + key_lengths - lengths, lengths)
-    # First those of all second responses, then those of all third ones.
-    further = np.flatnonzero(place)[np.argsort(place[place > 0], kind="stable")]
-    tokens, keys = (
-        ranges(begins[further], prompt[further]) for begins in (prompt_begins, key_begins)
-    )
+    # The others read their prompt's tokens once more: first all second responses, then all third.
+    further = np.flatnonzero(place)
+    further = further[np.argsort(place[further], kind="stable")]
+    tokens = ranges(prompt_begins[further], prompt[further])
+    keys = ranges(key_begins[further], prompt[further])
+    # The token of each key.
     gathered = np.empty(key_lengths.sum(), dtype=np.int64)
-    gathered[own], gathered[keys] = np.arange(len(own)), tokens
+    gathered[own] = np.arange(len(own))
+    gathered[keys] = tokens
+    # The keys that are read once more, by the place of their response in its group.
     counts = np.bincount(place[further], weights=prompt[further]).astype(np.int64)[1:].tolist()
-    repeats = zip(
-        *(torch.from_numpy(values).split(counts) for values in (tokens, keys)), strict=True
-    )
-    return SharedKeys(torch.from_numpy(gathered), torch.from_numpy(own), tuple(repeats))
+    tokens_by_place = torch.from_numpy(tokens).split(counts)
+    keys_by_place = torch.from_numpy(keys).split(counts)
+    repeats = tuple(zip(tokens_by_place, keys_by_place, strict=True))
+    return SharedKeys(torch.from_numpy(gathered), torch.from_numpy(own), repeats)
 
 
 def starts(lengths: Array) -> Array:

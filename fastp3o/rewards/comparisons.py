@@ -158,19 +158,22 @@ class Knockout:
         left = [list(range(len(group.responses))) for group in groups]
         rounds = torch.zeros(len(groups), len(groups[0].responses))
         while len(left[0]) > 1:
-            pairs = [
-                Comparison(group.prompt, group.responses[i], group.responses[j], (i, j))
-                for group, its in zip(groups, left, strict=True)
-                for i, j in zip(its[::2], its[1::2], strict=False)
-            ]
-            answers = iter(self.reward.preferred(pairs).tolist())
-            for place, its in enumerate(left):
-                winners = [
-                    j if next(answers) < 0.5 else i
-                    for i, j in zip(its[::2], its[1::2], strict=False)
+            # The matches of all prompts are asked about at once.
+            matches = [[*zip(its[::2], its[1::2], strict=False)] for its in left]
+            answers = self.reward.preferred(
+                [
+                    Comparison(group.prompt, group.responses[i], group.responses[j], (i, j))
+                    for group, of_group in zip(groups, matches, strict=True)
+                    for i, j in of_group
                 ]
-                left[place] = winners + its[len(its) - len(its) % 2 :]
-                rounds[place, left[place]] += 1
+            )
+            preferred = iter(answers.tolist())
+            for place, its in enumerate(left):
+                go_on = [j if next(preferred) < 0.5 else i for i, j in matches[place]]
+                if len(its) % 2:
+                    go_on.append(its[-1])
+                left[place] = go_on
+                rounds[place, go_on] += 1
         return rounds
 
 

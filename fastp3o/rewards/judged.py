@@ -57,22 +57,26 @@ class EndpointComparisons(JudgedPairs):
         """Raises EndpointError if the endpoint refuses or remains unavailable; what it has answered
         is in the file.
         """
-        file = self.judge.file
         # Both orders are asked in any case: a pair is the same pair the other way round.
-        texts = [
-            (judged_text(prompt), min(first.text, second.text), max(first.text, second.text))
-            for prompt, first, second, _ in comparisons
-        ]
-        keys = [self.judge.key(*each) for each in texts]
-        missing = {
-            key: each for key, each in zip(keys, texts, strict=True) if key not in file.verdicts
-        }
+        keys: list[str] = []
+        missing: dict[str, tuple[str, str, str]] = {}
+        for prompt, first, second, _ in comparisons:
+            texts = sorted((first.text, second.text))
+            asked = judged_text(prompt), texts[0], texts[1]
+            keys.append(self.judge.key(*asked))
+            if keys[-1] not in self.judge.file.verdicts:
+                missing[keys[-1]] = asked
         for _ in Answers(self.judge.compare, missing.items(), self.judge.requests):
             pass  # `compare` keeps each verdict
         self.judge.report_unusable()
-        values = [file.preferred.get(key, POINTS[file.verdicts[key]]) for key in keys]
-        turned = [one.first.text > one.second.text for one in comparisons]
-        return [1 - value if other else value for value, other in zip(values, turned, strict=True)]
+
+        # How much the first response is preferred, which was asked as the second where its text is
+        # the later one.
+        file, values = self.judge.file, []
+        for key, (_, first, second, _) in zip(keys, comparisons, strict=True):
+            value = file.preferred.get(key, POINTS[file.verdicts[key]])
+            values.append(1 - value if first.text > second.text else value)
+        return values
 
 
 class LocalComparisons(JudgedPairs):
@@ -103,24 +107,23 @@ class LocalComparisons(JudgedPairs):
 
     def ask(self, comparisons: list[Comparison]) -> list[float]:
         """Raises UserError for a question that is longer than the model's positions."""
-        orders = [
-            pair
-            for one in comparisons
-            for pair in ((one.first, one.second), (one.second, one.first))
-        ]
-        prompts = [one.prompt for one in comparisons for _ in range(2)]
-        groups = [
-            self.group(judged_text(prompt), first.text, second.text)
-            for prompt, (first, second) in zip(prompts, orders, strict=True)
-        ]
+        # Each pair in both orders, one after the other.
+        groups = []
+        for prompt, first, second, _ in comparisons:
+            text = judged_text(prompt)
+            groups += [
+                self.group(text, first.text, second.text),
+                self.group(text, second.text, first.text),
+            ]
         groups, local = with_tensor_group(self.model.model, groups)
         self.model.model.check_reach(max(len(group.prompt.ids) for group in groups) + 1)
         rows = [row.to(self.device) for row in pack(*token_ids(groups), self.packing)]
-        logprobs = (
-            sums_by_group(rows, self.model.map_rows(rows, labeled_logprobs))[local].float().cpu()
-        )
+        row_logprobs = self.model.map_rows(rows, labeled_logprobs)
+        # log P(A), log P(B) of each question.
+        logprobs = sums_by_group(rows, row_logprobs)[local].float().cpu()
         preferred = (logprobs[:, 0] - logprobs[:, 1]).sigmoid()
-        return ((preferred[::2] + 1 - preferred[1::2]) / 2).tolist()
+        as_first, as_second = preferred[::2], 1 - preferred[1::2]
+        return ((as_first + as_second) / 2).tolist()
 
     def group(self, prompt: str, first: str, second: str) -> Group:
         """The question, and both answers to it."""

@@ -173,21 +173,21 @@ class BundledCache(Cache):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
-        stored = self.stored[layer]
-        dtype = stored[0].dtype
+        keys, values = self.stored[layer]
+        dtype = keys.dtype
         query, key, value = (x if x.dtype == dtype else x.to(dtype) for x in (query, key, value))
-        for tensor, new in zip(stored, (key, value), strict=True):
-            tensor.index_copy_(2, self.newest, new)
+        keys.index_copy_(2, self.newest, key)
+        values.index_copy_(2, self.newest, value)
+
+        # From the slots' order to that of the bundles' members, and back.
         if self.slot is not None:
             query = query.index_select(2, self.slot)
-        scale, window, softcap = (options[name] for name in ("scale", "window", "softcap"))
-        if len(self.used_widths) == 1:
-            result = self.used_widths[0].attend(layer, query, scale, window, softcap)
-        else:
-            parts = zip(self.used_widths, query.split(self.counts, dim=2), strict=True)
-            result = torch.cat(
-                [width.attend(layer, part, scale, window, softcap) for width, part in parts], dim=1
+        results = []
+        for width, part in zip(self.used_widths, query.split(self.counts, dim=2), strict=True):
+            results.append(
+                width.attend(layer, part, options["scale"], options["window"], options["softcap"])
             )
+        result = results[0] if len(results) == 1 else torch.cat(results, dim=1)
         return result if self.slot is None else result.index_select(1, self.member)
 
 

@@ -31,21 +31,14 @@ class Queue:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # `torch.isin` sorts from some twenty ids on, and waits for the device; stop strings have
-        # thousands. The last entry stands for all tokens behind the last id. Negative ids, which
-        # some configurations have for "no end", are no tokens, and would be read as places from the
-        # table's back.
-        ends = torch.zeros(max(end_ids | {-1}) + 2, dtype=torch.bool)
-        ends[[token for token in sorted(end_ids) if token >= 0]] = True
-        self.end_ids, self.ends = end_ids, to_device(ends, device)
+        self.end_ids, self.ends = end_ids, to_device(table_of_ends(end_ids), device)
         self.cached_lengths = zeros(room.prompts + 1)
-        # Inputs of first steps; keys of random numbers.
-        self.first_tokens, self.keys = (
-            zeros(N + 1),
-            zeros(N + 1),
-        )
-        # Tokens so far and log-probabilities; NO_TOKEN after a response's end.
-        self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
+        # By response: the input of its first step, the key of its random numbers, its tokens so far
+        # and their log-probabilities. NO_TOKEN after its end.
+        self.first_tokens = zeros(N + 1)
+        self.keys = zeros(N + 1)
+        self.sampled = zeros(N + 1, Lr)
+        self.logprobs = zeros(N + 1, Lr, dtype=torch.float32)
         self.by_slot = zeros(3, room.slots)
         self.response, self.steps, self.tokens = self.by_slot
         self.most_own_tokens = 0  # of a slot, known where the host makes each step
@@ -122,21 +115,33 @@ class Queue:
 
     def results(self, prompts: int) -> tuple[list[list[Ids]], list[list[list[float]]]]:
         """Token ids and log-probabilities of the responses to the first prompts, [p][K]."""
-        K = self.room.responses_per_prompt
-        count = prompts * K
-        sampled = self.sampled[:count]
+        K, Lr = self.room.responses_per_prompt, self.room.response_tokens
+        sampled, logprobs = self.sampled[: prompts * K], self.logprobs[: prompts * K]
         lengths = (sampled != NO_TOKEN).sum(1, keepdim=True)
-        # One wait for the device; fp64 holds log-probabilities exactly.
-        table = torch.cat(
-            [lengths, sampled, self.logprobs[:count].double().view(torch.int64)], dim=1
-        ).cpu()
-        lengths, sampled, logprobs = table.split([1, *[self.room.response_tokens] * 2], dim=1)
+        # One table of int64, so that the host waits for the device once. The bits of an fp64 hold a
+        # log-probability exactly.
+        bits = logprobs.double().view(torch.int64)
+        table = torch.cat([lengths, sampled, bits], dim=1).cpu()
+        lengths, sampled, bits = table.split([1, Lr, Lr], dim=1)
+        logprobs = bits.contiguous().view(torch.float64)
 
-        def cut(values: Tensor) -> list[list]:
-            flat = [
-                row[:length]
-                for row, length in zip(values.tolist(), lengths.flatten().tolist(), strict=True)
-            ]
-            return [flat[p * K : (p + 1) * K] for p in range(prompts)]
+        def by_prompt(values: Tensor) -> list[list]:
+            rows = zip(values.tolist(), lengths.flatten().tolist(), strict=True)
+            responses = [row[:length] for row, length in rows]
+            return [responses[p * K : (p + 1) * K] for p in range(prompts)]
 
-        return cut(sampled), cut(logprobs.contiguous().view(torch.float64))
+        return by_prompt(sampled), by_prompt(logprobs)
+
+
+def table_of_ends(end_ids: set[int]) -> Tensor:
+    """[largest id + 2] bool: whether each token ends a response. The last entry stands for all
+    tokens behind the last id.
+
+    `torch.isin` sorts from some twenty ids on, and waits for the device; stop strings have
+    thousands.
+    """
+    ends = torch.zeros(max(end_ids | {-1}) + 2, dtype=torch.bool)
+    # Negative ids, which some configurations have for "no end", are no tokens, and would be read as
+    # places from the table's back.
+    ends[[token for token in sorted(end_ids) if token >= 0]] = True
+    return ends

@@ -133,10 +133,9 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 reference.follow(policy, update)
 
         # 5. Metrics, the log of rollouts, and samples for the console.
-        further = loop.round_metrics(update) | search.metrics
-        report_update(
-            run, config, objective, Update(update, batch, further, minibatches, gaps, step_metrics)
-        )
+        further = loop.round_metrics(update, batch) | search.metrics
+        outcome = Update(update, batch, further, minibatches, gaps, step_metrics)
+        report_update(run, objective, outcome, loop.measures, config)
 
 
 def step_order(config: OnlineConfig, update: int, minibatches: int) -> list[int]:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch, Objective
-from fastp3o.objectives.config.base import OnlineConfig
+from fastp3o.objectives.config.base import RolloutLogConfig
 from fastp3o.optimizer.optimizer import Optimizer
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import to_device
@@ -44,59 +44,90 @@ class Update:
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
 
 
+@dataclass(frozen=True)
+class Measures:
+    """What metrics mean in a run.
+
+    from_policy: the responses to a prompt that the policy has sampled, of which the KL is
+    measured; all of them if all are a mixture's. to_reference: whether the KL to a reference is
+    measured. has_rewards: without rewards, the reward is minus the KL to the reference.
+    reads_rewards: whether the loss reads rewards. tokens_per_row: of a full packed row.
+    """
+
+    from_policy: slice
+    to_reference: bool
+    has_rewards: bool
+    reads_rewards: bool
+    tokens_per_row: int
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
-def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
-    from_policy = config.responses_per_prompt - config.from_mixture
-    if not config.rewards:  # minus the KL to the teacher, as it is sampled
-        rewards = torch.cat(
-            [
-                microbatch.ref_logprobs - microbatch.old_logprobs
-                for microbatch in update.microbatches
-            ]
-        ).cpu()
-        table = gather_table(run.optimizer, update, rewards)
-        update = replace(update, batch=replace(update.batch, rewards={"reward": table}))
-    metrics, log_ratios = update_metrics(run.optimizer, update, from_policy)
-    if not config.needs_reference:
-        metrics.pop("kl")
-        log_ratios = torch.full_like(log_ratios, torch.nan)  # which logs leave out
+def report_update(
+    run: Run, objective: Objective, update: Update, measures: Measures, logs: RolloutLogConfig
+) -> None:
+    """Logs an update's metrics, warns of what they show, and logs or prints its rollouts in the
+    updates that `logs` names.
+    """
+    # 1. Metrics, which are the means over all processes.
+    if not measures.has_rewards:
+        update = rewarded_by_reference(run.optimizer, update)
+    metrics, log_ratios = update_metrics(run.optimizer, update, measures)
     metrics |= objective.adaptive_metrics | update.round_metrics
-    if not (config.rounds_ahead or config.truncates):
-        metrics.pop("sampler_kl", None)  # rounding alone
-    if config.dynamic_sampling:
-        metrics["sampled_again"] = update.batch.sampled_again / len(update.batch.groups)
-    metrics["packing_efficiency"] = efficiency(
-        [microbatch.row for microbatch in update.microbatches], config.packing.tokens_per_row
-    )
-    if run.accelerator.num_processes > 1:
-        metrics["balance"] = balance(run.accelerator, update.minibatches)
+    metrics |= row_metrics(run.accelerator, update, measures.tokens_per_row)
+    beside_bar = tuple(name for name in ("reward", "kl", "response_length") if name in metrics)
+
+    # 2. Warnings come before the line of the update.
+    warn_of_noise(run, objective, metrics)
+    if outlier := objective.scaler.outlier:
+        run.warn_once("outlier", outlier_warning(outlier))
+    if metrics["tied_prompts"] == 1 and measures.reads_rewards:
+        run.warn_once("tied", TIED)
+    run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=beside_bar)
+
+    # 3. Rollouts: in the log, and some on the console.
+    if logs.log_rollouts and update.number % logs.log_rollouts == 0:
+        places = logged_places(update.batch.groups, logs.log_rollouts_prompts)
+        table = gather_table(run.optimizer, update, log_ratios)
+        logged = logged_groups(update, places, table, measures.from_policy)
+        run.reporter.rollouts(update.number, logged)
+    is_last = update.number == run.steps.last
+    if logs.samples_every and (is_last or update.number % logs.samples_every == 0):
+        print_samples(run, update)
+
+
+def rewarded_by_reference(optimizer: Optimizer, update: Update) -> Update:
+    """An update without rewards, with minus the KL to the reference, as it was sampled, in their
+    place.
+    """
+    rewards = torch.cat([batch.ref_logprobs - batch.old_logprobs for batch in update.microbatches])
+    table = gather_table(optimizer, update, rewards.cpu())
+    return replace(update, batch=replace(update.batch, rewards={"reward": table}))
+
+
+def print_samples(run: Run, update: Update) -> None:
+    """Prints the responses to an update's first prompts, with their rewards."""
+    groups = update.batch.groups[:SAMPLED_PROMPTS]
+    prompts = [group.prompt.text for group in groups]
+    responses = [[response.text for response in group.responses] for group in groups]
+    rewards = update.batch.rewards["reward"][: len(groups)].tolist()
+    run.reporter.samples(update.number, prompts, responses, rewards)
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+
+TIED = "all responses to every prompt got the same reward, so this update has no gradient (tied_prompts is 1)"
+
+
+def warn_of_noise(run: Run, objective: Objective, metrics: Mapping[str, float]) -> None:
+    """Warns if rounding alone moves ratios by much of their clip range."""
     clip_range = objective.clip_range(metrics["response_length"])
     noise = metrics.get("ratio/noise", 0.0)
     if clip_range is not None and noise > TOLERATED * clip_range:
         precision, device = run.optimizer.precision.name, run.accelerator.device.type
         run.warn_once("ratio/noise", noise_warning(noise, clip_range, precision, device))
-    if outlier := objective.scaler.outlier:
-        run.warn_once("outlier", outlier_warning(outlier))
-    if metrics["tied_prompts"] == 1 and config.reads_rewards:
-        run.warn_once(
-            "tied",
-            "all responses to every prompt got the same reward, so this update has no gradient (tied_prompts is 1)",
-        )
-    beside_bar = tuple(name for name in ("reward", "kl", "response_length") if name in metrics)
-    run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=beside_bar)
-    if config.log_rollouts and update.number % config.log_rollouts == 0:
-        run.reporter.rollouts(update.number, logged_groups(run, config, update, log_ratios))
-    if config.samples_every and (
-        update.number == config.updates or update.number % config.samples_every == 0
-    ):
-        shown = update.batch.groups[:SAMPLED_PROMPTS]
-        prompts = [group.prompt.text for group in shown]
-        responses = [[response.text for response in group.responses] for group in shown]
-        run.reporter.samples(
-            update.number, prompts, responses, update.batch.rewards["reward"][: len(shown)].tolist()
-        )
 
 
 def outlier_warning(outlier: Outlier) -> str:
@@ -110,7 +141,7 @@ def outlier_warning(outlier: Outlier) -> str:
 
 
 def update_metrics(
-    optimizer: Optimizer, update: Update, from_policy: int
+    optimizer: Optimizer, update: Update, measures: Measures
 ) -> tuple[dict[str, float], Tensor]:
     """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the
     CPU.
@@ -118,12 +149,10 @@ def update_metrics(
     Metrics are means over all processes: of their rollouts as they were sampled, and of the
     optimizer steps on them.
 
-    from_policy: number of a prompt's responses that are the policy's; the others are the mixture's.
-
     reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts:
     share of prompts whose rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats
-    per response; without a reference it means nothing. entropy: −mean log π_old of the responses'
-    tokens, in nats per token. missing_eos: share without an end-of-sequence. Others:
+    per response; absent, and NaN in the table, without a reference. entropy: −mean log π_old of the
+    responses' tokens, in nats per token. missing_eos: share without an end-of-sequence. Others:
     `logprob_metrics`.
     """
     accelerator, shares = optimizer.accelerator, optimizer.share.count
@@ -136,15 +165,14 @@ def update_metrics(
     # 1. Means over the processes. Those have different numbers of responses: a mean over all is
     #    the mean of what each adds to it.
     on_host = rollout_metrics(update.batch)
-    # Over the policy's responses, or over all if none is the policy's.
-    policys = slice(from_policy or None)
-    responses = update.batch.rewards["reward"][:, policys].numel()
     tokens = lengths(update.batch.groups).sum()
-    on_device = {
-        "kl": log_ratios[:, policys].sum() * shares / responses,
-        "entropy": -old_token_logprobs.sum() * shares / tokens,
-        **update.logprob_metrics,
-    }
+    entropy = -old_token_logprobs.sum() * shares / tokens
+    on_device = {"entropy": entropy, **update.logprob_metrics}
+    if measures.to_reference:
+        responses = update.batch.rewards["reward"][:, measures.from_policy].numel()
+        on_device["kl"] = log_ratios[:, measures.from_policy].sum() * shares / responses
+    else:
+        log_ratios = torch.full_like(log_ratios, torch.nan)
     host_values = to_device(torch.stack([*on_host.values()]), accelerator.device)
     means = torch.cat([host_values, torch.stack([*on_device.values()])])
     if accelerator.num_processes > 1:
@@ -205,6 +233,15 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, Tensor]:
     return metrics
 
 
+def row_metrics(accelerator: Accelerator, update: Update, tokens_per_row: int) -> dict[str, float]:
+    """How full this process's packed rows are; of several processes also `balance`."""
+    rows = [microbatch.row for microbatch in update.microbatches]
+    metrics = {"packing_efficiency": efficiency(rows, tokens_per_row)}
+    if accelerator.num_processes > 1:
+        metrics["balance"] = balance(accelerator, update.minibatches)
+    return metrics
+
+
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
     """Mean tokens of a process, divided by those of the process with most in each minibatch, for
     which others wait.
@@ -230,31 +267,34 @@ def gather_table(optimizer: Optimizer, update: Update, values: Tensor) -> Tensor
     return torch.tensor([by_place[place] for place in range(len(update.batch.groups))])
 
 
-def logged_groups(
-    run: Run, config: OnlineConfig, update: Update, log_ratios: Tensor
-) -> list[LoggedGroup]:
-    """The groups of an update that are logged, in order. log_ratios: of this process's responses,
-    [p, K]. Those whose prompts have the smallest hashes are taken, so that a prompt that is logged
-    in one epoch tends to be in the next.
+def logged_places(groups: Sequence[Group], count: int) -> list[int]:
+    """The places of the groups that are logged, in order; 0 logs all. Those whose prompts have the
+    smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
     """
-    groups = update.batch.groups
-    places: Sequence[int] = range(len(groups))
-    if config.log_rollouts_prompts:
-        hashes = [hashlib.sha256(group.prompt.text.encode()).digest() for group in groups]
-        by_hash = sorted(places, key=lambda place: hashes[place])
-        places = sorted(by_hash[: config.log_rollouts_prompts])
-    table = gather_table(run.optimizer, update, log_ratios)
-    # Over the policy's responses, or over all if none is the policy's.
-    from_policy = config.responses_per_prompt - config.from_mixture
-    kls = table[:, : from_policy or None].mean(dim=1).tolist()
-    ratios = table.tolist()
-    rewards = {name: values.tolist() for name, values in update.batch.rewards.items()}
+    places = range(len(groups))
+    if not count:
+        return [*places]
+    hashes = [hashlib.sha256(group.prompt.text.encode()).digest() for group in groups]
+    by_hash = sorted(places, key=lambda place: hashes[place])
+    return sorted(by_hash[:count])
+
+
+def logged_groups(
+    update: Update, places: Sequence[int], log_ratios: Tensor, from_policy: slice
+) -> list[LoggedGroup]:
+    """The groups of an update at these places, as they are logged. log_ratios: of all processes'
+    responses, [P, K]. from_policy: as in `Measures`.
+    """
+    kls = log_ratios[:, from_policy].mean(dim=1).tolist()
+    ratios = log_ratios.tolist()
+    rewards = {name: table.tolist() for name, table in update.batch.rewards.items()}
     logged = []
     for place in places:
+        group = update.batch.groups[place]
         rewards_of_prompt = {name: values[place] for name, values in rewards.items()}
-        responses = logged_responses(groups[place], rewards_of_prompt, ratios[place])
-        prompt = groups[place].prompt.text
-        logged.append(LoggedGroup(update.number, prompt, finite_or_none(kls[place]), responses))
+        responses = logged_responses(group, rewards_of_prompt, ratios[place])
+        kl = finite_or_none(kls[place])
+        logged.append(LoggedGroup(update.number, group.prompt.text, kl, responses))
     return logged
 
 

@@ -40,6 +40,7 @@ from fastp3o.training.batch import RolloutBatch
 from fastp3o.training.build import in_context, load_reference, load_reference_model, load_trained
 from fastp3o.training.kl_per_update import LearningRateSearch, Search
 from fastp3o.training.logprob_gaps import Comparison, evaluated_again, measures_noise
+from fastp3o.training.metrics import Measures
 from fastp3o.training.microbatches import Passes, RowLogprobs, add_gradients, counted
 from fastp3o.training.old_logprobs import old_logprobs
 from fastp3o.training.pretraining_mix import PretrainingMix
@@ -118,6 +119,8 @@ class OnlineLoop:
         gaps = comparison.metrics()
         self.buffer.require_same_policy(update, comparison.groups, gaps)
         self.search.note_noise(self.run.accelerator, gaps)
+        if not (self.config.rounds_ahead or self.config.truncates):
+            gaps.pop("sampler_kl", None)  # rounding alone
         return gaps
 
     def learning_rate_search(
@@ -147,9 +150,24 @@ class OnlineLoop:
     def sum_over_processes(self, sums: Tensor) -> Tensor:
         return self.run.accelerator.reduce(sums, reduction="sum")
 
-    def round_metrics(self, update: int) -> dict[str, float]:
+    def round_metrics(self, update: int, batch: RolloutBatch) -> dict[str, float]:
         """Metrics of an update's rollouts, and of what reward functions logged about them."""
-        return self.buffer.metrics(update) | logged_means({"reward": self.reward})
+        metrics = self.buffer.metrics(update) | logged_means({"reward": self.reward})
+        if self.config.dynamic_sampling:
+            metrics["sampled_again"] = batch.sampled_again / len(batch.groups)
+        return metrics
+
+    @property
+    def measures(self) -> Measures:
+        """What the metrics of this run mean."""
+        config = self.config
+        return Measures(
+            from_policy=slice(config.responses_per_prompt - config.from_mixture or None),
+            to_reference=config.needs_reference,
+            has_rewards=bool(config.rewards),
+            reads_rewards=config.reads_rewards,
+            tokens_per_row=config.packing.tokens_per_row,
+        )
 
 
 # --- building it ----------------------------------------------------------------------------------

@@ -68,27 +68,39 @@ class Model:
     def __init__(self, model: PackedModel, trained_layers: int = 0):
         config = model.model.config.get_text_config()
         head = model.model.get_output_embeddings()
-        self.parameters = model.model.num_parameters()
-        self.head_trains = head is not None and head.weight.requires_grad
+
+        # What trains. bitsandbytes keeps moments of embeddings and of small tensors in fp32.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.trained = sum(parameter.numel() for parameter in trained)
         embeddings = {part.weight for part in model.modules() if isinstance(part, nn.Embedding)}
-        small = (p.numel() for p in trained if p in embeddings or p.numel() < LEAST_IN_8_BITS)
-        self.in_fp32 = sum(small)
-        self.layers, self.hidden = config.num_hidden_layers, config.hidden_size
-        # A reward model gives one number.
-        self.vocabulary = 1 if head is None else config.vocab_size
-        self.trained_layers = trained_layers or self.layers
+        self.trained = sum(parameter.numel() for parameter in trained)
+        self.in_fp32 = sum(
+            parameter.numel()
+            for parameter in trained
+            if parameter in embeddings or parameter.numel() < LEAST_IN_8_BITS
+        )
+        self.head_trains = head is not None and head.weight.requires_grad
+
+        # The width of hidden states, of feed-forward parts, and of queries and keys.
+        self.hidden = config.hidden_size
         intermediate = getattr(config, "intermediate_size", None) or 4 * self.hidden
         # Gemma 3n: by layer.
         self.intermediate = intermediate if isinstance(intermediate, int) else max(intermediate)
         heads = getattr(config, "num_attention_heads", None) or 1
-        size = getattr(config, "head_dim", None) or self.hidden // heads
-        self.queries = size * heads
-        self.keys = size * (getattr(config, "num_key_value_heads", None) or heads)
+        head_size = getattr(config, "head_dim", None) or self.hidden // heads
+        self.queries = head_size * heads
+        self.keys = head_size * (getattr(config, "num_key_value_heads", None) or heads)
+
+        # Parameters of the embeddings and of each layer. A reward model gives one number.
+        self.parameters = model.model.num_parameters()
+        self.vocabulary = 1 if head is None else config.vocab_size
         self.tied = config.tie_word_embeddings
-        self.embeddings = config.vocab_size * self.hidden * (1 if self.tied or head is None else 2)
+        matrices = 1 if self.tied or head is None else 2
+        self.embeddings = config.vocab_size * self.hidden * matrices
+        self.layers = config.num_hidden_layers
         self.layer = (self.parameters - self.embeddings) // self.layers
+        self.trained_layers = trained_layers or self.layers
+
+        # What `fuse` has recognized.
         last = (model.stack() or [nn.Module()])[-1]
         wiring: Wiring | None = getattr(last, "fastp3o_wiring", None)
         self.finer = wiring is not None

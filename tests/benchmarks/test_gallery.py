@@ -14,7 +14,7 @@ from benchmarks.pages import gallery
 from benchmarks.pages.sources import records
 from fastp3o.__main__ import main
 from fastp3o.cli import parse
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
 
 PAGE = Path(__file__).parents[2].joinpath("fastp3o", "training", "gallery.md").read_text()
 MODELS = records()[gallery.SHAPES]["models"]

@@ -10,7 +10,7 @@ import pytest
 from transformers import SchedulerType
 
 from fastp3o.cli import __file__ as cli_file
-from fastp3o.cli import parse, parse_chosen
+from fastp3o.cli import parse, parse_chosen, section
 from fastp3o.config import ObjectiveConfig, conditions, option
 from fastp3o.errors import UserError, naming_the_extra
 from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
@@ -133,7 +133,7 @@ def shown_help(capsys, config, *arguments: str) -> str:
 
 def test_options_come_with_those_of_the_class_itself_first():
     names = [flag.name for flag in fields(P3OConfig)]
-    assert names[:5] == ["learning_rate", "clipping", "clip_range", "ratio_cap", "kl_coef"]
+    assert names[:5] == ["learning_rate", "objective", "clipping", "clip_range", "ratio_cap"]
     assert all(f"    {name} (default" in P3OConfig.__doc__ for name in names)
     assert "Options:" not in P3OConfig.summary + RewardModelConfig.summary
 
@@ -153,6 +153,8 @@ def test_help_begins_with_what_is_required_and_shows_the_rest_in_sections(capsys
     assert titles[-1] == "run"
     listed = re.findall(r"^  --(\w+)", short, re.MULTILINE)
     assert {*required} <= {*listed} < {*everything}
+    of_objective = {flag.name for flag in fields(config) if section(config, flag) == "objective"}
+    assert of_objective <= {*listed}, "the short help shows all options of an objective"
     assert (
         f"{len({*everything} - negated) - len({*listed} - negated)} further options: --help all"
         in short

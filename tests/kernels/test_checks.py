@@ -306,6 +306,20 @@ def test_lists_in_the_place_of_tensors_are_named(function):
             function(**given, settings={"clipping": "joint"})
 
 
+@pytest.mark.parametrize("name", ["clip_range", "kl_coef", "beta"])
+@pytest.mark.parametrize(
+    "loss",
+    [p3o_loss, token_p3o_loss, logits_p3o_loss, linear_p3o_loss],
+    ids=lambda loss: loss.__name__,
+)
+def test_the_error_for_an_unexpected_keyword_names_the_settings(loss, name):
+    taken = inspect.signature(loss).parameters
+    given = {key: value for key, value in TENSORS[loss].items() if key in taken}
+    said = rf"^{loss.__name__}\(\) got an unexpected keyword argument '{name}'; .*settings=P3OSettings\("
+    with pytest.raises(TypeError, match=said + ".*clip_range.*kl_coef"):
+        loss(**given, **{name: 0.1})
+
+
 def test_what_is_not_read_of_log_probs_and_differences_may_be_anything():
     """Responses in no pair, and zeros below the diagonal; rounding above 0 is no mistake."""
     ref = torch.tensor([[5.0, -1.0], [0.01, -2.0]])

@@ -20,7 +20,8 @@ from fastp3o.config import SamplerConfig, TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.p3o import P3O, P3OConfig
+from fastp3o.objectives.config.p3o import P3OConfig
+from fastp3o.objectives.p3o import P3O
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts import plan
 from fastp3o.rollouts.cache import Room, fitting_room

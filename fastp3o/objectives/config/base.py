@@ -232,11 +232,37 @@ class PretrainingMixConfig(Flags):
     )
 
 
+class RolloutLogConfig(Flags):
+    """The updates whose rollouts are logged, or printed."""
+
+    section = "updates"
+    samples_every: int = option(
+        20,
+        "Print a table of sampled responses every this many updates; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
+    log_rollouts: int = option(
+        1,
+        "Log rollouts every this many updates, for `fastp3o rollouts`; 0 disables it.",
+        at_least=0,
+        changeable=True,
+    )
+    log_rollouts_prompts: int = option(
+        8,
+        "Prompts of an update whose rollouts are logged; 0 logs all.",
+        at_least=0,
+        needs="log_rollouts",
+        changeable=True,
+    )
+
+
 class OnlineConfig(
     ObjectiveConfig,
     SamplerCorrectionConfig,
     UpdatesConfig,
     PretrainingMixConfig,
+    RolloutLogConfig,
     EnvironmentConfig,
     PolicyConfig,
     RewardConfig,
@@ -336,25 +362,6 @@ class OnlineConfig(
         "Also evaluate after these updates, comma-separated (10,20,50).",
         needs="eval_prompts",
         python=list,
-        changeable=True,
-    )
-    samples_every: int = option(
-        20,
-        "Print a table of sampled responses every this many updates; 0 disables it.",
-        at_least=0,
-        changeable=True,
-    )
-    log_rollouts: int = option(
-        1,
-        "Log rollouts every this many updates, for `fastp3o rollouts`; 0 disables it.",
-        at_least=0,
-        changeable=True,
-    )
-    log_rollouts_prompts: int = option(
-        8,
-        "Prompts of an update whose rollouts are logged; 0 logs all.",
-        at_least=0,
-        needs="log_rollouts",
         changeable=True,
     )
 

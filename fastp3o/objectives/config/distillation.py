@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from fastp3o.config import Condition, Needs, option
+from fastp3o.config import Condition, Flags, Needs, option
 from fastp3o.errors import UserError
 from fastp3o.objectives.config.base import OnlineConfig
 from fastp3o.sources import InMemory
@@ -15,16 +15,9 @@ OTHERS = Condition(
 REFUSED = "missing_eos_penalty length_penalty ngram_penalty overlong_margin dynamic_sampling sampler_ratio_cap"
 
 
-class DistillationConfig(OnlineConfig, objective="distillation"):
-    """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a
-    context makes it say.
-    """
+class TeacherConfig(Flags):
+    """What is distilled: the KL to the teacher, and a context that only the teacher sees."""
 
-    objective_class: ClassVar[str] = "distillation:Distillation"
-    compares_with_old: ClassVar[bool] = False
-    assumes_own_samples: ClassVar[bool] = False
-    reads_rewards: ClassVar[bool] = False
-    further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(REFUSED.split(), OTHERS)
     kl: Literal["exact", "sampled"] = option(
         "exact",
         "KL(policy || teacher) of a token. exact: over the whole vocabulary (GKD). sampled: log pi - log pi_teacher "
@@ -38,6 +31,18 @@ class DistillationConfig(OnlineConfig, objective="distillation"):
         "special token becomes that token, so it can be a message as the chat template writes it. From a file: "
         '"$(cat FILE)". Default: none.',
     )
+
+
+class DistillationConfig(TeacherConfig, OnlineConfig, objective="distillation"):
+    """On-policy distillation (GKD, arXiv 2306.13649) of --reference, the teacher, or of what a
+    context makes it say.
+    """
+
+    objective_class: ClassVar[str] = "distillation:Distillation"
+    compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = False
+    further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(REFUSED.split(), OTHERS)
     reward: str | InMemory = option(
         "",
         "Rewards that are only logged, named as --reward of other objectives. Default: minus the KL to the teacher.",

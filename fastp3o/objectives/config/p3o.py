@@ -10,20 +10,13 @@ from fastp3o.objectives.config.base import (
     KLConfig,
     OnlineConfig,
     RewardScalingConfig,
+    SamplerCorrectionConfig,
 )
 
 
-class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
-    """P3O (arXiv 2310.00212): clipped differences of rewards.
+class PairRatioConfig(RewardScalingConfig, KLConfig, SamplerCorrectionConfig):
+    """P3O's loss: ratios of the two responses of a pair, which are clipped, and the KL."""
 
-    Batch sizes follow our benchmark study; all other defaults follow the first author's code.
-    """
-
-    objective_class: ClassVar[str] = "p3o:P3O"
-    further_needs: ClassVar[Mapping[str, Needs]] = {
-        "clip_range": ("clipping=joint", "clipping=separate", "clipping=token")
-    }
-    learning_rate: float = 0.0
     clipping: Literal["joint", "separate", "none", "token"] = option(
         "joint",
         "How ratios are clipped. joint: the pair's two ratios together (P3O-V2). separate: each response's ratio "
@@ -55,6 +48,19 @@ class P3OConfig(RewardScalingConfig, KLConfig, OnlineConfig, objective="p3o"):
         "Weight of a pair where the reward compares responses; no effect on rewards that score. comparisons: the "
         "pair's comparison itself. means: the difference of the two responses' row means over all their comparisons.",
     )
+
+
+class P3OConfig(PairRatioConfig, OnlineConfig, objective="p3o"):
+    """P3O (arXiv 2310.00212): clipped differences of rewards.
+
+    Batch sizes follow our benchmark study; all other defaults follow the first author's code.
+    """
+
+    objective_class: ClassVar[str] = "p3o:P3O"
+    further_needs: ClassVar[Mapping[str, Needs]] = {
+        "clip_range": ("clipping=joint", "clipping=separate", "clipping=token")
+    }
+    learning_rate: float = 0.0
 
 
 class PPGConfig(P3OConfig, objective="ppg"):

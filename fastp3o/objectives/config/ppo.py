@@ -54,12 +54,9 @@ class CriticConfig(KLConfig, SamplerCorrectionConfig):
     )
 
 
-class PPOConfig(CriticConfig, OnlineConfig, objective="ppo"):
-    """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not
-    compared.
-    """
+class TokenRatioConfig(CriticConfig):
+    """PPO's loss: a bound on the ratio of each token, and a bonus for entropy."""
 
-    objective_class: ClassVar[str] = "ppo:PPO"
     clip_range: float = option(
         0.2, "Clipping epsilon of token ratios (paper: 0.2).", above=0, needs=CLIP, changeable=True
     )
@@ -81,3 +78,11 @@ class PPOConfig(CriticConfig, OnlineConfig, objective="ppo"):
         at_least=0,
         changeable=True,
     )
+
+
+class PPOConfig(TokenRatioConfig, OnlineConfig, objective="ppo"):
+    """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not
+    compared.
+    """
+
+    objective_class: ClassVar[str] = "ppo:PPO"

@@ -15,17 +15,9 @@ OTHERS = Condition(
 )
 
 
-class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
-    """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it,
-    with PPO's critic.
+class TrustRegionConfig(CriticConfig):
+    """TRPO's step: its bound on the KL, and how its direction and length are searched for."""
 
-    The policy's step has no learning rate. The optimizer, inner epochs and minibatches are the
-    critic's.
-    """
-
-    objective_class: ClassVar[str] = "trpo:TRPO"
-    further_needs: ClassVar[Mapping[str, Needs]] = {"learning_rate": OTHERS}
-    precision: PrecisionName = "fp32"
     max_kl: float = option(
         0.01,
         "Bound on an update's KL, in nats per token (TRPO's paper: 0.01).",
@@ -50,6 +42,19 @@ class TRPOConfig(CriticConfig, OnlineConfig, objective="trpo"):
         at_least=1,
         changeable=True,
     )
+
+
+class TRPOConfig(TrustRegionConfig, OnlineConfig, objective="trpo"):
+    """TRPO (arXiv 1502.05477): one step of the policy a round, within a KL of the policy before it,
+    with PPO's critic.
+
+    The policy's step has no learning rate. The optimizer, inner epochs and minibatches are the
+    critic's.
+    """
+
+    objective_class: ClassVar[str] = "trpo:TRPO"
+    further_needs: ClassVar[Mapping[str, Needs]] = {"learning_rate": OTHERS}
+    precision: PrecisionName = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()

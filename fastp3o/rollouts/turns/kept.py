@@ -44,21 +44,27 @@ class KeptQueue(Queue):
     def go_on(self, given: Continued, keys: Tensor) -> None:
         """Begins a turn. keys: [n] int64, of the random numbers."""
         K, N = self.room.responses_per_prompt, self.room.responses
-        seen = [
-            begin + len(ids) - 1 - self.prompt_lengths[n // K] for n, (begin, ids) in given.items()
-        ]
+        # By trajectory that goes on: its tokens in the cache before the turn, and the turn's input.
+        seen, inputs = [], []
+        for number, (begin, ids) in given.items():
+            seen.append(begin + len(ids) - 1 - self.prompt_lengths[number // K])
+            inputs.append(ids[-1])
         self.most_own_tokens = max(seen)
-        response = [n if n in given else N for n in range(N)]
-        lists = list(given), response, [ids[-1] for _, ids in given.values()], seen
-        numbers, response, *values = to_device(
-            (*map(torch.tensor, lists), keys), self.by_slot.device
+        # Slot n works on trajectory n, or on none if that is over.
+        by_slot = [number if number in given else N for number in range(N)]
+
+        # One copy to the device, for all of them.
+        lists = map(torch.tensor, (list(given), by_slot, inputs, seen))
+        numbers, response, first_tokens, own_tokens, keys = to_device(
+            (*lists, keys), self.by_slot.device
         )
-        for table, begun in zip((self.first_tokens, self.seen, self.keys), values, strict=True):
-            table[numbers] = begun
+        self.first_tokens[numbers] = first_tokens
+        self.seen[numbers] = own_tokens
+        self.keys[numbers] = keys
         self.response, self.steps, self.tokens = self.by_slot
-        self.by_slot.copy_(
-            torch.stack([response, torch.zeros_like(response), self.first_tokens[response]])
-        )
+        self.response.copy_(response)
+        self.steps.zero_()
+        self.tokens.copy_(self.first_tokens[response])
         self.sampled.fill_(NO_TOKEN)
 
     def own_tokens(self) -> Tensor:

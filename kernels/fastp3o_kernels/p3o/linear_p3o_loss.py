@@ -21,7 +21,12 @@ from fastp3o_kernels.operation import HAS_TRITON, graph_break, use_triton
 from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.losses import loss_output
 from fastp3o_kernels.p3o.pairs import Pairs
-from fastp3o_kernels.p3o.settings import DEFAULTS, P3OLossOutput, P3OSettings
+from fastp3o_kernels.p3o.settings import (
+    DEFAULTS,
+    P3OLossOutput,
+    P3OSettings,
+    hints_at_settings,
+)
 from fastp3o_kernels.rows.rows import NO_LABEL
 
 if HAS_TRITON:
@@ -78,6 +83,7 @@ class PairLoss:
 
 
 @graph_break
+@hints_at_settings
 def linear_p3o_loss(
     hidden: Tensor,
     head: HeadLike,

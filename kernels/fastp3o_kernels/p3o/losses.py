@@ -19,6 +19,7 @@ from fastp3o_kernels.p3o.settings import (
     P3OLossOutput,
     P3OSettings,
     check_settings,
+    hints_at_settings,
 )
 from fastp3o_kernels.rows.logprobs import token_logprobs as label_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
@@ -71,6 +72,7 @@ def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
 
 
 @graph_break
+@hints_at_settings
 def token_p3o_loss(
     token_logprobs: Tensor,
     cu_seqlens: Tensor | Sequence[int],
@@ -109,9 +111,8 @@ def token_p3o_loss(
     if token_logprobs.dim() != 1:
         raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
     check_floating("token_logprobs", token_logprobs)
-    offsets = torch.as_tensor(cu_seqlens)
     pairs = Pairs(
-        offsets,
+        torch.as_tensor(cu_seqlens),
         old_logprobs,
         ref_logprobs,
         rewards,
@@ -120,13 +121,6 @@ def token_p3o_loss(
         sampler_logprobs,
         divisor,
     )
-    return pair_loss(token_logprobs, pairs, settings, impl)
-
-
-def pair_loss(
-    token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, impl: str | None
-) -> P3OLossOutput:
-    """The loss from log-probs [N] of tokens and its other inputs, which are checked here."""
     pairs = pairs.checked("token_logprobs", token_logprobs, settings)
     if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
         return eager.token_loss(token_logprobs, pairs, settings)
@@ -134,6 +128,7 @@ def pair_loss(
 
 
 @graph_break
+@hints_at_settings
 def logits_p3o_loss(
     logits: Tensor,
     labels: Tensor,
@@ -177,21 +172,23 @@ def logits_p3o_loss(
         inplace_backward=inplace_backward,
         impl=impl,
     )
-    offsets = torch.as_tensor(cu_seqlens)
-    pairs = Pairs(
-        offsets,
+    return token_p3o_loss(
+        logprobs,
+        cu_seqlens,
         old_logprobs,
         ref_logprobs,
         rewards,
-        old_token_logprobs,
-        valid_responses,
-        sampler_logprobs,
-        divisor,
+        settings,
+        old_token_logprobs=old_token_logprobs,
+        valid_responses=valid_responses,
+        sampler_logprobs=sampler_logprobs,
+        divisor=divisor,
+        impl=impl,
     )
-    return pair_loss(logprobs, pairs, settings, impl)
 
 
 @graph_break
+@hints_at_settings
 def p3o_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -272,14 +269,15 @@ def p3o_loss(
     )
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
-    pairs = Pairs(
+    return token_p3o_loss(
+        logprobs.flatten(),
         one_token_each,
         old_logprobs,
         ref_logprobs,
         rewards,
-        None,
-        valid_responses,
-        sampler_logprobs,
-        divisor,
+        settings,
+        valid_responses=valid_responses,
+        sampler_logprobs=sampler_logprobs,
+        divisor=divisor,
+        impl=impl,
     )
-    return pair_loss(logprobs.flatten(), pairs, settings, impl)

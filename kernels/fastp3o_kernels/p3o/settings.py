@@ -2,13 +2,18 @@
 come out of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from fastp3o_kernels.checks import checked_number
+
+Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 CHOICES = {"clipping": ("joint", "separate", "none", "token"), "kl_reward": ("current", "rollout")}
 
@@ -78,6 +83,24 @@ def check_settings(settings: object) -> None:
         raise ValueError(
             f"settings must be P3OSettings(clipping=..., ...), got {type(settings).__name__}"
         )
+
+
+def hints_at_settings(loss: Loss) -> Loss:
+    """The same loss, whose TypeError for an unexpected keyword names the settings, since most such
+    keywords are P3O's hyperparameters.
+    """
+    keywords, settings = signature(loss).parameters, ", ".join(vars(DEFAULTS))
+
+    @wraps(loss)
+    def hinting(*args: Any, **kwargs: Any) -> Any:
+        if unknown := [name for name in kwargs if name not in keywords]:
+            raise TypeError(
+                f"{loss.__name__}() got an unexpected keyword argument {unknown[0]!r}; P3O's hyperparameters go "
+                f"into settings=P3OSettings(...): {settings}"
+            )
+        return loss(*args, **kwargs)
+
+    return cast(Loss, hinting)
 
 
 class P3OLossOutput(NamedTuple):

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.ppo import PPOConfig, estimate_advantages, ppo_loss, token_rewards, whiten
+from fastp3o.objectives.config.ppo import PPOConfig
+from fastp3o.objectives.ppo import estimate_advantages, ppo_loss, token_rewards, whiten
 from fastp3o.training.loop import train
 from tests.fastp3o.backward import means
 from tests.fastp3o.runs import assert_equal, assert_resumes, config, metrics, weights

@@ -15,7 +15,8 @@ from fastp3o.models import sharding
 from fastp3o.models.packed_model import PackedModel, labeled_logprobs
 from fastp3o.objectives import trpo
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.trpo import Neighborhood, TRPOConfig
+from fastp3o.objectives.config.trpo import TRPOConfig
+from fastp3o.objectives.trpo import Neighborhood
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import setup
 from fastp3o.training.loop import train

@@ -97,7 +97,7 @@ class Tokens:
             self.phase = phase
             return enter(run, phase)
 
-        def reported(run, config, objective, update):
+        def reported(run, objective, update, *rest):
             whole = sum(one.row.tokens for one in update.microbatches)
             self.updates.append({phase: count / whole for phase, count in self.counts.items()})
             longest = max(
@@ -105,7 +105,7 @@ class Tokens:
             )
             self.noise.append(NOISE_RESPONSES * longest / whole)
             self.counts.clear()
-            report(run, config, objective, update)
+            report(run, objective, update, *rest)
 
         monkeypatch.setattr(PackedModel, "hidden_states", counted)
         monkeypatch.setattr(Run, "phase", entered)
