@@ -40,7 +40,8 @@ def plan(
 ) -> HeadPlan:
     """Of a loss in bf16. trained: whether the head is. one_pass: without bias and entropy."""
     D, V = sizes
-    dtypes = HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
+    half = torch.bfloat16
+    dtypes = HeadDtypes(rounded=half, multiplied=half, dlogits=half, logits=torch.float32)
     head = Head(torch.empty(V, D, dtype=torch.bfloat16, device="meta", requires_grad=trained))
     return plan_chunks(
         bounds, V, dtypes, budget, triton=True, sum_bytes=dtypes.sum_bytes(head), one_pass=one_pass
