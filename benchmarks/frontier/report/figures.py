@@ -127,8 +127,13 @@ def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> No
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11, wrap=True)
     if handles:
-        columns = min(len(handles), int(figure.get_figwidth() // 2.3))
-        place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
-        figure.legend(handles.values(), handles.keys(), **place)
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=min(len(handles), int(figure.get_figwidth() // 2.3)),
+            fontsize=9,
+            frameon=False,
+        )
     with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
