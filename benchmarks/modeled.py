@@ -30,9 +30,13 @@ def ragged(P: int, K: int, response: int) -> list[int]:
 # The head's tokens of some rows: responses to (prompts, mean tokens). The first are those that the
 # suite measures.
 MEASURED = "32 pairs, exactly 128"
-MODELLED = {MEASURED: list(range(0, 8193, 256)), "19 pairs (350, 40)": ragged(19, 2, 40)}
-MODELLED |= {"21 pairs (128, 128)": ragged(21, 2, 128), "4 pairs (350, 850)": ragged(4, 2, 850)}
-MODELLED |= {"2 × 16 (256)": ragged(2, 16, 256)}
+MODELLED = {
+    MEASURED: list(range(0, 8193, 256)),
+    "19 pairs (350, 40)": ragged(19, 2, 40),
+    "21 pairs (128, 128)": ragged(21, 2, 128),
+    "4 pairs (350, 850)": ragged(4, 2, 850),
+    "2 × 16 (256)": ragged(2, 16, 256),
+}
 
 
 def plan(

@@ -21,22 +21,22 @@ COLORS = {
     "none": "#8C8C8C",
     "ppo": "#D55E00",
     "dpo": "#009E73",
-}
-COLORS |= {
     "rloo": "#CC79A7",
     "grpo": "#E69F00",
     "dr_grpo": "#A6761D",
     "dapo": "#7B3294",
     "gspo": "#B2182B",
-}
-COLORS |= {
     "rloo-response": "#CC79A7",
     "rloo-token": "#CC79A7",
     "grpo-k1": "#E69F00",
     "dr_grpo-k1": "#A6761D",
+    "dapo-k1": "#7B3294",
+    "oapl": "#66A61E",
+    "vespo": "#E7298A",
+    "copg": "#1B9E77",
+    "rebel": "#1B7837",
+    "ppo_centred": "#F4A582",
 }
-COLORS |= {"dapo-k1": "#7B3294", "oapl": "#66A61E", "vespo": "#E7298A", "copg": "#1B9E77"}
-COLORS |= {"rebel": "#1B7837", "ppo_centred": "#F4A582"}
 
 
 class Mark(NamedTuple):
