@@ -22,12 +22,13 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypedDict, get_args, get_type_hints
 
 import torch
 import triton
@@ -45,7 +46,7 @@ from fastp3o_kernels.decoding import (
 from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.layers import ACTIVATIONS, gate_kernel, norm_kernel, rotary_kernel
 from fastp3o_kernels.p3o import pair_kernel
-from fastp3o_kernels.p3o.settings import CHOICES, P3OSettings
+from fastp3o_kernels.p3o.settings import P3OSettings
 from fastp3o_kernels.rows import exponentials_kernel, logits_kernel, sequence_kernel
 from fastp3o_kernels.rows.rows import ALIGNMENT
 
@@ -77,6 +78,10 @@ KERNELS = {
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 VOCABULARIES = (50257, 128256, 152064, 256000, 262144)
+# What P3O's settings can be, of those that kernels are compiled for.
+CLIPPINGS, KL_REWARDS = (
+    get_args(get_type_hints(P3OSettings)[name]) for name in ("clipping", "kl_reward")
+)
 # Responses to a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -141,6 +146,9 @@ SCALARS = {
 }
 
 
+Constants = dict[str, object]
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A kernel with the dtypes of its pointers (fp32 unless named), its compile-time constants and
@@ -158,6 +166,23 @@ class Configuration:
     aligned: bool = True  # whether rows begin at 16-byte addresses
 
 
+class Compiled(TypedDict):
+    """A kernel's registers a thread, bytes of stack, where spills show, and of shared memory; some
+    instructions.
+    """
+
+    kernel: str
+    configuration: str
+    architecture: str
+    warps: int
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    wide_loads: int
+    tensor_core: int
+
+
 def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     """The settings that the launching functions can ask for."""
     for V in vocabularies:
@@ -169,15 +194,15 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
             "race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)}
         )
         yield configuration("top_p_kernel", f"V {V}", {}, {"V": V})
-    for clipping, kl_reward, K, valid in product(
-        CHOICES["clipping"], CHOICES["kl_reward"], RESPONSES, (False, True)
-    ):
-        yield pair_configuration(clipping, kl_reward, K, valid=valid)
+    for clipping, kl_reward, K, valid in product(CLIPPINGS, KL_REWARDS, RESPONSES, (False, True)):
+        settings = P3OSettings(clipping=clipping, kl_reward=kl_reward)
+        yield pair_configuration(settings, K, valid=valid)
     # Importance weights add the same few instructions to each, and the flags of valid responses
     # take the most beside.
-    for clipping, K in product(CHOICES["clipping"], RESPONSES):
-        yield pair_configuration(clipping, "current", K, valid=True, sampler=True)
-        yield pair_configuration(clipping, "current", K, valid=True, sampler=True, of_pairs=True)
+    for clipping, K in product(CLIPPINGS, RESPONSES):
+        settings = P3OSettings(clipping=clipping, kl_reward="current")
+        yield pair_configuration(settings, K, valid=True, sampler=True)
+        yield pair_configuration(settings, K, valid=True, sampler=True, of_pairs=True)
     blocks = {"BLOCK_R": pair_kernel.BLOCK_R}
     yield configuration("results_kernel", "", {}, blocks, warps=pair_kernel.RESULTS_WARPS)
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
@@ -185,7 +210,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     for dtype in ELEMENT_BYTES:
         tensors = dict.fromkeys(("first_ptr", "second_ptr", "third_ptr", "fourth_ptr"), dtype)
         yield configuration("scale_kernel", dtype, tensors, {"BLOCK": scale_kernel.BLOCK})
-    constants = {
+    constants: Constants = {
         "LARGEST": backward.LARGEST_SCALED,
         "HIGHEST": backward.HIGHEST_SCALE,
         "BLOCK": scale_kernel.BLOCK,
@@ -212,8 +237,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
 
 
 def pair_configuration(
-    clipping: str,
-    kl_reward: str,
+    settings: P3OSettings,
     K: int,
     *,
     valid: bool,
@@ -223,16 +247,18 @@ def pair_configuration(
     """valid: some responses take part in no pair. sampler: pairs have importance weights. of_pairs:
     rewards are the differences of pairs.
     """
-    constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "OF_PAIRS": of_pairs, "K": K}
-    constants |= ({} if valid else {"valid_ptr": None}) | (
-        {} if sampler else {"sampler_logprobs_ptr": None}
-    )
-    constants |= {
-        "MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)),
-        **pair_kernel.block_sizes(K),
+    constants: Constants = {
+        "CLIPPING": settings.clipping,
+        "KL_REWARD": settings.kl_reward,
+        "OF_PAIRS": of_pairs,
+        "K": K,
     }
+    constants |= {} if valid else {"valid_ptr": None}
+    constants |= {} if sampler else {"sampler_logprobs_ptr": None}
+    constants["MEAN_OVER"] = pair_kernel.mean_over(K, settings)
+    constants |= pair_kernel.block_sizes(K)
     name = (
-        f"{clipping}, kl {kl_reward}, K {K}"
+        f"{settings.clipping}, kl {settings.kl_reward}, K {K}"
         + ", valid" * valid
         + ", weights" * sampler
         + ", of pairs" * of_pairs
@@ -262,16 +288,19 @@ def logits_configurations(V: int) -> Iterator[Configuration]:
 def exponentials_configurations(V: int) -> Iterator[Configuration]:
     group = logits_kernel.LOAD_BYTES // ELEMENT_BYTES["fp32"]
     for (name, dtype), cap in product(DTYPES.items(), (False, True)):
-        constants = {"V": V, "BLOCK_V": logits_kernel.block_size(V), "GROUP": group}
-        constants |= {"LARGEST": exponentials_kernel.LARGEST_SUMS[dtype]} | (
-            {} if cap else {"softcap": None}
-        )
+        constants: Constants = {"V": V, "BLOCK_V": logits_kernel.block_size(V), "GROUP": group}
+        constants["LARGEST"] = exponentials_kernel.LARGEST_SUMS[dtype]
+        constants |= {} if cap else {"softcap": None}
         parts = ", ".join(filter(None, [f"fp32 to {name}", "softcap" * cap, f"V {V}"]))
         yield configuration("exponentials_kernel", parts, {"out_ptr": name}, constants)
 
 
 def bias_configurations(V: int) -> Iterator[Configuration]:
-    blocks = {"V": V, "BLOCK_R": logits_kernel.BIAS_BLOCK_R, "BLOCK_C": logits_kernel.BIAS_BLOCK_C}
+    blocks: Constants = {
+        "V": V,
+        "BLOCK_R": logits_kernel.BIAS_BLOCK_R,
+        "BLOCK_C": logits_kernel.BIAS_BLOCK_C,
+    }
     for cap, entropy in product((False, True), (False, True)):
         constants = blocks | ({} if cap else {"softcap": None})
         constants |= {} if entropy else {"entropy_ptr": None, "entropy_coefficients_ptr": None}
@@ -293,7 +322,7 @@ def logits_configuration(
     entropy: bool = False,
 ) -> Configuration:
     """out: dtype of the gradient, None for a kernel without."""
-    constants = {"V": V, "BLOCK_V": logits_kernel.block_size(V)}
+    constants: Constants = {"V": V, "BLOCK_V": logits_kernel.block_size(V)}
     constants |= ({} if bias else {"bias_ptr": None}) | ({} if cap else {"softcap": None})
     pointers = {"logits_ptr": dtype, "bias_ptr": "bf16"}
     # The head's rows are padded, a caller's are not.
@@ -325,7 +354,8 @@ def decoding_configurations(D: int) -> Iterator[Configuration]:
         ("fp32", K, G, True) for K, G in ((2, 6), (4, 4), (8, 8), (16, 4))
     ]:
         blocks = attention_kernel.block_sizes(D, K, G, ELEMENT_BYTES[dtype])
-        constants = {"K": K, "G": G, "HKV": 8, "D": D, "CHUNK": attention_kernel.CHUNK, **blocks}
+        sizes = {"K": K, "G": G, "HKV": 8, "D": D, "CHUNK": attention_kernel.CHUNK}
+        constants: Constants = {**sizes, **blocks}
         constants |= {} if limited else {"softcap": None, "window": None}
         tensors = (
             "query",
@@ -400,7 +430,11 @@ def rotary_configurations(D: int) -> Iterator[Configuration]:
 
 
 def configuration(
-    kernel: str, name: str, pointers: dict, constants: dict, warps: int | None = None
+    kernel: str,
+    name: str,
+    pointers: dict[str, str],
+    constants: Mapping[str, object],
+    warps: int | None = None,
 ) -> Configuration:
     """warps: the file's WARPS if None."""
     file = KERNELS[kernel]
@@ -416,15 +450,12 @@ def sample(every: list[Configuration]) -> list[Configuration]:
     """
 
     def branches(config: Configuration) -> set[tuple[str, str, object]]:
-        choices = (*config.pointers, *config.constants)
-        named = {
-            (config.kernel, name, ELEMENT_BYTES.get(value, value))
-            for name, value in choices
-            if type(value) is not int
-        }
-        return named | {(config.kernel, "", "")}
+        widths = [(name, ELEMENT_BYTES.get(dtype, dtype)) for name, dtype in config.pointers]
+        choices = [(name, value) for name, value in config.constants if type(value) is not int]
+        return {(config.kernel, name, value) for name, value in (*widths, *choices, ("", ""))}
 
-    chosen, seen = [], set()
+    chosen: list[Configuration] = []
+    seen: set[tuple[str, str, object]] = set()
     while left := max((branches(config) - seen for config in every), key=len):
         chosen.append(next(config for config in every if branches(config) - seen == left))
         seen |= left
@@ -481,29 +512,32 @@ def compile_for(config: Configuration, architecture: int) -> CompiledKernel:
     )
 
 
-def compiled(config: Configuration, architecture: int) -> dict[str, object]:
-    """A kernel's registers a thread, bytes of stack, where spills show, and of shared memory; some
-    instructions.
-    """
+def compiled(config: Configuration, architecture: int) -> Compiled:
     result = compile_for(config, architecture)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
         usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
         sass = run(TOOLS / "nvdisasm", "-c", file.name)
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return {
         "kernel": config.kernel,
         "configuration": config.name,
         "architecture": f"sm_{architecture}",
         "warps": config.warps,
-        "registers": registers,
-        "stack": stack,
+        "registers": first_number("REG", usage),
+        "stack": first_number("STACK", usage),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
         "shared": result.metadata.shared,
         "wide_loads": len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128\b", sass)),
         "tensor_core": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|QGMMA)\b", sass)),
     }
+
+
+def first_number(name: str, usage: str) -> int:
+    """Of a name in what cuobjdump says of a kernel."""
+    found = re.search(rf"{name}:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1])
 
 
 def run(*command: object) -> str:
@@ -518,7 +552,7 @@ def sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def failures(table: list[dict[str, object]]) -> list[str]:
+def failures(table: list[Compiled]) -> list[str]:
     """Lists what must not be: more than two registers spilled to the stack, or more shared memory
     than a block has.
     """
@@ -527,7 +561,7 @@ def failures(table: list[dict[str, object]]) -> list[str]:
         f"{entry['spills']} spills, {entry['shared']} bytes of shared memory"
         for entry in table
         if entry["stack"] > STACK_LIMIT
-        or entry["shared"] > SHARED_LIMIT[int(str(entry["architecture"]).removeprefix("sm_"))]
+        or entry["shared"] > SHARED_LIMIT[int(entry["architecture"].removeprefix("sm_"))]
     ]
 
 
@@ -551,30 +585,14 @@ def main() -> None:
             table = list(
                 pool.map(compiled, *zip(*work, strict=True), chunksize=1 if arguments.sample else 8)
             )
-    columns = (
-        "kernel",
-        "configuration",
-        "architecture",
-        "warps",
-        "registers",
-        "stack",
-        "spills",
-        "shared",
-    )
-    columns += ("wide_loads", "tensor_core")
-    widths = [max(len(column), *(len(str(entry[column])) for entry in table)) for column in columns]
-    print("  ".join(column.ljust(width) for column, width in zip(columns, widths, strict=True)))
-    for entry in table:
-        print(
-            "  ".join(
-                str(entry[column]).ljust(width)
-                for column, width in zip(columns, widths, strict=True)
-            )
-        )
+    lines = [list(Compiled.__annotations__), *(list(map(str, entry.values())) for entry in table)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if arguments.output:
         record = {"triton": triton.__version__, "sources": sources()}
-        lines = ",\n".join(json.dumps(entry) for entry in table)
-        arguments.output.write_text(json.dumps(record)[:-1] + f', "kernels": [\n{lines}\n]}}\n')
+        entries = ",\n".join(json.dumps(entry) for entry in table)
+        arguments.output.write_text(json.dumps(record)[:-1] + f', "kernels": [\n{entries}\n]}}\n')
     failed = failures(table)
     spilled = sum(entry["spills"] > 0 for entry in table)
     print(f"{len(table)} compiled, {spilled} with spills, {len(failed)} failed", *failed, sep="\n")

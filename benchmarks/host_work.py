@@ -104,7 +104,7 @@ def launches_by_name(function: Callable[[], object]) -> list[Kernel]:
 def by_name(averages: Iterable[FunctionEventAvg]) -> list[Kernel]:
     """The longest first."""
     found = [
-        Kernel(event.key[:80], event.count, event.self_device_time_total / 1e3)
+        Kernel((event.key or "")[:80], event.count, event.self_device_time_total / 1e3)
         for event in on_device(averages)
     ]
     return sorted(found, key=lambda kernel: -kernel.ms)

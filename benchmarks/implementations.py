@@ -20,8 +20,8 @@ from fastp3o_kernels import (
 
 def p3o_of(logprobs: Tensor, inputs: Inputs) -> Tensor:
     """Sequence sums and P3O's loss from token log-probs [N], in eager PyTorch."""
-    pairs = [tensor.to(logprobs.dtype) for tensor in inputs.pairs]
-    return token_p3o_loss(logprobs, inputs.cu_seqlens, *pairs, impl="eager").loss
+    old, ref, rewards = (tensor.to(logprobs.dtype) for tensor in inputs.pairs)
+    return token_p3o_loss(logprobs, inputs.cu_seqlens, old, ref, rewards, impl="eager").loss
 
 
 def eager_logprobs(logits: Tensor, labels: Tensor) -> Tensor:

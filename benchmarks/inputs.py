@@ -28,7 +28,7 @@ class Inputs:
     rewards: Tensor  # [P, 2]
 
     @property
-    def pairs(self) -> tuple[Tensor, ...]:
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.old_logprobs, self.ref_logprobs, self.rewards
 
     def trained(self) -> "Inputs":
@@ -58,14 +58,8 @@ class Inputs:
         return replace(self, old_logprobs=old)
 
     def in_fp64(self) -> "Inputs":
-        return replace(
-            self,
-            **{
-                name: value.double()
-                for name, value in vars(self).items()
-                if value.is_floating_point()
-            },
-        )
+        floating = {name: value for name, value in vars(self).items() if value.is_floating_point()}
+        return replace(self, **{name: value.double() for name, value in floating.items()})
 
 
 def random_inputs(

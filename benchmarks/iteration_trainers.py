@@ -29,11 +29,14 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
 )
 
 from benchmarks.measure import CLOCK
@@ -91,7 +94,9 @@ class Stopwatch:
 
 
 def save_model(
-    config: LlamaConfig, folder: Path, change: Callable[[PreTrainedModel], object] = lambda _: None
+    config: PretrainedConfig,
+    folder: Path,
+    change: Callable[[PreTrainedModel], object] = lambda _: None,
 ) -> None:
     """A random model, and a tokenizer of words w0, w1, ... whose end-of-sequence lies beyond the
     model's vocabulary. change: is called with the model before it is saved.
@@ -109,7 +114,7 @@ def save_model(
         # On a GPU in half the bytes: whoever loads it says its own dtype.
         dtype = torch.bfloat16 if CUDA else torch.float32
         model = AutoModelForCausalLM.from_config(
-            LlamaConfig(**config.to_dict() | tokens), dtype=dtype
+            type(config)(**config.to_dict() | tokens), dtype=dtype
         )
     change(model)
     model.save_pretrained(folder)
@@ -209,18 +214,16 @@ def trainer_figures(task: Task, iterations: int, folder: Path) -> dict[str, obje
         "output_dir": str(folder),
         "max_steps": iterations * EPOCHS,
         "gradient_accumulation_steps": task.passes,
-        **{
-            "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "constant",
-            "optim": "adamw_torch_fused",
-        },
-        **{"bf16": CUDA, "gradient_checkpointing": False, "use_cpu": not CUDA},
-        **{
-            "logging_strategy": "no",
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-        },
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "bf16": CUDA,
+        "gradient_checkpointing": False,
+        "use_cpu": not CUDA,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
     }
 
 
@@ -236,7 +239,13 @@ def timed(trainer: Trainer, stopwatch: Stopwatch) -> list[Seconds]:
     """Trains, and ends an iteration with the last of its epochs."""
 
     class Steps(TrainerCallback):
-        def on_step_end(self, _: object, state: Any, *__: object, **___: object) -> None:
+        def on_step_end(
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            **_: object,
+        ) -> None:
             if state.global_step % EPOCHS == 0:
                 stopwatch.end_iteration()
 

@@ -204,7 +204,12 @@ def passes(sizes: LayerSizes, precision: Precision, *, fused: bool) -> dict[str,
         stream = torch.float32 if fused else precision.weights
         row = inputs(sizes, ROW, stream, precision)
         kept: list[Tensor] = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with autocast(precision), hooks, counted() as forward:
             result = layer(row[0].requires_grad_(), position_embeddings=row[1:])
         weights = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
@@ -223,11 +228,9 @@ def inputs(
     sizes: LayerSizes, tokens: int, stream: torch.dtype, precision: Precision
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream, and the cosines and sines of positions."""
-    angles = [
-        torch.empty(1, tokens, sizes.hidden // sizes.heads, dtype=precision.weights)
-        for _ in range(2)
-    ]
-    return torch.empty(1, tokens, sizes.hidden, dtype=stream), *angles
+    angles = 1, tokens, sizes.hidden // sizes.heads
+    cosines, sines = (torch.empty(angles, dtype=precision.weights) for _ in range(2))
+    return torch.empty(1, tokens, sizes.hidden, dtype=stream), cosines, sines
 
 
 def autocast(precision: Precision) -> torch.autocast:

@@ -3,10 +3,9 @@ and compiled.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from unittest.mock import patch
 
-from benchmarks.measure import release
+from benchmarks.measure import one_at_a_time
 from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA, TRIAL
 from benchmarks.test_packing import random_policy
@@ -37,18 +36,7 @@ LAYERS: dict[str, Callable[[], PackedModel]] = {
 }
 
 
+@one_at_a_time
 def policy_with(layers: str) -> PackedModel:
     """One policy at a time in memory. Raises AbsentError where there is no such way."""
-    if layers != policy_with.latest:
-        latest.cache_clear()
-        release()
-    policy_with.latest = layers
-    return latest(layers)
-
-
-policy_with.latest = ""
-
-
-@lru_cache(maxsize=1)
-def latest(layers: str) -> PackedModel:
     return LAYERS[layers]()

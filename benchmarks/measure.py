@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TypeVar, TypeVarTuple
 
 import torch
 
@@ -23,6 +24,10 @@ CLOCK = "processor" if not CUDA and torch.get_num_threads() == 1 else "wall"
 # The GPU is kept busy for this long, about 5 ms, while the host queues what is measured: else the
 # first kernels would wait for their launches, a tenth of a forward pass of 0.7 ms.
 QUEUEING_CYCLES = 8_000_000
+
+Argument = TypeVar("Argument")
+Key = TypeVarTuple("Key")
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -47,9 +52,9 @@ def milliseconds(function: Callable[[], object], *, queued: bool = False) -> flo
     """
     if not CUDA:
         clock = time.process_time if CLOCK == "processor" else time.perf_counter
-        start = clock()
+        began = clock()
         function()
-        return 1e3 * (clock() - start)
+        return 1e3 * (clock() - began)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     if queued:
@@ -64,8 +69,8 @@ def milliseconds(function: Callable[[], object], *, queued: bool = False) -> flo
 def measure(
     benchmark,
     case: Case,
-    prepare: Callable[[], object],
-    run: Callable[[object], object],
+    prepare: Callable[[], Argument],
+    run: Callable[[Argument], object],
     bare: Callable[[], object],
     bare_share: float = 1.0,
     typical: Callable[[list[float]], float] = statistics.median,
@@ -122,3 +127,17 @@ def release() -> None:
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
+
+
+def one_at_a_time(make: Callable[[*Key], Made]) -> Callable[[*Key], Made]:
+    """Keeps what was made last, and gives its memory back before it makes anything else."""
+    kept: dict[tuple[*Key], Made] = {}
+
+    def made(*key: *Key) -> Made:
+        if key not in kept:
+            kept.clear()
+            release()
+            kept[key] = make(*key)
+        return kept[key]
+
+    return made

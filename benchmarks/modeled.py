@@ -30,9 +30,13 @@ def ragged(P: int, K: int, response: int) -> list[int]:
 # The head's tokens of some rows: responses to (prompts, mean tokens). The first are those that the
 # suite measures.
 MEASURED = "32 pairs, exactly 128"
-MODELLED = {MEASURED: list(range(0, 8193, 256)), "19 pairs (350, 40)": ragged(19, 2, 40)}
-MODELLED |= {"21 pairs (128, 128)": ragged(21, 2, 128), "4 pairs (350, 850)": ragged(4, 2, 850)}
-MODELLED |= {"2 × 16 (256)": ragged(2, 16, 256)}
+MODELLED = {
+    MEASURED: list(range(0, 8193, 256)),
+    "19 pairs (350, 40)": ragged(19, 2, 40),
+    "21 pairs (128, 128)": ragged(21, 2, 128),
+    "4 pairs (350, 850)": ragged(4, 2, 850),
+    "2 × 16 (256)": ragged(2, 16, 256),
+}
 
 
 def plan(
@@ -40,7 +44,8 @@ def plan(
 ) -> HeadPlan:
     """Of a loss in bf16. trained: whether the head is. one_pass: without bias and entropy."""
     D, V = sizes
-    dtypes = HeadDtypes(*[torch.bfloat16] * 3, torch.float32)
+    half = torch.bfloat16
+    dtypes = HeadDtypes(rounded=half, multiplied=half, dlogits=half, logits=torch.float32)
     head = Head(torch.empty(V, D, dtype=torch.bfloat16, device="meta", requires_grad=trained))
     return plan_chunks(
         bounds, V, dtypes, budget, triton=True, sum_bytes=dtypes.sum_bytes(head), one_pass=one_pass

@@ -5,7 +5,7 @@ An objective is a function of `Groups` and sums over pairs; of P pairs each way 
 P.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -73,12 +73,10 @@ def make_problem(inputs: Inputs) -> Problem:
     return Problem(inputs, token_tensors, known)
 
 
-def p3o(clipping: str) -> Objective:
-    settings = P3OSettings(clipping=clipping)
-
+def p3o(settings: P3OSettings) -> Objective:
     def objective(groups: Groups) -> Tensor:
         pairs = groups["old"], groups["ref"], groups["rewards"], settings
-        if clipping != "token":
+        if settings.clipping != "token":
             return p3o_loss(groups.logprobs, *pairs).loss * len(groups.lengths)
         old = groups["old tokens"]
         loss = token_p3o_loss(
@@ -143,7 +141,10 @@ def ipo(groups: Groups) -> Tensor:
 
 
 OBJECTIVES: dict[str, Objective] = {
-    **{f"P3O, {clipping}": p3o(clipping) for clipping in ("joint", "separate", "none", "token")},
+    "P3O, joint": p3o(P3OSettings(clipping="joint")),
+    "P3O, separate": p3o(P3OSettings(clipping="separate")),
+    "P3O, none": p3o(P3OSettings(clipping="none")),
+    "P3O, token": p3o(P3OSettings(clipping="token")),
     "PPG": pair_objective(ppg, "rewards"),
     "REINFORCE": response_objective(losses.reinforce, "centred"),
     "RLOO": response_objective(losses.ppo_clip, "old", "leave one out"),
@@ -171,9 +172,16 @@ OBJECTIVES: dict[str, Objective] = {
 
 def ours(problem: Problem, name: str) -> Tensor:
     inputs = problem.inputs
-    given = inputs.hidden, inputs.weight, inputs.labels, inputs.host_cu_seqlens, OBJECTIVES[name]
-    known = {"token_tensors": problem.token_tensors, "response_tensors": problem.response_tensors}
-    return linear_loss(*given, responses_per_group=2, **known).loss
+    return linear_loss(
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        inputs.host_cu_seqlens,
+        OBJECTIVES[name],
+        responses_per_group=2,
+        token_tensors=problem.token_tensors,
+        response_tensors=problem.response_tensors,
+    ).loss
 
 
 def after(logprobs: Callable[[Inputs], Tensor]) -> Callable[[Problem, str], Tensor]:
@@ -243,4 +251,9 @@ LIGER: dict[str, Callable[[Problem, bool], Tensor]] = {
     "KTO": liger_kto,
     "GRPO": liger_grpo,
 }
-WAYS = {"eager": dict.fromkeys(OBJECTIVES, eager), "TRL": TRL, "Liger": dict.fromkeys(LIGER, liger)}
+# The ways of others; what they take is (problem, name), and Liger's also whether it compiles.
+WAYS: dict[str, Mapping[str, Callable[..., Tensor]]] = {
+    "eager": dict.fromkeys(OBJECTIVES, eager),
+    "TRL": TRL,
+    "Liger": dict.fromkeys(LIGER, liger),
+}

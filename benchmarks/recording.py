@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.environment import environment
 from benchmarks.results_file import (
@@ -76,9 +77,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     if report.when == "call" and report.passed:
         record["finished"].append(item.nodeid)
         record["running"] = None
-        if "benchmark" in item.funcargs:
-            record["benchmarks"].append(item.funcargs["benchmark"].extra_info)
-            say(item, figures_of(item.funcargs["benchmark"].extra_info))
+        benchmark = item.funcargs.get("benchmark") if isinstance(item, pytest.Function) else None
+        if isinstance(benchmark, BenchmarkFixture):
+            record["benchmarks"].append(benchmark.extra_info)
+            say(item, figures_of(benchmark.extra_info))
     elif not report.passed:
         reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else "failed"
         record_without_figures(record, item, reason)

@@ -120,12 +120,13 @@ def joined(benchmarks: list[dict]) -> list[dict]:
     of the first.
     """
     found: dict[tuple, dict] = {}
-    others = []
+    others: list[dict] = []
     for result in benchmarks:
-        (parts,) = [name for name in PARTS if name in result] or [None]
-        if parts is None:
+        named = [name for name in PARTS if name in result]
+        if not named:
             others.append(result)
             continue
+        (parts,) = named
         shape = {key: value for key, value in result.items() if key != parts}
         first = found.setdefault(tuple(sorted(shape.items(), key=str)), shape | {parts: {}})
         first[parts] = first[parts] | result[parts]

@@ -8,13 +8,20 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from tempfile import gettempdir
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from torch import nn
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from benchmarks.shapes import CUDA, LARGE
 from fastp3o.models.packed_model import PackedModel
@@ -24,6 +31,7 @@ from fastp3o.rollouts.groups import Prompt, token_ids
 from fastp3o.rollouts.transformers_sampler import cut_after_end, generate, sampling_mode
 
 Sampled = list[list[Ids]]  # [P][K]
+Made = TypeVar("Made")
 # Pads, and is among the ids that end responses.
 END = 0
 
@@ -51,17 +59,18 @@ class CountingTokenizer(PreTrainedTokenizerFast):
         words, end = Tokenizer(WordLevel({"<end>": END}, unk_token="<end>")), "<end>"
         super().__init__(tokenizer_object=words, eos_token=end, pad_token=end)
 
-    def decode(self, ids: Ids, **_: object) -> str:
+    def decode(self, token_ids: object, skip_special_tokens: bool = False, **_: object) -> str:
         return ""
 
 
-class Kept:
+class Kept(Generic[Made]):
     """Objects that a way made for a policy and reuses, as later rollouts of a run do."""
 
-    def __init__(self, make: Callable[[PackedModel, int, Rollouts], Any]):
-        self.make, self.made = make, {}
+    def __init__(self, make: Callable[[PackedModel, int, Rollouts], Made]):
+        self.make = make
+        self.made: dict[tuple[int, int, int, int], Made] = {}
 
-    def __call__(self, policy: PackedModel, P: int, case: Rollouts) -> Any:
+    def __call__(self, policy: PackedModel, P: int, case: Rollouts) -> Made:
         # The engine's room is the same whatever K and the prompts' lengths; TRL's trainer knows K.
         key = id(policy), P, case.response, case.K
         if key not in self.made:
@@ -123,7 +132,7 @@ class Batches:
         if self.latest != (policy, case):
             # The manager's room and ends are those of its first call.
             if self.latest:
-                self.latest[0].model.destroy_cached_continuous_batching_manager()
+                generator(self.latest[0].model).destroy_cached_continuous_batching_manager()
             self.latest = policy, case
         return by_generate_batch(policy, prompts, case)
 
@@ -140,7 +149,7 @@ def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts) -
             eos_token_id=ends,
             pad_token_id=END,
         )
-        results = model.generate_batch(
+        results = generator(model).generate_batch(
             repeated(prompts, case),
             generation_config=settings,
             continuous_batching_config=pages(prompts, case),
@@ -153,18 +162,24 @@ def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts) -
     )
 
 
-def pages(prompts: list[Ids], case: Rollouts) -> object:
+def generator(model: PreTrainedModel) -> GenerationMixin:
+    """A causal LM as what generates, which each of its classes is and their common one is not."""
+    return cast(GenerationMixin, model)
+
+
+def pages(prompts: list[Ids], case: Rollouts) -> ContinuousBatchingConfig:
     """Room for all responses at once. The default takes most of the memory, which the ways in turns
     with it need.
     """
-    from transformers import ContinuousBatchingConfig
-
     defaults = ContinuousBatchingConfig()
-    # 5.17's name
+    # In 5.17 it has the name block_size.
     page = defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size
+    assert page is not None
     sequence_pages = -(-(max(map(len, prompts)) + case.response) // page)
-    tokens = {} if CUDA else {"max_batch_tokens": 2048}
-    return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, **tokens)
+    return ContinuousBatchingConfig(
+        num_blocks=len(prompts) * case.K * sequence_pages,
+        max_batch_tokens=defaults.max_batch_tokens if CUDA else 2048,
+    )
 
 
 def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
@@ -176,19 +191,22 @@ def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
         eos_token="w0",
         pad_token="w0",
     )
-    sizes = {
-        "num_generations": case.K,
-        "max_completion_length": case.response,
-        "temperature": 1.0,
-        "beta": 0.0,
-    }
-    sizes |= {"output_dir": gettempdir(), "per_device_train_batch_size": P * case.K}
     settings = GRPOConfig(
-        **sizes, bf16=False, gradient_checkpointing=False, use_cpu=not CUDA, report_to="none"
+        output_dir=gettempdir(),
+        num_generations=case.K,
+        max_completion_length=case.response,
+        per_device_train_batch_size=P * case.K,
+        temperature=1.0,
+        beta=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=not CUDA,
+        report_to="none",
     )
     with sampling_mode(policy) as model:
         # Of weights alone: a model keeps the manager of `generate_batch`, which cannot be copied.
-        copied = type(model)(deepcopy(model.config)).to(model.device, model.dtype)
+        copied = cast(nn.Module, type(model)(deepcopy(model.config)))
+        copied.to(model.device, model.dtype)
         copied.load_state_dict(model.state_dict())
     return GRPOTrainer(
         copied,

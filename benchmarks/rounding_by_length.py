@@ -115,8 +115,8 @@ def main() -> None:
     }
     truth = log_ratios(truth_model, step(name), row)
     for precision, (weights, computed) in PRECISIONS.items():
-        rounded = (model.to(weights).to(computed) for model in (load_policy(name), step(name)))
-        found = log_ratios(*rounded, row)
+        old, new = (model.to(weights).to(computed) for model in (load_policy(name), step(name)))
+        found = log_ratios(old, new, row)
         result["precisions"][precision] = by_length(found, truth)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -71,16 +71,24 @@ def speed(
         given.eval_prompts, tokenizer, limit=prompts, max_prompt_tokens=PROMPT
     )
     asked = make_prompts(examples[:])
-    common = {"max_response_tokens": RESPONSE, "batch_size": prompts}
     samplers: dict[str, Sampler] = {
-        name: named_sampler(SamplerConfig(sampler=name), policy, tokenizer, **common)
-        for name in ("engine", "transformers")
+        config.sampler: named_sampler(
+            config, policy, tokenizer, max_response_tokens=RESPONSE, batch_size=prompts
+        )
+        for config in (SamplerConfig(sampler="engine"), SamplerConfig(sampler="transformers"))
     }
     context = Context(Accelerator(cpu=True), choose_precision("fp32", "fp32"), tokenizer, None)
     versions = iter(range(100))
-    served = {"sampler": "vllm", "vllm_url": given.url, "max_prompt_tokens": PROMPT}
-    config = P3OConfig(model=given.model, output_dir="", prompts="", reward="", **served)
-    publisher = Publisher(context, config, config.longest_sequence, policy, lambda: next(versions))
+    config = P3OConfig(
+        model=given.model,
+        output_dir="",
+        prompts="",
+        reward="",
+        sampler="vllm",
+        vllm_url=given.url,
+        max_prompt_tokens=PROMPT,
+    )
+    publisher = Publisher(context, config, policy, lambda: next(versions))
     publish_seconds = [timeit(publisher, number=1) for _ in range(4)][1:]
     publisher.version = lambda: publisher.published or 0
     samplers["vLLM"] = VLLMSampler(publisher, tokenizer, max_response_tokens=RESPONSE)

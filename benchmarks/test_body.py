@@ -8,6 +8,7 @@ they take is the body's: norms, rotary positions, gates and attention.
 """
 
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from benchmarks.test_packing import LAYOUTS
 from benchmarks.test_rollouts import CASES, random_prompts
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.models.packed_model import labeled_logprobs
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.engine import Engine
 
 COMPARED = LENGTHS[:2], RESPONSES[:1]
@@ -102,8 +104,8 @@ def test_engine(benchmark, layers):
     policy.model.generation_config.eos_token_id = [END]
     prefill: list[float] = []
 
-    def timed(engine: Engine, *arguments: object) -> None:
-        prefill.append(milliseconds(lambda: of_prompts(engine, *arguments)))
+    def timed(engine: Engine, prompts: Sequence[Ids]) -> None:
+        prefill.append(milliseconds(lambda: of_prompts(engine, prompts)))
 
     of_prompts = Engine.prefill
     by_engine(policy, prompts, case, 0)

@@ -8,7 +8,7 @@ F = N V D multiply-adds, 2 F operations. fastp3o computes gradients in the forwa
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks import bare_operations, implementations, peers
 from benchmarks.goals import BY_TORCH
 from benchmarks.inputs import Inputs, random_inputs
-from benchmarks.measure import Case, measure, release
+from benchmarks.measure import Case, measure, one_at_a_time
 from benchmarks.shapes import CUDA, DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name, typed
 from fastp3o_kernels import onednn
 
@@ -52,18 +52,14 @@ def named(implementations: dict[str, Callable]) -> list:
     ]
 
 
-@cache
-def latest(head: HeadSizes, tokens: int, dtype: torch.dtype) -> Inputs:
+@one_at_a_time
+def latest_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype) -> Inputs:
     return random_inputs(head, tokens, dtype)
 
 
 def fresh_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype = DTYPE) -> Inputs:
     """One set of inputs at a time in memory, with fresh leaves."""
-    if latest.cache_info().currsize and (head, tokens, dtype) != fresh_inputs.latest:
-        latest.cache_clear()
-        release()
-    fresh_inputs.latest = head, tokens, dtype
-    return latest(head, tokens, dtype).trained()
+    return latest_inputs(head, tokens, dtype).trained()
 
 
 def make_case(
@@ -153,7 +149,8 @@ def test_fastp3o_with_the_products_that_it_chose(benchmark, shape, ragged, name,
     """Over three products, as PyTorch and fastp3o with torch's products; and over the latter's
     time, which a wrong choice exceeds.
     """
-    inputs = random_inputs(*shape, torch.float32, ragged=ragged).trained()
+    head, tokens = shape
+    inputs = random_inputs(head, tokens, torch.float32, ragged=ragged).trained()
     leaves = inputs.hidden, inputs.weight
     bare = bare_operations.products(inputs, logits=1, dhidden=1, dweight=1)
     if over == BY_TORCH:

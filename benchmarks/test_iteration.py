@@ -59,9 +59,9 @@ class Iteration(NamedTuple):
 
 # TL;DR's lengths: all that a GPU has time for. On a CPU also the quickstart's, small tasks, and few
 # and short prompts for the model that would train for minutes.
-SHAPES, RESPONSES = [("policy", 64, 350, 40)], (2,)
+SHAPES, RESPONSES = [("policy", 64, 350, 40)], [2]
 if not LARGE:
-    RESPONSES = (2, 4)
+    RESPONSES = [2, 4]
     SHAPES = [("quickstart", 8, 350, 40), ("quickstart", 8, 100, 32), ("quickstart", 32, 100, 32)]
     SHAPES += [("small", 8, 24, 16), ("policy", 4, 48, 16)]
 CASES = (

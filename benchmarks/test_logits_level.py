@@ -117,11 +117,12 @@ def test_fastp3o_forward_and_backward_alone(benchmark, passes, dtype, head, toke
         fresh = logits.restored()
         return forward(fresh), fresh
 
-    measure(
-        benchmark,
-        make_case("fastp3o", passes, logits, accesses),
-        prepare=logits.restored if passes == "forward" else with_loss,
-        run=forward if passes == "forward" else lambda pair: torch.autograd.grad(*pair),
-        bare=logits.copy(),
-        bare_share=accesses / 2,
-    )
+    def backward(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        loss, fresh = pair
+        return torch.autograd.grad(loss, fresh)
+
+    case, bare, share = make_case("fastp3o", passes, logits, accesses), logits.copy(), accesses / 2
+    if passes == "forward":
+        measure(benchmark, case, logits.restored, forward, bare, share)
+    else:
+        measure(benchmark, case, with_loss, backward, bare, share)

@@ -124,7 +124,7 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
 
 
 # What the goals are about comes first.
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[..., Update]] = {
     "shared prompts": partial(packed_update, share_prompts=True),
     "padded": padded_update,
     "plain packing": partial(packed_update, share_prompts=False),

@@ -10,7 +10,7 @@ each token ends its response with probability 1 / mean.
 import heapq
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain, count
 
@@ -48,40 +48,44 @@ MODELS: dict[str, PretrainedConfig] = {
 if not LARGE:
     MODELS["policy, bf16"] = deepcopy(MODELS["policy"])
     MODELS["policy, bf16"].dtype = torch.bfloat16
-    sizes = {"n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "n_positions": 512}
-    MODELS["GPT-2"] = GPT2Config(**sizes, bos_token_id=END, eos_token_id=END)
+    MODELS["GPT-2"] = GPT2Config(
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        vocab_size=4096,
+        n_positions=512,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
     MODELS["tiny"] = llama(64, 128, 2, 2, 2, 512)
 if TRIAL:
     # Two policies must not share a configuration.
     MODELS = {name: deepcopy(TINY) for name in MODELS}
-SHAPES = [
+# The model, tokens of a prompt, tokens of a response at most and their mean: arguments of Rollouts.
+Shape = tuple[str, int, int, int | None]
+SHAPES: list[Shape] = [
     ("policy", 350, 40, None),
     ("policy", 128, 128, None),
     ("policy", 350, 128, 40),
     ("policy", 128, 128, 64),
 ]
+SMALL_SHAPES: list[Shape] = [("quickstart", 100, 32, None), ("quickstart", 100, 32, 20)]
 CASES = [
     *(Rollouts(*shape, K, PROMPTS) for K in (2, 4) for shape in SHAPES),
     Rollouts(*SHAPES[0], 8, PROMPTS),
-    *(
-        Rollouts("quickstart", *lengths, K, PROMPTS)
-        for K in (2, 8)
-        for lengths in ((100, 32, None), (100, 32, 20))
-    ),
+    *(Rollouts(*shape, K, PROMPTS) for K in (2, 8) for shape in SMALL_SHAPES),
 ]
 if not LARGE:
     # Few prompts and many, short ones and long, even and ragged.
     CASES = [
-        *(Rollouts("policy", *lengths, 2, 32) for lengths in ((350, 40, None), (350, 128, 40))),
+        Rollouts("policy", 350, 40, None, 2, 32),
+        Rollouts("policy", 350, 128, 40, 2, 32),
         *(Rollouts(model, 60, 16, None, 4, 8) for model in ("policy", "policy, bf16")),
-        *(
-            Rollouts("quickstart", *lengths, None, 2, P)
-            for *lengths, P in ((20, 16, 2), (40, 16, 4), (100, 32, 8))
-        ),
-        *(
-            Rollouts("quickstart", 100, 32, *rest)
-            for rest in ((None, 2, 32), (20, 2, 32), (20, 4, 32), (20, 8, 8))
-        ),
+        Rollouts("quickstart", 20, 16, None, 2, 2),
+        Rollouts("quickstart", 40, 16, None, 2, 4),
+        Rollouts("quickstart", 100, 32, None, 2, 8),
+        Rollouts("quickstart", 100, 32, None, 2, 32),
+        *(Rollouts("quickstart", 100, 32, 20, K, P) for K, P in ((2, 32), (4, 32), (8, 8))),
         Rollouts("quickstart", 350, 40, None, 4, 8),
         Rollouts("quickstart", 400, 64, None, 16, 4),
         Rollouts("GPT-2", 60, 32, 20, 4, 8),
@@ -163,7 +167,7 @@ class Figures:
         self.ms[way].clear()
         self.rates[way].clear()
 
-    def summary(self, way: str, bytes_per_token: int) -> dict[str, object]:
+    def summary(self, way: str, bytes_per_token: int) -> dict[str, float]:
         """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token:
         of a cached one.
         """
@@ -234,17 +238,20 @@ class Measurement:
             f"{name}_per_step": value / steps for name, value in work.items()
         }
 
-    def record(self, ways: list[str]) -> dict[str, object]:
-        """Figures of these ways."""
-        config = self.policy.model.config
+    def summary(self, way: str) -> dict[str, float]:
+        """Figures of a way."""
         bytes_per_token = sum(shape.bytes_per_token for shape in cache_shapes(self.policy).values())
-        found = {way: self.figures.summary(way, bytes_per_token) for way in ways}
+        return self.figures.summary(way, bytes_per_token)
+
+    def record(self, ways: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+        """The case with the figures of some ways, or why they have none."""
+        config = self.policy.model.config
         shape = {"D": config.hidden_size, "layers": config.num_hidden_layers, "V": self.vocabulary}
         shape["dtype"] = dtype_name(self.policy.model.dtype)
         return (
             self.case._asdict()
             | shape
-            | {"level": "rollouts", "implementation": "fastp3o", "ways": found}
+            | {"level": "rollouts", "implementation": "fastp3o", "ways": ways}
         )
 
 
@@ -268,14 +275,12 @@ def test_rollouts_of_fastp3o(benchmark, policies, case, way):
     policy = policies[case.model]
     measurement = Measurement(policy, case, way)
     measurement.run(benchmark)
-    ways = ["generate", way]
-    for each in ways:
+    for each in ("generate", way):
         measurement.count_host_work(each)
-    found = measurement.record(ways)
+    found = {each: measurement.summary(each) for each in ("generate", way)}
     if CUDA:
-        figures = found["ways"][way]
-        figures |= floor(policy, figures, [len(ids) - 1 for ids in measurement.prompts])
-    benchmark.extra_info |= found
+        found[way] |= floor(policy, found[way], [len(ids) - 1 for ids in measurement.prompts])
+    benchmark.extra_info |= measurement.record(found)
 
 
 @pytest.mark.parametrize(("case", "way"), cases_and_ways(ours=False))
@@ -284,7 +289,7 @@ def test_rollouts_of_peers(benchmark, policies, case, way):
     try:
         measurement.run(benchmark)
         measurement.count_host_work(way)
-        benchmark.extra_info |= measurement.record([way])
+        benchmark.extra_info |= measurement.record({way: measurement.summary(way)})
     except Exception as error:
         if device_is_lost():
             raise
@@ -292,7 +297,7 @@ def test_rollouts_of_peers(benchmark, policies, case, way):
         reason = ("" if absent else f"{type(error).__name__}: ") + str(error).partition("\n")[0][
             :200
         ]
-        benchmark.extra_info |= measurement.record([]) | {"ways": {way: {"absent": reason}}}
+        benchmark.extra_info |= measurement.record({way: {"absent": reason}})
 
 
 @torch.no_grad()

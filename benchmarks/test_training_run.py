@@ -14,13 +14,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.iteration_trainers import PHASES, save_model
 from benchmarks.shapes import CUDA, LARGE, TRIAL
 from benchmarks.test_iteration import peak_memory
 from benchmarks.training_shapes import CONFIG
-from fastp3o.config import TOKENS_PER_ROW
+from fastp3o.config import TOKENS_PER_ROW, PrecisionName
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
@@ -33,7 +34,7 @@ from fastp3o.training.predicted_memory import Lengths, Model, frozen_memory, upd
 PROMPTS, K, UPDATES = (64, 4, 10) if LARGE else (2, 2, 2) if TRIAL else (16, 4, 10)
 PROMPT, RESPONSE = (350, 40) if LARGE else (9, 5) if TRIAL else (24, 16)
 MINIBATCH = PROMPTS // 2
-PRECISION = "fp16" if CUDA else "fp32"
+PRECISION: PrecisionName = "fp16" if CUDA else "fp32"
 # A step moves a logit by as much as the model is wide.
 LEARNING_RATE = 2e-5 if LARGE else 3e-4
 
@@ -54,7 +55,9 @@ def two_kinds_of_words(model: PreTrainedModel) -> None:
     """Moves the embeddings of both halves apart by half of their deviation: among random ones no
     update could find the half that a word is in, but for each word anew.
     """
-    weight = model.get_input_embeddings().weight.data
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    weight = embeddings.weight.data
     way = (
         torch.randn(weight.shape[1], device=weight.device, dtype=weight.dtype).sign()
         * weight.std()

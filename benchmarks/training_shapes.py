@@ -29,7 +29,7 @@ TOKENS_PER_PASS = TOKENS // 2
 def llama(
     hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, vocabulary: int
 ) -> LlamaConfig:
-    return LlamaConfig(
+    config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -38,8 +38,9 @@ def llama(
         vocab_size=vocabulary,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        num_labels=1,  # of a reward model
     )
+    config.num_labels = 1  # of a reward model
+    return config
 
 
 # What an interpreter of kernels can train.

@@ -11,6 +11,7 @@ import json
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ class Numbers(PreTrainedTokenizerFast):
             eos_token="<end>",
         )
 
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, ids))
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        return " ".join(map(str, token_ids))
 
 
 class Endless:
@@ -76,23 +77,31 @@ def samplers(shape: Shape) -> dict[str, TrajectorySampler]:
     model = LlamaForCausalLM(llama(128, 384, 4, 4, 4, V))
     # Any of so many tokens ends a turn: they differ in length.
     model.generation_config.eos_token_id = list(range(2, 2 + V // shape.turn))
-    policy, made = PackedModel(model), {}
+    policy = PackedModel(model)
+    made: dict[str, TrajectorySampler] = {}
     for name in ("rounds", "kept"):
         first, further = (
             EngineSampler(policy, Numbers(), max_response_tokens=shape.turn, batch_size=n)
             for n in (P, P * K)
         )
         longest = shape.turns * (shape.turn + shape.observation)
-        options: dict[str, Any] = {"max_turns": shape.turns, "longest": longest}
-        if name == "kept":
-            kept = KeptTurns(first, further, longest)
-            first, further, options["end"] = kept, kept.go_on, kept.end
-        environments = Environments("endless", Endless)
 
-        def observe(text: str, last: int, given: str, room: int) -> list[int]:
+        def observe(text: str, last: int, given: str = "", *, room: int = 0) -> list[int]:
             return [V // 2 + (7 * place + last) % 1000 for place in range(shape.observation)]
 
-        made[name] = TrajectorySampler(first, further, Numbers(), environments, observe, **options)
+        sampler = partial(
+            TrajectorySampler,
+            tokenizer=Numbers(),
+            environments=Environments("endless", Endless),
+            observe=observe,
+            max_turns=shape.turns,
+            longest=longest,
+        )
+        if name == "kept":
+            kept = KeptTurns(first, further, longest)
+            made[name] = sampler(kept, kept.go_on, end=kept.end)
+        else:
+            made[name] = sampler(first, further)
     return made
 
 
@@ -102,7 +111,8 @@ def measure(shape: Shape) -> dict[str, Any]:
         Prompt("", [draw.randrange(V // 2, V) for _ in range(shape.prompt)], number)
         for number in range(P)
     ]
-    both, times = samplers(shape), {"rounds": [], "kept": []}
+    both = samplers(shape)
+    times: dict[str, list[float]] = {"rounds": [], "kept": []}
     same = []
     for seed in range(TIMES + 1):  # the first warms up
         ids = {}

@@ -4,6 +4,7 @@ words.
 python scripts/before_after.py --before runs/sft/model --after runs/p3o/model --prompts eval.jsonl --reward my:function
 """
 
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -80,19 +81,24 @@ def responses(config: BeforeAfterConfig, name: str) -> Responses:
     reward = FunctionReward(config.reward)
     tokenizer, policy = load_tokenizer(name), load_policy(name)
     columns = dict.fromkeys(reward.columns, f"the reward {config.reward}")
-    asked = {"columns": columns, "as_given": reward.in_trls_form}
     records, _ = load_prompts(
-        config.prompts, tokenizer, max_prompt_tokens=config.max_prompt_tokens, **asked
+        config.prompts,
+        tokenizer,
+        max_prompt_tokens=config.max_prompt_tokens,
+        columns=columns,
+        as_given=reward.in_trls_form,
     )
     prompts = make_prompts(records[:])
-    limits = {"max_response_tokens": config.max_response_tokens, "batch_size": config.batch_size}
-    sampled = TransformersSampler(policy, tokenizer, **limits)(
-        prompts, config.responses_per_prompt, config.seed
+    sampler = partial(
+        TransformersSampler,
+        policy,
+        tokenizer,
+        max_response_tokens=config.max_response_tokens,
+        batch_size=config.batch_size,
     )
+    sampled = sampler()(prompts, config.responses_per_prompt, config.seed)
     # Among one token, sampling has no choice.
-    greedy = TransformersSampler(policy, tokenizer, **limits, settings=SamplingSettings(top_k=1))(
-        prompts, 1, 0
-    )
+    greedy = sampler(settings=SamplingSettings(top_k=1))(prompts, 1, 0)
     return Responses(
         [prompt.text for prompt in prompts],
         [group.responses[0].text for group in sampled],

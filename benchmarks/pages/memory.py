@@ -18,6 +18,7 @@ from fastp3o.training.predicted_memory import (
     Lengths,
     Memory,
     Model,
+    OptimizerName,
     frozen_memory,
     together,
     update_memory,
@@ -67,7 +68,7 @@ def update(
 ) -> float:
     """GB of an update in fp16 beside the reference."""
     precision = choose_precision("fp16", "fp16")
-    optimizer = "adamw_8bit" if saves else "adamw"
+    optimizer: OptimizerName = "adamw_8bit" if saves else "adamw"
     policys = update_memory(
         model, lengths, precision, optimizer=optimizer, checkpointing=checkpointing
     )

@@ -5,6 +5,8 @@ the result.
 import sys
 from itertools import pairwise
 
+from transformers import TextGenerationPipeline
+
 from fastp3o import SFTConfig, train
 
 LETTERS = [
@@ -42,9 +44,6 @@ config = SFTConfig(
 )
 # runs/chat/adapter is what peft loads
 result = train(config, train_data=chats[:-1], eval_data=chats[-1:])
-model, tokenizer = result.model, result.tokenizer
-prompt = tokenizer.apply_chat_template(
-    chats[3]["messages"][:1], add_generation_prompt=True, return_tensors="pt"
-)
-response = model.generate(**prompt, max_new_tokens=8)[0, prompt["input_ids"].shape[1] :]
-print(tokenizer.decode(response, skip_special_tokens=True))
+generate = TextGenerationPipeline(model=result.model, tokenizer=result.tokenizer)
+(answered,) = generate(chats[3]["messages"][:1], max_new_tokens=8)
+print(answered["generated_text"][-1]["content"])

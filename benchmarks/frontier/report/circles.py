@@ -16,6 +16,7 @@ from benchmarks.frontier.runs.circles import (
 from fastp3o.evaluation.matched_kl import Seed, paired_difference
 
 Line = dict[str, Any]
+Measure = Callable[[Line, str], float]  # of a line of the record and a policy's name
 ON_SCORES = next(iter(ARMS))
 MEANS, PAIRS = "comparisons, P3O by means", "comparisons, P3O by pairs"
 COMPARED = (
@@ -45,26 +46,10 @@ def table() -> list[list[str]]:
     for degree in sorted(DEGREES):
         lines = [line for line in recorded() if line["degree"] == degree]
         for name in (START, *ARMS, *map(averaged_name, AVERAGED)) if lines else ():
-            trained = name in ARMS
-            moved = (
-                f"{mean(lines, lambda line, of=name: line['ended'][of]['kl']):.1f}"
-                if trained
-                else NOT_MEASURED
-            )
-            measured: list[Callable[[Line], float]] = [
-                lambda line, of=name: line["win_rates"][of][START],
-                lambda line, of=name: line["win_rates"][of][ON_SCORES],
-                lambda line, of=name: line["worst_case"][of],
-                lambda line, of=name: line["largest_style"][of],
-            ]
-            rows.append(
-                [
-                    f"{degree:g}",
-                    name,
-                    moved,
-                    *(f"{mean(lines, measure):.2f}" for measure in measured),
-                ]
-            )
+            moved = f"{mean(lines, kl, name):.1f}" if name in ARMS else NOT_MEASURED
+            measures = (against_start, against_scores, worst_case, largest_style)
+            measured = (f"{mean(lines, measure, name):.2f}" for measure in measures)
+            rows.append([f"{degree:g}", name, moved, *measured])
     return rows
 
 
@@ -87,10 +72,16 @@ def differences() -> list[list[str]]:
     return rows
 
 
-def by_language(
-    lines: list[Line], measure: Callable[[Line, str], float], name: str
-) -> dict[Seed, float]:
+def by_language(lines: list[Line], measure: Measure, name: str) -> dict[Seed, float]:
     return {("", line["seed"]): measure(line, name) for line in lines}
+
+
+def mean(lines: list[Line], measure: Measure, name: str) -> float:
+    return sum(measure(line, name) for line in lines) / len(lines)
+
+
+def kl(line: Line, name: str) -> float:
+    return line["ended"][name]["kl"]
 
 
 def worst_case(line: Line, name: str) -> float:
@@ -101,22 +92,27 @@ def against_start(line: Line, name: str) -> float:
     return line["win_rates"][name][START]
 
 
+def against_scores(line: Line, name: str) -> float:
+    return line["win_rates"][name][ON_SCORES]
+
+
+def largest_style(line: Line, name: str) -> float:
+    return line["largest_style"][name]
+
+
+def accuracy(line: Line, kind: str) -> float:
+    """Of a kind of reward model, by held-out pairs."""
+    return line["reward_models"][kind]["accuracy"]
+
+
 def reward_models() -> list[list[str]]:
     """A line a degree that has run: the held-out accuracy of both kinds. Header first."""
     rows = [["circles", "languages", "accuracy of scores", "of comparisons", "of the truth"]]
     for degree in sorted(DEGREES):
         lines = [line for line in recorded() if line["degree"] == degree]
         if lines:
-            of_kind = [
-                mean(lines, lambda line, kind=kind: line["reward_models"][kind]["accuracy"])
-                for kind in ("scores", "comparisons")
-            ]
-            agreed = mean(lines, lambda line: line["raters_agree"])
-            rows.append(
-                [f"{degree:g}", str(len(lines)), *(f"{value:.2f}" for value in (*of_kind, agreed))]
-            )
+            of_kinds = [mean(lines, accuracy, kind) for kind in ("scores", "comparisons")]
+            agreed = sum(line["raters_agree"] for line in lines) / len(lines)
+            shares = (f"{value:.2f}" for value in (*of_kinds, agreed))
+            rows.append([f"{degree:g}", str(len(lines)), *shares])
     return rows
-
-
-def mean(lines: list[Line], measure: Callable[[Line], float]) -> float:
-    return sum(map(measure, lines)) / len(lines)

@@ -21,22 +21,22 @@ COLORS = {
     "none": "#8C8C8C",
     "ppo": "#D55E00",
     "dpo": "#009E73",
-}
-COLORS |= {
     "rloo": "#CC79A7",
     "grpo": "#E69F00",
     "dr_grpo": "#A6761D",
     "dapo": "#7B3294",
     "gspo": "#B2182B",
-}
-COLORS |= {
     "rloo-response": "#CC79A7",
     "rloo-token": "#CC79A7",
     "grpo-k1": "#E69F00",
     "dr_grpo-k1": "#A6761D",
+    "dapo-k1": "#7B3294",
+    "oapl": "#66A61E",
+    "vespo": "#E7298A",
+    "copg": "#1B9E77",
+    "rebel": "#1B7837",
+    "ppo_centred": "#F4A582",
 }
-COLORS |= {"dapo-k1": "#7B3294", "oapl": "#66A61E", "vespo": "#E7298A", "copg": "#1B9E77"}
-COLORS |= {"rebel": "#1B7837", "ppo_centred": "#F4A582"}
 
 
 class Mark(NamedTuple):
@@ -127,8 +127,13 @@ def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> No
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11, wrap=True)
     if handles:
-        columns = min(len(handles), int(figure.get_figwidth() // 2.3))
-        place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
-        figure.legend(handles.values(), handles.keys(), **place)
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=min(len(handles), int(figure.get_figwidth() // 2.3)),
+            fontsize=9,
+            frameon=False,
+        )
     with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(path, format="svg", metadata={"Date": None})

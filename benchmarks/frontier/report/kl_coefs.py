@@ -29,8 +29,9 @@ def gain(records: Records, algorithm: str, beta: float, kl: float) -> float | No
         ["learning_rate", "updates"]
     ):
         gains = [gain_at_kl(records.histories[name], kl) for name in ran["name"]]
-        if len(gains) == len(SELECTION) and None not in gains:
-            found.append(sum(gains) / len(gains))
+        reached = [one for one in gains if one is not None]
+        if len(reached) == len(gains) == len(SELECTION):
+            found.append(sum(reached) / len(reached))
     return max(found, default=None)
 
 

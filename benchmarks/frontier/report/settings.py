@@ -24,7 +24,8 @@ def pairs() -> Iterator[tuple[Run, Run]]:
         yield from (
             (arm(first, responses), arm(second, responses)) for first, second in CHANGED.items()
         )
-    yield tuple(settings.two_responses())
+    joint, ppo = settings.two_responses()
+    yield joint, ppo
     yield from ((arm(one.algorithm), one) for one in settings.two_responses())
     yield from ((one, arm("joint")) for one in settings.found_rates())
     yield arm("ppo"), arm("ppo_centred")

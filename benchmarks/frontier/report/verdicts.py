@@ -58,7 +58,8 @@ def verdicts(study: Study) -> list[Verdict]:
     """At most eight."""
     # Joint P3O, which no offset moves, against PPO at the rate that is best for it there.
     offset = against_highest(study, [(arm("joint"), ppo(1.0, rate)) for rate in PPO_RATES])
-    pairs = against_highest(study, [tuple(two_responses())])
+    joint, other = two_responses()
+    pairs = against_highest(study, [(joint, other)])
     # The best P3O of the selection languages against the rival with the highest mean on those of
     # the results, which is a choice in the rival's favor.
     by_lag = [

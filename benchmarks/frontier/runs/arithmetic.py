@@ -54,23 +54,18 @@ LOGGED = (
 AVERAGED = 10
 
 
-def arm(name: str, responses: int = 4, **fields: float) -> Run:
-    sizes = {
-        "responses_per_prompt": responses,
-        "prompts_per_update": RESPONSES // responses,
-        "updates": UPDATES,
-    }
-    passes = 0 if name == "rloo" else PASSES
+def arm(name: str, responses: int = 4) -> Run:
     return Run(
-        "arithmetic",
-        name,
-        0.0,
-        0.0,
-        0,
+        task="arithmetic",
+        algorithm=name,
+        learning_rate=0.0,
+        kl_coef=0.0,
+        seed=0,
+        responses_per_prompt=responses,
+        prompts_per_update=RESPONSES // responses,
         own_parameter=COMPARED[name],
-        inner_epochs=passes,
-        **sizes,
-        **fields,
+        inner_epochs=0 if name == "rloo" else PASSES,
+        updates=UPDATES,
     )
 
 
@@ -81,7 +76,7 @@ def arms() -> list[Run]:
 
 def found_from(rate: float) -> Run:
     """Joint P3O whose rate is found."""
-    return replace(arm("joint", kl_per_update=KL_PER_UPDATE), learning_rate=rate)
+    return replace(arm("joint"), kl_per_update=KL_PER_UPDATE, learning_rate=rate)
 
 
 def chosen_rate(records: Records, one: Run) -> float | None:
@@ -111,8 +106,8 @@ def planned() -> Iterator[Run]:
         yield replace(arm(name), learning_rate=rate, seed=seed)
     records = load(RECORD)
     for seed, one in (*product(STARTS, arms()), *product(FOUND_ON, [arm("joint")])):
-        if rate := chosen_rate(records, one):
-            yield replace(one, learning_rate=rate, seed=seed)
+        if chosen := chosen_rate(records, one):
+            yield replace(one, learning_rate=chosen, seed=seed)
     for seed, rate in product(FOUND_ON, FIRST_RATES):
         yield replace(found_from(rate), seed=seed)
 
@@ -122,26 +117,26 @@ def train_and_record(run: Run, folder: Path) -> dict[str, Any]:
     start, output = folder / f"start-{run.seed}", folder / "trained" / run.name
     if not (start / "policy").exists():
         arithmetic.make(start, run.seed)
-    data = {part: str(start / f"prompts.{part}.jsonl") for part in ("train", "eval")}
     task = Task(
-        run.task,
-        str(start / "policy"),
-        "sums:reward",
-        data["train"],
-        data["eval"],
-        0,
-        1,
-        arithmetic.is_right,
+        name=run.task,
+        policy=str(start / "policy"),
+        reward_model="sums:reward",
+        prompts=str(start / "prompts.train.jsonl"),
+        eval_prompts=str(start / "prompts.eval.jsonl"),
+        reward_mean=0,
+        reward_std=1,
+        gold=arithmetic.scores,
     )
     config = replace(
         configuration(replace(run, updates=0), task, output),
-        **{
-            "reward": InMemory("sums:reward", arithmetic.reward),
-            "gold_reward": None,
-            "overwrite": True,
-        },
-        **{"updates": run.updates, "eval_at": EVALUATED_AT, "eval_responses_per_prompt": 2},
-        **arithmetic.LENGTHS,
+        reward=InMemory("sums:reward", arithmetic.reward),
+        gold_reward=None,
+        overwrite=True,
+        updates=run.updates,
+        eval_at=EVALUATED_AT,
+        eval_responses_per_prompt=2,
+        max_prompt_tokens=arithmetic.LENGTHS["max_prompt_tokens"],
+        max_response_tokens=arithmetic.LENGTHS["max_response_tokens"],
     )
     AcceleratorState._reset_state(reset_partial_state=True)
     output.mkdir(parents=True, exist_ok=True)

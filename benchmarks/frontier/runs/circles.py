@@ -56,25 +56,19 @@ ARMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 # of P3O, PPO and GRPO, in deviations of the reward per nat; the others have their defaults
 KL_COEF = 0.1
 SETTINGS: dict[str, Any] = circles.LENGTHS | {
-    **{
-        "updates": 30,
-        "responses_per_prompt": 4,
-        "prompts_per_update": 32,
-        "prompts_per_minibatch": 8,
-    },
-    **{
-        "inner_epochs": 2,
-        "tokens_per_row": 2048,
-        "eval_responses_per_prompt": 4,
-        "eval_batch_size": 64,
-    },
-    **{
-        "precision": "fp32",
-        "report_to": "none",
-        "samples_every": 0,
-        "log_rollouts": 0,
-        "overwrite": True,
-    },
+    "updates": 30,
+    "responses_per_prompt": 4,
+    "prompts_per_update": 32,
+    "prompts_per_minibatch": 8,
+    "inner_epochs": 2,
+    "tokens_per_row": 2048,
+    "eval_responses_per_prompt": 4,
+    "eval_batch_size": 64,
+    "precision": "fp32",
+    "report_to": "none",
+    "samples_every": 0,
+    "log_rollouts": 0,
+    "overwrite": True,
 }
 AVERAGED = ("scores, P3O", "comparisons, P3O by means", "comparisons, P3O by pairs")
 SAVE_EVERY = 2  # updates, of arms whose weights are averaged over the second half
@@ -99,13 +93,11 @@ def play(seed: int, degree: float, folder: Path) -> dict[str, Any]:
         features = {name: sampled(raters, policy, start) for name, policy in policies.items()}
     replies = np.concatenate([found[:, : SAMPLED // 2] for found in features.values()], axis=1)
     return {
-        **{
-            "seed": seed,
-            "degree": degree,
-            "raters_agree": round(right, 4),
-            "reward_models": models,
-            "ended": ended,
-        },
+        "seed": seed,
+        "degree": degree,
+        "raters_agree": round(right, 4),
+        "reward_models": models,
+        "ended": ended,
         "named": {
             name: round(float(found[..., 1:].any(axis=-1).mean()), 4)
             for name, found in features.items()
@@ -136,12 +128,14 @@ def learn(folder: Path, start: Path, kind: str, seed: int) -> dict[str, float]:
         AcceleratorState._reset_state(reset_partial_state=True)
         output = folder / f"{kind}-{number}"
         config = RewardModelConfig(
-            **{"model": str(start / "policy"), "output_dir": str(output), "preference_dim": size},
-            **{
-                "train_data": str(folder / "pairs.train.jsonl"),
-                "eval_data": str(folder / "pairs.eval.jsonl"),
-            },
-            **{"seed": seed, "overwrite": True, **circles.REWARD_MODEL, "learning_rate": rate},
+            model=str(start / "policy"),
+            output_dir=str(output),
+            preference_dim=size,
+            train_data=str(folder / "pairs.train.jsonl"),
+            eval_data=str(folder / "pairs.eval.jsonl"),
+            seed=seed,
+            overwrite=True,
+            **circles.REWARD_MODEL | {"learning_rate": rate},
         )
         reward_model.train(config)
         found = {
@@ -162,16 +156,13 @@ def train_arm(arm: str, folder: Path, start: Path, seed: int) -> dict[str, float
     own |= {"inner_epochs": 1} if objective == "nash_md" else {}  # its loss is on-policy
     own |= {"save_every": SAVE_EVERY} if arm in AVERAGED else {}
     config = OBJECTIVES[objective](
-        **{
-            "model": str(start / "policy"),
-            "reward": str(folder / kind / "model"),
-            "output_dir": str(folder / arm),
-        },
-        **{
-            "prompts": str(start / "prompts.train.jsonl"),
-            "eval_prompts": str(start / "prompts.eval.jsonl"),
-        },
-        **{"seed": seed, **SETTINGS, **own},
+        model=str(start / "policy"),
+        reward=str(folder / kind / "model"),
+        output_dir=str(folder / arm),
+        prompts=str(start / "prompts.train.jsonl"),
+        eval_prompts=str(start / "prompts.eval.jsonl"),
+        seed=seed,
+        **SETTINGS | own,
     )
     loop.train(config)
     return {"kl": last_evaluation(folder / arm)["kl"]}

@@ -97,6 +97,7 @@ def begin_worker() -> None:
     """
     torch.set_num_threads(1)
     command = multiprocessing.parent_process()
+    assert command is not None  # a worker has one
 
     def end_with_command() -> None:
         command.join()

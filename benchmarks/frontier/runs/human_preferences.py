@@ -68,24 +68,26 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 # paper's, at 0.05.
 BETAS_PER_KL_COEF = 2.0
 SHARED: dict[str, Any] = {
-    **{
-        "lora_rank": 16,
-        "tokens_per_row": 1024,
-        "precision": "fp32",
-        "report_to": "none",
-        "save_minutes": 0.0,
-    },
-    **{"learning_rate": 1e-4, "max_prompt_tokens": 96, "overwrite": True},
+    "lora_rank": 16,
+    "tokens_per_row": 1024,
+    "precision": "fp32",
+    "report_to": "none",
+    "save_minutes": 0.0,
+    "learning_rate": 1e-4,
+    "max_prompt_tokens": 96,
+    "overwrite": True,
 }
 ONLINE: dict[str, Any] = SHARED | {
-    **{
-        "kl_per_update": 0.3,
-        "updates": UPDATES,
-        "prompts_per_update": PROMPTS,
-        "prompts_per_minibatch": 2,
-    },
-    **{"responses_per_prompt": RESPONSES, "inner_epochs": 1, "max_response_tokens": TOKENS},
-    **{"stop_strings": json.dumps(STOPS), "samples_every": 0, "log_rollouts": 0},
+    "kl_per_update": 0.3,
+    "updates": UPDATES,
+    "prompts_per_update": PROMPTS,
+    "prompts_per_minibatch": 2,
+    "responses_per_prompt": RESPONSES,
+    "inner_epochs": 1,
+    "max_response_tokens": TOKENS,
+    "stop_strings": json.dumps(STOPS),
+    "samples_every": 0,
+    "log_rollouts": 0,
 }
 # As many steps as online, on the comparisons that the reward model learned from.
 PAIRS_PER_STEP = 8
@@ -190,20 +192,19 @@ def play(inputs: Inputs, seed: int, kl_coef: float, arm: str, runs: Path) -> dic
         shutil.rmtree(own / kept, ignore_errors=True)
     gc.collect()
     return {
-        **{
-            "seed": seed,
-            "kl_coef": kl_coef,
-            "arm": arm,
-            "learning_rate": float(f"{steps[-1]['learning_rate']:.4g}"),
-        },
-        **{"train_seconds": round(trained - began), "seconds": round(time.process_time() - began)},
+        "seed": seed,
+        "kl_coef": kl_coef,
+        "arm": arm,
+        "learning_rate": float(f"{steps[-1]['learning_rate']:.4g}"),
+        "train_seconds": round(trained - began),
+        "seconds": round(time.process_time() - began),
         "end": evaluated,
     }
 
 
 def train(inputs: Inputs, seed: int, kl_coef: float, arm: str, output: Path) -> None:
     objective, own = ARMS[arm]
-    common = {"model": inputs.start, "output_dir": str(output), "seed": seed}
+    common: dict[str, Any] = {"model": inputs.start, "output_dir": str(output), "seed": seed}
     if arm == OFFLINE:
         settings = SHARED | {"epochs": 1, "batch_size": PAIRS_PER_STEP, "max_response_tokens": 96}
         settings |= {"limit": UPDATES * 2 * PAIRS_PER_STEP, "beta": BETAS_PER_KL_COEF * kl_coef}

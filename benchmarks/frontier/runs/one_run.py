@@ -41,9 +41,12 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        rewards = {"reward": InMemory(task.reward_model, offset_reward(run, task))}
-        rewards["gold_reward"] = InMemory(GOLD, task.gold_reward())
-        train(replace(configuration(run, task, output), **rewards))
+        config = replace(
+            configuration(run, task, output),
+            reward=InMemory(task.reward_model, offset_reward(run, task)),
+            gold_reward=InMemory(GOLD, task.gold_reward()),
+        )
+        train(config)
     shutil.rmtree(output / "state")
     log_file.rename(output / "log.txt")
     finished = folder / run.name
@@ -169,13 +172,14 @@ def correction(name: str, algorithm: str) -> dict[str, Any]:
     before the update, as if it had sampled. ratios: they compare with the policy that sampled.
     weights: as none, and losses are weighed by the ratio of the two, capped.
     """
-    return {
+    settings: dict[str, dict[str, Any]] = {
         "none": {},
         "ratios": {"old_logprobs": "sampler"},
         "weights": {
             "sampler_ratio_cap": TOKEN_CAP if algorithm in WEIGHTS_OF_TOKENS else RESPONSE_CAP
         },
-    }[name]
+    }
+    return settings[name]
 
 
 def rounded_evaluations(folder: Path) -> list[dict[str, float]]:

@@ -16,8 +16,10 @@ LATER = (
     "inner_epochs",
     "reward_spread",
     "updates",
+    "critic_learning_rate",
+    "value_clip_range",
+    "kl_per_update",
 )
-LATER += ("critic_learning_rate", "value_clip_range", "kl_per_update")
 
 
 @dataclass(frozen=True)

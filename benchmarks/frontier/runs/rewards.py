@@ -20,8 +20,8 @@ def without_offset() -> Iterator[Run]:
 
 def ppo(deviation: float, rate: float) -> Run:
     """PPO under an offset of this standard deviation."""
-    fields = {"offset": "unlearnable", "offset_sd": deviation} if deviation else {}
-    return replace(arm("ppo"), learning_rate=rate, **fields)
+    plain = replace(arm("ppo"), learning_rate=rate)
+    return replace(plain, offset="unlearnable", offset_sd=deviation) if deviation else plain
 
 
 def offset_doses() -> Iterator[Run]:

@@ -29,9 +29,28 @@ SELECTION = tuple(zip((100, 101), TASKS[8:], strict=True))
 CHOSEN = Path(__file__).parent / "tuned_arms.json"
 
 
-def arm(algorithm: str, responses: int = 4, own: float = 0.0, **fields: float | str) -> Run:
-    sizes = {"responses_per_prompt": responses, "prompts_per_update": PROMPTS[responses]}
-    return Run("", algorithm, 0.0, BETA, 0, own_parameter=own, **sizes, **fields)
+def arm(
+    algorithm: str,
+    responses: int = 4,
+    own: float = 0.0,
+    *,
+    rounds_ahead: int = 0,
+    correction: str = "none",
+    reward_spread: float = 0.0,
+) -> Run:
+    return Run(
+        task="",
+        algorithm=algorithm,
+        learning_rate=0.0,
+        kl_coef=BETA,
+        seed=0,
+        responses_per_prompt=responses,
+        prompts_per_update=PROMPTS[responses],
+        own_parameter=own,
+        rounds_ahead=rounds_ahead,
+        correction=correction,
+        reward_spread=reward_spread,
+    )
 
 
 def rates_of(arm: Run) -> tuple[float, ...]:

@@ -77,12 +77,14 @@ def is_right(prompt: str, response: str) -> bool:
     return response.endswith(f", {spaced(sum(numbers_of(prompt)), 3)} ;")
 
 
+def scores(prompts: list[str], responses: list[str]) -> list[float]:
+    """1 for a right response, else 0."""
+    return [float(is_right(*pair)) for pair in zip(prompts, responses, strict=True)]
+
+
 def reward(groups: list[Group]) -> Tensor:
-    """1 for a right response, else 0, [P, K]."""
-    prompts, responses = texts(groups)
-    right = [
-        is_right(prompt, response) for prompt, response in zip(prompts, responses, strict=True)
-    ]
+    """The same of groups, [P, K]."""
+    right = scores(*texts(groups))
     return torch.tensor(right, dtype=torch.float32).view(len(groups), -1)
 
 

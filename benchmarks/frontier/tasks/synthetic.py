@@ -28,8 +28,6 @@ COMMON: dict[str, Any] = {
     "max_prompt_tokens": 16,
     "max_response_tokens": MAX_TOKENS,
     "tokens_per_row": 2048,
-}
-COMMON |= {
     "batch_size": 64,
     "lr_schedule": "cosine",
     "warmup_steps": 20,

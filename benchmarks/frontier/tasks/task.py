@@ -36,9 +36,15 @@ TASKS = tuple(f"many_languages-{number}" for number in range(10))
 
 # Of every run, whatever its algorithm.
 SETTINGS: dict[str, Any] = {
-    **{"updates": 20, "inner_epochs": 4, "sampler": "engine"},
-    **{"max_prompt_tokens": 16, "max_response_tokens": 32, "tokens_per_row": 2048},
-    **{"eval_at": "2,4,7,10,14", "eval_responses_per_prompt": 4, "eval_batch_size": 128},
+    "updates": 20,
+    "inner_epochs": 4,
+    "sampler": "engine",
+    "max_prompt_tokens": 16,
+    "max_response_tokens": 32,
+    "tokens_per_row": 2048,
+    "eval_at": "2,4,7,10,14",
+    "eval_responses_per_prompt": 4,
+    "eval_batch_size": 128,
 }
 
 
@@ -112,7 +118,7 @@ def as_recorded(number: int, start: Path) -> bool:
 
 def keep(model: PreTrainedModel, policy: str, folder: Path) -> None:
     """Writes a model in bf16, as recorded runs began with, with the policy's tokenizer."""
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     load_tokenizer(policy).save_pretrained(folder)
 
 

@@ -250,18 +250,13 @@ def test_generate_samples_turns_of_tools_and_keeps_the_tools_of_its_prompts(
 
 
 def load(folder: Path, tokenizer: PreTrainedTokenizerBase, record: dict, **options):
-    schema = make_tool(vars_of(FUNCTIONS)["add"]).schema
-    return load_prompts(
-        jsonl(folder, [record]),
-        tokenizer,
-        **{
-            "max_prompt_tokens": 2000,
-            "tools": [schema],
-            "observation_role": "tool",
-            "as_given": True,
-        }
-        | options,
-    )
+    settings = {
+        "max_prompt_tokens": 2000,
+        "tools": [make_tool(vars_of(FUNCTIONS)["add"]).schema],
+        "observation_role": "tool",
+        "as_given": True,
+    }
+    return load_prompts(jsonl(folder, [record]), tokenizer, **settings | options)
 
 
 def vars_of(source: str) -> dict:
