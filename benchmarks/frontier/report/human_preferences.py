@@ -100,6 +100,6 @@ def scatter(axes: Axes, measure: Callable[[Line], float]) -> None:
             moved = by_seed(arm, MOVED["KL"])
             points = [(moved[seed], value) for seed, value in reached.items()]
             means = [sum(values) / len(points) for values in zip(*points, strict=True)]
-            look = {"color": COLORS[color], "marker": marker, "linestyle": ""}
+            look: dict[str, Any] = {"color": COLORS[color], "marker": marker, "linestyle": ""}
             axes.plot(*zip(*points, strict=True), markersize=3.5, alpha=0.55, **look)
             axes.plot(*means, markersize=9, markeredgecolor="black", label=arm, **look)
