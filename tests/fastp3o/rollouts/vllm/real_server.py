@@ -56,7 +56,11 @@ class RealServer:
         environment["PATH"] = f"{Path(self.python).parent}:{os.environ['PATH']}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command.split(), env=environment, stdout=log, stderr=log, start_new_session=True
+                self.command.split(),
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         try:
             self.wait()

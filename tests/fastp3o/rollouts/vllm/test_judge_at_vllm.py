@@ -159,9 +159,7 @@ def local_probability(judge: SmallJudge, prompt: str, first: str, second: str) -
 def test_probabilities_are_those_of_the_model_in_both_orders(judged, tmp_path):
     endpoint = ChatEndpoint(f"{judged.proxy.url}/v1", "judge")
     judge, file = judged.judge, VerdictFile(tmp_path / "verdicts.jsonl")
-    asking = EndpointJudge(
-        endpoint, file=file, requests=4, template=judge.template, logprobs=True
-    )
+    asking = EndpointJudge(endpoint, file=file, requests=4, template=judge.template, logprobs=True)
     groups = groups_of_texts(["a tree", "house"], ["no", "b\ufffd."], ["same", "same"])
     values = EndpointComparisons(asking).matrix(groups)[:, 0, 1].tolist()
     assert values[2] == 0
@@ -216,9 +214,10 @@ def test_a_run_that_is_stopped_ends_with_the_bits_of_one_that_was_not_and_pays_f
 
 
 def assert_learned(tiny_model: str, folder: str) -> None:
-    """The judge gave probabilities, and the policy followed them."""
-    assert all("preferred" in record for record in verdicts(folder).values())
-    assert all(step["reward_answered"] == 1 for step in metrics(folder))
+    """The judge gave probabilities, wherever it had a verdict, and the policy followed them."""
+    records = verdicts(folder).values()
+    assert all(("preferred" in record) == (record["verdict"] != "none") for record in records)
+    assert all(step["reward_answered"] > 0.8 for step in metrics(folder))
     assert all(0 < step["reward_difference"] < 0.5 for step in metrics(folder))
     start = weights_of_start(tiny_model)
     assert any(not torch.equal(start[name], value) for name, value in weights(folder).items())
