@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import exp
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from fastp3o.objectives.config.p3o import P3OConfig
 from fastp3o.rewards.judge import ChatEndpoint, EndpointJudge, question
 from fastp3o.rewards.judged import EndpointComparisons
 from fastp3o.rewards.verdicts import VerdictFile
+from fastp3o.rollouts.groups import Group
 from fastp3o.training.loop import train
 from tests.fastp3o.groups import groups_of_texts
 from tests.fastp3o.local_server import LocalHandler, LocalServer
@@ -35,40 +37,41 @@ TRIAL = "response"  # one of the two responses that a judge is asked about befor
 
 
 class Proxy(LocalServer):
-    """Passes questions on to a server, and keeps what was asked and answered: (question, status).
-    before: is called with the number of each question, from 1, before it is passed on.
+    """Passes questions on to a server, and keeps those that were answered, each with the run that
+    has asked: /RUN/v1 is the URL of a run. before: is called with the number of each question of a
+    run, from 1, before it is passed on.
     """
 
     def __init__(self, behind: RealServer):
         super().__init__(Handler)
-        self.behind, self.asked = behind, 0
-        self.before: Callable[[int], object] = lambda number: None
+        self.behind, self.asked = behind, Counter[str]()
+        self.before: dict[str, Callable[[int], object]] = {}
 
-    def paid(self) -> Counter[str]:
-        """How often each question was answered, without those of the trials before runs."""
-        return Counter(
-            text for text, status in self.requests if status == 200 and TRIAL not in text
-        )
+    def paid(self, run: str) -> Counter[str]:
+        """How often each question of a run was answered, without those of the trial before it."""
+        return Counter(text for asking, text in self.requests if asking == run)
 
 
 class Handler(LocalHandler):
     server: Proxy
 
     def respond(self, sent: bytes) -> None:
+        _, run, path = self.path.split("/", 2)
         text = json.loads(sent)["messages"][0]["content"]
+        counts = TRIAL not in text
         with self.server.lock:
-            if TRIAL not in text:
-                self.server.asked += 1
-                self.server.before(self.server.asked)
+            self.server.asked[run] += counts
+            if counts and run in self.server.before:
+                self.server.before[run](self.server.asked[run])
         try:
             json_body = {"Content-Type": "application/json"}
-            reply = httpx.post(
-                self.server.behind.url + self.path, content=sent, headers=json_body, timeout=600.0
-            )
+            url = f"{self.server.behind.url}/{path}"
+            reply = httpx.post(url, content=sent, headers=json_body, timeout=600.0)
         except httpx.HTTPError:  # the server is gone: neither is there an answer here
             self.close_connection = True
             return
-        self.server.requests.append((text, reply.status_code))
+        if counts and reply.status_code == 200:
+            self.server.requests.append((run, text))
         self.answer(reply.status_code, reply.json())
 
 
@@ -103,7 +106,7 @@ def run(tiny_model: str, folder: str, judged: Judged, **changes) -> P3OConfig:
     Path("template.txt").write_text(judged.judge.template)
     settings = {
         "reward": "judge",
-        "judge_url": f"{judged.proxy.url}/v1",
+        "judge_url": f"{judged.proxy.url}/{folder}/v1",
         "judge_model": "judge",
         "judge_template": "template.txt",
         "judge_requests": 3,
@@ -118,13 +121,10 @@ def run(tiny_model: str, folder: str, judged: Judged, **changes) -> P3OConfig:
 
 
 def flags(settings: P3OConfig) -> list[str]:
-    """The command line of a configuration's changes."""
-    changed = {
-        name: value
-        for name, value in vars(settings).items()
-        if value != getattr(P3OConfig, name, None)
-    }
-    return [part for name, value in changed.items() for part in (f"--{name}", str(value))]
+    """The command line of a configuration."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    changed = {field.name for field in fields(settings) if values[field.name] != field.default}
+    return [part for name in sorted(changed) for part in (f"--{name}", str(values[name]))]
 
 
 def verdicts(folder: str) -> dict[str, dict]:
@@ -134,8 +134,15 @@ def verdicts(folder: str) -> dict[str, dict]:
     return {record["key"]: record for record in records}
 
 
-def local_probability(judge: SmallJudge, prompt: str, first: str, second: str) -> float:
-    """P(the first is better), a tie half, by transformers' greedy answer to one order."""
+class LocalAnswer(NamedTuple):
+    """letter: of the verdict. preferred: P(the first is better), a tie half."""
+
+    letter: str
+    preferred: float
+
+
+def local_answer(judge: SmallJudge, prompt: str, first: str, second: str) -> LocalAnswer:
+    """What transformers' greedy answer to one order says."""
     tokenizer = AutoTokenizer.from_pretrained(judge.model)
     model = AutoModelForCausalLM.from_pretrained(judge.model, dtype=torch.float32)
     chat = [{"role": "user", "content": question(prompt, first, second, judge.template)}]
@@ -150,26 +157,57 @@ def local_probability(judge: SmallJudge, prompt: str, first: str, second: str) -
     (place,) = (number for number, token in enumerate(answer) if token in letters)
     logprobs = generated.scores[place][0].log_softmax(-1)
     first_wins, second_wins, ties = (exp(logprobs[letter].item()) for letter in letters)
-    return (first_wins + ties / 2) / (first_wins + second_wins + ties)
+    preferred = (first_wins + ties / 2) / (first_wins + second_wins + ties)
+    return LocalAnswer("ABC"[letters.index(answer[place])], preferred)
+
+
+def both_orders(judge: SmallJudge, group: Group) -> tuple[LocalAnswer, LocalAnswer]:
+    first, second = (response.text for response in group.responses)
+    prompt = group.prompt.text
+    return local_answer(judge, prompt, first, second), local_answer(judge, prompt, second, first)
+
+
+def asking(judge: SmallJudge, proxy: Proxy) -> EndpointComparisons:
+    endpoint = ChatEndpoint(f"{proxy.url}/one/v1", "judge", retries=0)
+    return EndpointComparisons(
+        EndpointJudge(
+            endpoint, file=VerdictFile(None), requests=4, template=judge.template, logprobs=True
+        )
+    )
 
 
 # --- one comparison -------------------------------------------------------------------------------
 
 
-def test_probabilities_are_those_of_the_model_in_both_orders(judged, tmp_path):
-    endpoint = ChatEndpoint(f"{judged.proxy.url}/v1", "judge")
-    judge, file = judged.judge, VerdictFile(tmp_path / "verdicts.jsonl")
-    asking = EndpointJudge(endpoint, file=file, requests=4, template=judge.template, logprobs=True)
+def test_probabilities_are_those_of_the_model_in_both_orders(judged):
     groups = groups_of_texts(["a tree", "house"], ["no", "b\ufffd."], ["same", "same"])
-    values = EndpointComparisons(asking).matrix(groups)[:, 0, 1].tolist()
+    values = asking(*judged).matrix(groups)[:, 0, 1].tolist()
     assert values[2] == 0
     for group, value in zip(groups[:2], values, strict=False):
-        first, second = (response.text for response in group.responses)
-        straight = local_probability(judge, group.prompt.text, first, second)
-        swapped = local_probability(judge, group.prompt.text, second, first)
-        assert abs(straight - 0.5) > 1e-3  # more than the tolerance
-        assert value == pytest.approx((straight + 1 - swapped) / 2 - 0.5, abs=1e-5)
-    assert len(judged.proxy.paid()) == 4
+        straight, swapped = both_orders(judged.judge, group)
+        assert abs(straight.preferred - swapped.preferred) > 1e-3  # more than the tolerance
+        expected = (straight.preferred + 1 - swapped.preferred) / 2 - 0.5
+        assert value == pytest.approx(expected, abs=1e-5)
+    assert len(judged.proxy.paid("one")) == 4
+
+
+@pytest.mark.parametrize("served", ["tiny"], indirect=True)
+def test_a_server_that_refuses_log_probs_judges_by_its_text(served, tmp_path, capsys):
+    judge, _ = served
+    groups = groups_of_texts(["a tree", "house"], ["no", "b\ufffd."], ["", "q;W"])
+    points = {("A", "B"): 0.5, ("B", "A"): -0.5}
+    expected = [
+        points.get(tuple(answer.letter for answer in both_orders(judge, group)), 0.0)
+        for group in groups
+    ]
+    flags = f"{FLAGS} --max-logprobs 1"
+    with RealServer(judge.model, flags, tmp_path / "log") as server, Proxy(server) as proxy:
+        reward = asking(judge, proxy)
+        reward.check(groups[0].prompt)
+        assert "gives no log-probs" in capsys.readouterr().out
+        assert reward.matrix(groups)[:, 0, 1].tolist() == expected
+    # The trial has found it out: none of these was refused.
+    assert sum(proxy.paid("one").values()) == proxy.asked["one"] == 6
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -180,37 +218,58 @@ def test_a_run_that_is_stopped_ends_with_the_bits_of_one_that_was_not_and_pays_f
     workplace, tiny_model, judged, sent
 ):
     proxy = judged.proxy
-    whole = run(tiny_model, "whole", judged)
-    train(whole)
+    train(run(tiny_model, "whole", judged))
     assert_learned(tiny_model, "whole")
-    expected = proxy.paid()
+    expected = proxy.paid("whole")
     assert set(expected.values()) == {1}
     assert len(expected) == 2 * len(verdicts("whole"))
 
-    proxy.requests.clear()
-    stopped = replace(whole, output_dir="stopped")
-    command = [sys.executable, "-m", "fastp3o", "p3o", *flags(stopped)]
-    begins = proxy.asked
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        proxy.before = lambda number: (
-            os.kill(process.pid, sent) if number == begins + len(expected) // 2 else None
+    stopped = run(tiny_model, "stopped", judged)
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastp3o", "p3o", *flags(stopped)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        proxy.before["stopped"] = lambda number: (
+            os.kill(process.pid, sent) if number == len(expected) // 2 else None
         )
         said, _ = process.communicate()
-    assert process.returncode == -sent or sent == signal.SIGTERM, said.decode()
+    assert sent == signal.SIGTERM or process.returncode == -sent, said.decode()
     assert not Path("stopped", "model").exists(), said.decode()
-    kept, before = verdicts("stopped"), proxy.paid()
+    kept = verdicts("stopped")
     assert 0 < len(kept) < len(verdicts("whole"))
 
-    proxy.requests.clear()
-    train(replace(stopped, resume=True))
+    # The server has moved.
+    train(replace(stopped, judge_url=f"{proxy.url}/resumed/v1", resume=True))
     assert_equal(weights("whole"), weights("stopped"))
     assert metrics("whole") == metrics("stopped")
     assert verdicts("whole") == verdicts("stopped")
+    first, second = proxy.paid("stopped"), proxy.paid("resumed")
     # Both orders of what had no verdict yet, and nothing else.
-    assert sum(proxy.paid().values()) == 2 * (len(verdicts("whole")) - len(kept))
-    again = before & proxy.paid()
-    assert sum(again.values()) <= (2 * whole.judge_requests if sent == signal.SIGKILL else 0)
-    assert set(before) | set(proxy.paid()) == set(expected)
+    assert set(second.values()) == {1}
+    assert len(second) == 2 * (len(verdicts("whole")) - len(kept))
+    assert set(first) | set(second) == set(expected)
+    # A killed run had asked for some of it, and had no time to keep the answers.
+    assert len(first & second) <= (2 * stopped.judge_requests if sent == signal.SIGKILL else 0)
+
+
+@pytest.mark.parametrize("served", ["tiny"], indirect=True)
+def test_a_run_waits_for_a_server_that_is_restarted(workplace, tiny_model, judged):
+    proxy = judged.proxy
+    train(run(tiny_model, "whole", judged))
+    expected = proxy.paid("whole")
+
+    def restart(number: int) -> None:
+        if number == len(expected) // 2:
+            proxy.behind.kill()
+            threading.Thread(target=proxy.behind.start).start()
+
+    proxy.before["waiting"] = restart
+    train(run(tiny_model, "waiting", judged, judge_retries=9))
+    assert sum(proxy.asked.values()) > 2 * sum(expected.values())  # some were asked of no server
+    assert proxy.paid("waiting") == expected
+    assert verdicts("whole") == verdicts("waiting")
+    assert_equal(weights("whole"), weights("waiting"))
 
 
 def assert_learned(tiny_model: str, folder: str) -> None:
