@@ -46,7 +46,12 @@ def load_judge(config: JudgeConfig, verdicts: Path | None) -> Judge | None:
     if config.judge:
         return FunctionJudge(config.judge)
     if config.judge_url and config.judge_model:
-        endpoint = ChatEndpoint(config.judge_url, config.judge_model)
+        endpoint = ChatEndpoint(
+            config.judge_url,
+            config.judge_model,
+            timeout=config.judge_timeout,
+            retries=config.judge_retries,
+        )
         template = read_template(config.judge_template, config.judge_principles)
         return EndpointJudge(
             endpoint, path=verdicts, requests=config.judge_requests, template=template

@@ -173,6 +173,21 @@ class LanguageJudgeConfig(RemoteConfig):
         needs="judge_url",
         changeable=True,
     )
+    judge_timeout: float = option(
+        120.0,
+        "Seconds that --judge_url may take to answer a request.",
+        above=0,
+        needs="judge_url",
+        changeable=True,
+    )
+    judge_retries: int = option(
+        6,
+        "Further attempts after --judge_url failed, after 1, 2, 4, ... seconds: 6 wait a minute or more in all, 8 four "
+        "minutes or more. 0 disables retries.",
+        at_least=0,
+        needs="judge_url",
+        changeable=True,
+    )
     verdicts: str | None = option(
         None,
         "JSONL file where verdicts of --judge_url are kept, so that they are not asked for again. Default for --reward "

@@ -273,8 +273,10 @@ def preferred_by_logprobs(logprobs: Any) -> float | None:
         # Other letters in the same place of the token, which may hold brackets, too.
         before, letters = token[: place - begin], dict.fromkeys("ABC", 0.0)
         for alternative in alternatives:
-            letter = alternative["token"][len(before) : len(before) + 1]
-            if alternative["token"].startswith(before) and letter in letters:
+            other = alternative["token"]
+            letter, after = other[len(before) : len(before) + 1], other[len(before) + 1 :]
+            # [[Both]] is no verdict.
+            if other.startswith(before) and letter in letters and "]]".startswith(after[:2]):
                 letters[letter] += exp(alternative["logprob"])
         return (letters["A"] + letters["C"] / 2) / sum(letters.values())
     except (LookupError, TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError):

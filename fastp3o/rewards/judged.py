@@ -18,7 +18,14 @@ from fastp3o.models.sharding import FrozenModel, with_tensor_group
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.tables import sums_by_group
 from fastp3o.rewards.comparisons import Comparison, JudgedPairs
-from fastp3o.rewards.judge import PATTERN, EndpointJudge, parse_verdict, plain_text, question
+from fastp3o.rewards.judge import (
+    LETTERS_AMONG,
+    PATTERN,
+    EndpointJudge,
+    parse_verdict,
+    plain_text,
+    question,
+)
 from fastp3o.rewards.verdicts import Verdict
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 
@@ -44,13 +51,18 @@ class EndpointComparisons(JudgedPairs):
 
     def check(self, prompt: Prompt, siblings: int = 2) -> None:
         """Asks about two responses to a prompt, the words "response" and "other". Raises
-        EndpointError as a call does, and says if the answer has no verdict.
+        EndpointError as a call does, and says if the answer has no verdict, or no log-probs.
         """
         text = question(judged_text(prompt), "response", "other", self.judge.template)
         answer = self.judge.endpoint.ask(text, threading.Event(), logprobs=self.judge.logprobs)
         if parse_verdict(answer) is Verdict.NONE:
             tqdm.write(
                 f"warning: the judge's answer has no verdict, [[A]], [[B]] or [[C]]: {answer.text!r:.300}"
+            )
+        elif self.judge.logprobs and answer.preferred is None:
+            tqdm.write(
+                "warning: the judge's server gives no log-probs of the verdict's letter, so that a verdict counts 1, "
+                f"0.5 or 0. vLLM gives them with --max-logprobs {LETTERS_AMONG} or more"
             )
 
     def ask(self, comparisons: list[Comparison]) -> list[float]:

@@ -218,7 +218,12 @@ def load_judge(context: Context, config: RemoteConfig, policy: PolicyConfig) -> 
     if config.judge_url:
         template = read_template(*files)
         file = verdict_file(config, policy, context.accelerator.process_index)
-        endpoint = ChatEndpoint(config.judge_url, config.judge_model)
+        endpoint = ChatEndpoint(
+            config.judge_url,
+            config.judge_model,
+            timeout=config.judge_timeout,
+            retries=config.judge_retries,
+        )
         return EndpointComparisons(
             EndpointJudge(
                 endpoint,

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o import UserError, train
-from fastp3o.calls.endpoint import EndpointError
+from fastp3o.calls.endpoint import EndpointError, UnavailableError
 from fastp3o.cli import parse
 from fastp3o.models.loading import load_policy
 from fastp3o.objectives.config.p3o import P3OConfig
@@ -85,6 +85,21 @@ def test_the_probability_is_that_of_the_last_marks_letter_a_tie_half():
     assert preferred_by_logprobs({"content": [{"token": "no mark", "top_logprobs": []}]}) is None
 
 
+@pytest.mark.parametrize(
+    ("token", "counts"),
+    [("B", True), ("B]", True), ("B]].", True), ("Both", False), ("B-", False), ("B]-", False)],
+)
+def test_an_alternative_counts_only_where_it_may_end_as_a_mark(token, counts):
+    top = [
+        {"token": other, "logprob": math.log(chance)}
+        for other, chance in (("A", 0.6), (token, 0.3))
+    ]
+    entries = [{"token": "[[", "top_logprobs": []}, {"token": "A", "top_logprobs": top}]
+    entries.append({"token": "]]", "top_logprobs": []})
+    expected = 0.6 / 0.9 if counts else 1.0
+    assert preferred_by_logprobs({"content": entries}) == pytest.approx(expected)
+
+
 def test_both_orders_make_one_probability_and_a_place_that_is_preferred_cancels(server):
     asked = []
 
@@ -137,6 +152,20 @@ def test_without_log_probs_the_verdict_counts_and_a_server_that_refuses_them_is_
     server.question = lambda body, number: Reply(401)
     with pytest.raises(EndpointError, match="401"):
         comparisons_at(base(server)).matrix(groups_of_texts(["long", "b"]))
+
+
+def test_a_server_without_log_probs_is_named_before_the_run(server, capsys):
+    prompt = groups_of_texts(["a", "b"])[0].prompt
+    for reply, said in (
+        (Reply(body=with_logprobs(0.6, 0.2)), ""),
+        (Reply(body=says("[[A]]")), "gives no log-probs of the verdict's letter"),
+        (Reply(body=says("hm")), "has no verdict"),
+    ):
+        server.reply = lambda asked, reply=reply: reply
+        comparisons_at(base(server)).check(prompt)
+        warned = capsys.readouterr().out
+        assert said in warned
+        assert warned.count("warning") == bool(said)
 
 
 def test_a_verdict_is_kept_before_it_counts_and_never_asked_for_again_not_even_if_there_was_none(
@@ -344,6 +373,28 @@ def test_a_judge_that_fails_stops_the_run_which_continues_with_what_was_paid_for
     # An order that was answered is asked for again only with the other one, if that was refused.
     assert len(again) <= 2 * sum(refused.values())
     assert set(questions(server)) == set(expected)
+
+
+def test_a_judge_that_is_away_or_late_is_asked_as_often_and_waited_for_as_long_as_flags_say(
+    workplace, tiny_model, server
+):
+    server.reply = prefers_vowels
+    train(judged(server, tiny_model, "whole"))
+
+    def fails_once(failure: Reply) -> None:
+        number = len(server.requests) + 5
+        server.question = lambda body, count: None if count == number else JUDGES[2](body, count)
+        server.reply = lambda asked: failure if asked is None else prefers_vowels(asked)
+
+    settings = judged(server, tiny_model, "run")
+    for failure, said in ((Reply(503), "status 503"), (Reply(delay=2.0), "within 1 s")):
+        fails_once(failure)
+        with pytest.raises(UnavailableError, match=rf"{said}.*attempts: 1"):
+            train(replace(settings, judge_retries=0, judge_timeout=1.0))
+        settings = replace(settings, resume=True)
+    fails_once(Reply(503))
+    train(replace(settings, judge_retries=1))
+    assert_equal(weights("whole"), weights("run"))
 
 
 def test_the_recipe_of_the_page_runs_from_principles_to_a_policy(workplace, tiny_model, server):

@@ -1,35 +1,18 @@
-"""Runs with a real vLLM server, on a CPU: `bash scripts/test_vllm.sh`. A server takes a minute or
-more to start.
-"""
+"""Runs that sample with a real vLLM server, on a CPU: `bash scripts/test_vllm.sh`."""
 
 import math
-import os
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.training.loop import train
+from tests.fastp3o.rollouts.vllm.real_server import RealServer
 from tests.fastp3o.runs import config, metrics
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-LONGEST_START = 900.0  # seconds
-# A seeded request whose prompt is prefilled in parts kills the CPU's engine.
-FLAGS = "--dtype float32 --max-model-len 1024 --max-num-seqs 64 --enforce-eager --no-enable-chunked-prefill"
-FLAGS += " --max-num-batched-tokens 8192 --logprobs-mode processed_logprobs"
-SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
-SETTINGS |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+FLAGS = "--max-num-seqs 64 --logprobs-mode processed_logprobs"
 
 
 @pytest.fixture(scope="module")
@@ -50,44 +33,8 @@ def model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def url(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server that has started."""
-    if "FASTP3O_VLLM" not in os.environ:
-        pytest.skip("needs FASTP3O_VLLM, a Python that has vLLM: bash scripts/test_vllm.sh")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    python = os.environ["FASTP3O_VLLM"]
-    command = (
-        f"{python} -W ignore -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {port}"
-    )
-    command += f" --model {model} {FLAGS}"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "TRITON_INTERPRET")
-    }
-    environment |= SETTINGS | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
-    with (tmp_path_factory.mktemp("server") / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(
-            command.split(), env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_for(health: str, process: subprocess.Popen) -> None:
-    end = time.monotonic() + LONGEST_START
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(health).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(1.0)
-    raise RuntimeError("the server has not started")
+    with RealServer(model, FLAGS, tmp_path_factory.mktemp("server") / "vllm.log") as server:
+        yield server.url
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
