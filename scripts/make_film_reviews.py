@@ -18,12 +18,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+from pinned_file import pinned_file
+
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, required
 from fastp3o.errors import UserError
 from fastp3o.files import write_file
 from fastp3o.script import run_script
-from pinned_file import pinned_file
 
 FOLDER = "https://github.com/dennybritz/cnn-text-classification-tf/raw/master/data/rt-polaritydata"
 SHA256 = {

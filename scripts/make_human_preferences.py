@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from pinned_file import pinned_file
+
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, required
 from fastp3o.errors import UserError
 from fastp3o.script import run_script
-from pinned_file import pinned_file
 
 URLS = (
     "https://huggingface.co/datasets/Anthropic/hh-rlhf/resolve/main/harmless-base/test.jsonl.gz",
