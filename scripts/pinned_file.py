@@ -35,5 +35,7 @@ def downloaded(urls: tuple[str, ...], flag: str) -> bytes:
         try:
             return httpx.get(url, follow_redirects=True, timeout=60).raise_for_status().content
         except httpx.HTTPError as error:
-            failures.append(f"{url} ({error or type(error).__name__})")
+            # A status's second line is where to read about statuses.
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            failures.append(f"{url} ({reason})")
     raise UserError(f"cannot download the data: {'; '.join(failures)}. {flag} takes a copy")
