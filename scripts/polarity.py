@@ -61,7 +61,7 @@ def weights_of(path: str) -> dict[str, float]:
 
 
 def log_odds(texts: list[str], weights: dict[str, float]) -> list[float]:
-    """Mean weights, each text's by the root of its number of features, so that length is no merit."""
+    """The sum of a text's weights by the root of how many features it has: length is no merit."""
     every = (features(text) for text in texts)
     return [
         sum(weights.get(feature, 0.0) for feature in found) / math.sqrt(len(found) or 1)
@@ -109,7 +109,8 @@ def fitted(reviews: Reviews, config: PolarityConfig) -> dict[str, float]:
     bags = torch.tensor([places[feature] for feature in chain(*every)])
     lengths = [len(found) for found in every]
     starts = torch.tensor([0, *accumulate(lengths[:-1])])
-    shares = torch.tensor([size**-0.5 for size in lengths for _ in range(size)]).double()
+    shares = torch.tensor(lengths, dtype=torch.float64).rsqrt()
+    shares = shares.repeat_interleave(torch.tensor(lengths))
     weights = torch.zeros(len(places), 1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
 
