@@ -93,30 +93,31 @@ def exploited(records: Records) -> str:
     return markdown(lines)
 
 
-def real_task(name: str, judge: str) -> Section:
-    """How P3O went on a real model. name: of a record. judge: what scores without training."""
+def human_preferences(records: Records) -> str:
+    lines = [
+        [
+            "update",
+            "its reward model",
+            "the judge",
+            "response, tokens",
+            "without an end",
+            "KL, nats",
+        ]
+    ]
+    for one in records["human_preferences.json"]["p3o"]:
+        figures = [f"{one['reward']:.2f}", f"{one['gold']:.2f}", f"{one['response_length']:.1f}"]
+        lines.append([str(one["step"]), *figures, f"{one['missing_eos']:.0%}", f"{one['kl']:.1f}"])
+    return markdown(lines)
 
-    def table(records: Records) -> str:
-        lines = [["update", "its reward model", judge, "response, tokens"]]
-        lines[0] += ["without an end", "KL, nats"]
-        for one in records[name]["p3o"]:
-            scores = [f"{one['reward']:.2f}", f"{one['gold']:.2f}"]
-            figures = [f"{one['response_length']:.1f}", f"{one['missing_eos']:.0%}"]
-            lines.append([str(one["step"]), *scores, *figures, f"{one['kl']:.1f}"])
-        return markdown(lines)
 
-    return table
-
-
-def win_rate_by_judge(name: str) -> Section:
-    def share(records: Records) -> str:
-        rate = records[name]["win_rate_by_judge"]
-        return f"{rate['win_rate']:.0%} [{rate['low']:.0%}, {rate['high']:.0%}]"
-
-    return share
+def human_win_rate(records: Records) -> str:
+    rate = records["human_preferences.json"]["win_rate_by_judge"]
+    return f"{rate['win_rate']:.0%} [{rate['low']:.0%}, {rate['high']:.0%}]"
 
 
 def accuracies(name: str) -> Section:
+    """Of the reward model and of what judges. name: of a record."""
+
     def shares(records: Records) -> str:
         return " and ".join(
             f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]"

@@ -10,7 +10,6 @@ from benchmarks.pages import counts, cpu, front, gallery, gpu, machines, memory,
 from benchmarks.pages.sources import Records, Section, records
 from benchmarks.predicted_iteration import predicted_iterations
 
-HUMAN, FILMS = "human_preferences.json", "film_reviews.json"
 ROOT = Path(__file__).parents[2]
 SECTIONS: dict[str, dict[str, Section]] = {
     "benchmarks/README.md": {
@@ -38,7 +37,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "README.md": {
         "memory": front.memory,
         "gpu": front.limit,
-        "human win rate": runs.win_rate_by_judge(HUMAN),
+        "human win rate": runs.human_win_rate,
     },
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
@@ -53,13 +52,11 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,
-        "human": runs.real_task(HUMAN, "the judge"),
-        "human win rate": runs.win_rate_by_judge(HUMAN),
-        "human accuracies": runs.accuracies(HUMAN),
+        "human": runs.human_preferences,
+        "human win rate": runs.human_win_rate,
+        "human accuracies": runs.accuracies("human_preferences.json"),
         "human offsets": runs.human_offsets,
-        "films": runs.real_task(FILMS, "the gold"),
-        "films win rate": runs.win_rate_by_judge(FILMS),
-        "films accuracies": runs.accuracies(FILMS),
+        "films accuracies": runs.accuracies("film_reviews.json"),
         "game": runs.game,
         "critic": runs.game_lead(runs.PPO, "P3O"),
         "rewards by turn": runs.game_lead(runs.PPO, runs.AT_THE_END),

@@ -185,8 +185,6 @@ SOURCES = {
     "human accuracies": ["human_preferences.json"],
     "human offsets": ["human_preferences.json"],
     "human kinds": ["human_preferences.json"],
-    "films": ["film_reviews.json"],
-    "films win rate": ["film_reviews.json"],
     "films accuracies": ["film_reviews.json"],
     "game": ["game.json"],
     "critic": ["game.json"],

@@ -5,7 +5,7 @@ measured.
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import arithmetic, circles, kl_coefs, measures, stale
+from benchmarks.frontier.report import arithmetic, circles, kl_coefs, measures, real_tasks, stale
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -35,6 +35,7 @@ def write(study: Study) -> None:
     write_between(README, "circles", markdown(circles.table()))
     write_between(README, "differences of circles", markdown(circles.differences()))
     write_between(README, "reward models of circles", markdown(circles.reward_models()))
+    write_between(README, "film reviews", markdown(real_tasks.table("film_reviews")))
 
 
 def verdicts(study: Study) -> list[Verdict]:

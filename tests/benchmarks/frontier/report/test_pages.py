@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier.report import arithmetic, circles, kl_coefs, readme_plot, verdicts
+from benchmarks.frontier.report import (
+    arithmetic,
+    circles,
+    kl_coefs,
+    readme_plot,
+    real_tasks,
+    verdicts,
+)
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.records import load
@@ -31,6 +38,7 @@ def test_the_studys_tables_are_what_the_runs_give(study):
         "circles": circles.table(),
         "reward models of circles": circles.reward_models(),
         "differences of circles": circles.differences(),
+        "film reviews": real_tasks.table("film_reviews"),
     }
     for name, table in tables.items():
         assert between_markers(page, name, markdown(table)) == page, (
