@@ -12,12 +12,13 @@ measured).
 """
 
 import gzip
-import hashlib
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from pinned_file import pinned_file
 
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, required
@@ -73,12 +74,8 @@ class Comparison(NamedTuple):
 
 
 def main(config: HumanPreferencesConfig) -> None:
-    content = downloaded() if config.file is None else Path(config.file).read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != SHA256:
-        raise UserError(
-            f"{config.file or 'the download'} is another file than expected: sha256 {digest}, not {SHA256}"
-        )
+    copy = None if config.file is None else Path(config.file)
+    content = pinned_file(URLS, SHA256, copy, "--file")
     everything = list(read(content))
     fitting = [one for one in everything if fits(one, config)]
     numbers = {
@@ -95,21 +92,6 @@ def main(config: HumanPreferencesConfig) -> None:
     counted = ", ".join(f"{len(comparisons)} in {name}.jsonl" for name, comparisons in sets.items())
     print(
         f"{len(everything)} comparisons of people, {len(fitting)} of them short enough: {counted}"
-    )
-
-
-def downloaded() -> bytes:
-    """Raises UserError if no source can be reached."""
-    import httpx
-
-    failures = []
-    for url in URLS:
-        try:
-            return httpx.get(url, follow_redirects=True, timeout=60).raise_for_status().content
-        except httpx.HTTPError as error:
-            failures.append(f"{url} ({error or type(error).__name__})")
-    raise UserError(
-        f"cannot download the comparisons: {'; '.join(failures)}. --file takes a copy of the file"
     )
 
 

@@ -115,12 +115,16 @@ def human_win_rate(records: Records) -> str:
     return f"{rate['win_rate']:.0%} [{rate['low']:.0%}, {rate['high']:.0%}]"
 
 
-def human_accuracies(records: Records) -> str:
-    models = records["human_preferences.json"]["reward_models"].values()
-    return " and ".join(
-        f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]"
-        for one in models
-    )
+def accuracies(name: str) -> Section:
+    """Of the reward model and of what judges. name: of a record."""
+
+    def shares(records: Records) -> str:
+        return " and ".join(
+            f"{one['accuracy']:.2f} [{one['accuracy_low']:.2f}, {one['accuracy_high']:.2f}]"
+            for one in records[name]["reward_models"].values()
+        )
+
+    return shares
 
 
 def human_kinds(records: Records) -> str:

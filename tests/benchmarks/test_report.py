@@ -185,6 +185,7 @@ SOURCES = {
     "human accuracies": ["human_preferences.json"],
     "human offsets": ["human_preferences.json"],
     "human kinds": ["human_preferences.json"],
+    "films accuracies": ["film_reviews.json"],
     "game": ["game.json"],
     "critic": ["game.json"],
     "rewards by turn": ["game.json"],

@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.frontier.report import (
-    human_preferences,
     kl_coefs,
     measures,
     readme_plot,
+    real_model,
     rewards,
     settings,
     stale,
@@ -31,7 +31,7 @@ README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
 FIGURES = {
     README_PLOT: readme_plot.draw,
     RESULTS / "stale.svg": stale.figure,
-    RESULTS / "human_preferences.svg": human_preferences.figure,
+    RESULTS / "real_model.svg": real_model.figure,
 }
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from benchmarks.frontier.report import (
     arithmetic,
     circles,
-    human_preferences,
     kl_coefs,
     measures,
+    real_model,
     stale,
 )
 from benchmarks.frontier.report.measures import Study
@@ -49,8 +49,10 @@ def page_tables(study: Study) -> dict[str, list[list[str]]]:
         "circles": circles.table(),
         "differences of circles": circles.differences(),
         "reward models of circles": circles.reward_models(),
-        "human preferences": human_preferences.table(),
-        "differences of human preferences": human_preferences.differences(),
+        "human preferences": real_model.table("human_preferences"),
+        "differences of human preferences": real_model.differences("human_preferences"),
+        "film reviews": real_model.table("film_reviews"),
+        "differences of film reviews": real_model.differences("film_reviews"),
     }
 
 

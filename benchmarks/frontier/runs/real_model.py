@@ -1,20 +1,23 @@
-"""Algorithms on a real model and real people's choices, a line of human_preferences.jsonl for each
-cell that it lacks.
+"""Algorithms on a real model, and real people's choices or labels of film reviews: a line of
+human_preferences.jsonl or film_reviews.jsonl for each cell that it lacks.
 
 FASTP3O_LONG=1 bash scripts/human_preferences.sh       makes the start, the reward model and the judge
-python -m benchmarks.frontier.runs.human_preferences   a cell is a seed, a weight of the KL and an arm
+python -m benchmarks.frontier.runs.real_model          a cell is a seed, a weight of the KL and an arm
+FASTP3O_LONG=1 bash scripts/film_reviews.sh            a start, a reward model and a gold of reviews
+python -m benchmarks.frontier.runs.real_model --task film_reviews
 """
 
 import argparse
 import gc
 import json
+import os
 import shutil
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -42,13 +45,26 @@ from fastp3o.run.names import METRICS
 from fastp3o.sources import InMemory
 from fastp3o.training import loop, preferences
 
-RECORD = RESULTS / "human_preferences.jsonl"
 SEEDS, KL_COEFS = range(5), (0.05, 0.2, 0.0125)
 UPDATES, PROMPTS, RESPONSES, TOKENS = 8, 4, 4, 24
 EVAL_PROMPTS, EVAL_RESPONSES = 32, 4
-# The next turn, which the base model writes after its answer.
-STOPS = ("\n\nHuman:",)
 PACKING = Packing(tokens_per_row=1024)
+
+
+class Task(NamedTuple):
+    """What a script of a real model leaves in its folder, by places in that folder."""
+
+    prompts: str  # held out from the policies and from what scores them
+    gold: str  # a model; or weights that scripts/polarity.py reads
+    stops: tuple[str, ...]  # texts that end a response
+
+
+TASKS = {
+    # The base model writes the next turn after its answer.
+    "human_preferences": Task("data/held_out.jsonl", "judge/model", ("\n\nHuman:",)),
+    "film_reviews": Task("data/prompts.jsonl", "polarity.json", ()),
+}
+POLARITY = "scripts/polarity.py:polarity"
 
 START = "start"
 # Arm -> the objective, its settings. All online ones search for their rate alike.
@@ -85,7 +101,6 @@ ONLINE: dict[str, Any] = SHARED | {
     "responses_per_prompt": RESPONSES,
     "inner_epochs": 1,
     "max_response_tokens": TOKENS,
-    "stop_strings": json.dumps(STOPS),
     "samples_every": 0,
     "log_rollouts": 0,
 }
@@ -109,21 +124,23 @@ class Preferred(RelativeReward):
 
 
 class Inputs:
-    """What `scripts/human_preferences.sh` has left in a folder: its start, reward models and data,
-    in fp32.
-    """
+    """What a task's script has left in a folder: its start, rewards and data, in fp32."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, task: Task, folder: Path):
+        self.task, self.folder = task, folder
         self.start, self.data = str(folder / "sft" / "model"), folder / "data"
         self.reward_model = str(folder / "reward" / "model")
-        self.judge = str(folder / "judge" / "model")
         self.tokenizer = load_tokenizer(self.start)
         self.rivals: dict[int, Rival] = {}
 
     @cached_property
     def rewards(self) -> dict[str, Reward]:
-        """The reward that trains, and the judge's."""
-        names = {"reward": self.reward_model, "gold": self.judge}
+        """The reward that trains, and the gold."""
+        gold = str(self.folder / self.task.gold)
+        if gold.endswith(".json"):
+            os.environ["FASTP3O_POLARITY"] = gold
+            gold = POLARITY
+        names = {"reward": self.reward_model, "gold": gold}
         settings: dict[str, Any] = {
             "device": torch.device("cpu"),
             "dtype": torch.float32,
@@ -139,12 +156,11 @@ class Inputs:
 
     @cached_property
     def prompts(self) -> Dataset:
-        """Held out from the policies and from both reward models."""
-        held_out = str(self.data / "held_out.jsonl")
+        held_out = str(self.folder / self.task.prompts)
         return load_prompts(held_out, self.tokenizer, limit=EVAL_PROMPTS, max_prompt_tokens=96)[0]
 
     def sampler(self, policy: PackedModel) -> EngineSampler:
-        stops = SamplingSettings(stops=STOPS)
+        stops = SamplingSettings(stops=self.task.stops)
         return EngineSampler(
             policy, self.tokenizer, max_response_tokens=TOKENS, batch_size=64, settings=stops
         )
@@ -217,6 +233,7 @@ def train(inputs: Inputs, seed: int, kl_coef: float, arm: str, output: Path) -> 
         reward = InMemory("comparisons", Preferred(inputs.rewards["reward"]))
     factor = BETAS_PER_KL_COEF if objective == "online_dpo" else 1.0
     settings = ONLINE | {"kl_coef": factor * kl_coef} | own
+    settings["stop_strings"] = json.dumps(inputs.task.stops)
     loop.train(
         OBJECTIVES[objective](
             prompts=str(inputs.data / "sft.jsonl"), reward=reward, **common, **settings
@@ -229,39 +246,44 @@ def start_line(inputs: Inputs, seed: int) -> dict[str, Any]:
     return {"seed": seed, "kl_coef": 0.0, "arm": START, "end": inputs.evaluate(inputs.policy, seed)}
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The lines of the record."""
-    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
+def record_of(task: str) -> Path:
+    return RESULTS / f"{task}.jsonl"
+
+
+def recorded(task: str) -> list[dict[str, Any]]:
+    """The lines of a task's record."""
+    record = record_of(task)
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made = Path("runs/human_preferences")
+    parser.add_argument("--task", choices=TASKS, default="human_preferences")
     parser.add_argument(
-        "--inputs", type=Path, default=made, help="Folder of scripts/human_preferences.sh."
+        "--inputs", type=Path, help="Folder of the task's script. Default: runs/TASK."
     )
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs/human_frontier"), help="Folder of logs."
-    )
+    parser.add_argument("--runs", type=Path, help="Folder of logs. Default: runs/TASK_frontier.")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument(
         "--kl_coefs", type=float, nargs="+", default=list(KL_COEFS), help="Weights of the KL."
     )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    inputs = Inputs(asked.inputs)
+    inputs = Inputs(TASKS[asked.task], asked.inputs or Path("runs") / asked.task)
+    runs = asked.runs or Path("runs") / f"{asked.task}_frontier"
     # All arms of a seed before the next one: a record that is cut off is still balanced.
-    for kl_coef, seed, arm in product(asked.kl_coefs, asked.seeds, (START, *ARMS)):
+    for kl_coef, seed, arm in product(asked.kl_coefs, asked.seeds, (START, *asked.arms)):
         cell = (seed, 0.0 if arm == START else kl_coef, arm)
-        if cell not in {(line["seed"], line["kl_coef"], line["arm"]) for line in recorded()}:
+        if cell not in {
+            (line["seed"], line["kl_coef"], line["arm"]) for line in recorded(asked.task)
+        }:
             line = (
-                start_line(inputs, seed)
-                if arm == START
-                else play(inputs, seed, kl_coef, arm, asked.runs)
+                start_line(inputs, seed) if arm == START else play(inputs, seed, kl_coef, arm, runs)
             )
-            with RECORD.open("a") as file:
+            with record_of(asked.task).open("a") as file:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
