@@ -62,7 +62,7 @@ def table(task: str) -> list[list[str]]:
 
 
 def differences(task: str) -> list[list[str]]:
-    """A line an arm that has run on two seeds or more: joint P3O minus it, paired over seeds with
+    """A line an arm that has run on three seeds or more: joint P3O minus it, paired over seeds with
     Student's interval of 95%. Header first.
     """
     rows = [["joint P3O minus", *MEASURES]]
@@ -71,7 +71,7 @@ def differences(task: str) -> list[list[str]]:
             paired_difference(by_seed(task, JOINT, measure), by_seed(task, arm, measure))
             for measure in MEASURES.values()
         ]
-        if arm != JOINT and found[0] is not None and found[0].count > 1:
+        if arm != JOINT and found[0] is not None and found[0].count > 2:
             rows.append([arm, *(estimate(one, signed=True) for one in found)])
     return rows
 
