@@ -89,7 +89,7 @@ def figure(study: Study, path: Path) -> bool:
         for axes, name in zip(row, ("reward", "gold"), strict=True):
             scatter(axes, task, MEASURES[name])
             axes.set(title=f"{TITLES[task]}: {name}", xlabel="KL to the start, nats a response")
-    finish(page, panels.ravel(), "Gemma 3 270M, 8 updates of 16 responses, by algorithm", path)
+    finish(page, list(panels.flat), "Gemma 3 270M, 8 updates of 16 responses, by algorithm", path)
     return True
 
 
