@@ -102,7 +102,7 @@ def judged(served) -> Iterator[Judged]:
 
 
 def run(tiny_model: str, folder: str, judged: Judged, **changes) -> P3OConfig:
-    """The configuration of a run of three updates with 32 questions each."""
+    """The configuration of a run of three updates with 16 questions each."""
     Path("template.txt").write_text(judged.judge.template)
     settings = {
         "reward": "judge",
@@ -112,8 +112,8 @@ def run(tiny_model: str, folder: str, judged: Judged, **changes) -> P3OConfig:
         "judge_requests": 3,
         "comparisons": "circular",
         "responses_per_prompt": 4,
-        "prompts_per_update": 4,
-        "prompts_per_minibatch": 2,
+        "prompts_per_update": 2,
+        "prompts_per_minibatch": 1,
         "updates": 3,
         "save_every": 1,
     }
