@@ -102,7 +102,7 @@ def judged(served) -> Iterator[Judged]:
 
 
 def run(tiny_model: str, folder: str, judged: Judged, **changes) -> P3OConfig:
-    """The configuration of a run of three updates with 32 questions each."""
+    """The configuration of a run of three updates with 16 questions each."""
     Path("template.txt").write_text(judged.judge.template)
     settings = {
         "reward": "judge",
@@ -112,8 +112,8 @@ def run(tiny_model: str, folder: str, judged: Judged, **changes) -> P3OConfig:
         "judge_requests": 3,
         "comparisons": "circular",
         "responses_per_prompt": 4,
-        "prompts_per_update": 4,
-        "prompts_per_minibatch": 2,
+        "prompts_per_update": 2,
+        "prompts_per_minibatch": 1,
         "updates": 3,
         "save_every": 1,
     }
@@ -141,30 +141,30 @@ class LocalAnswer(NamedTuple):
     preferred: float
 
 
-def local_answer(judge: SmallJudge, prompt: str, first: str, second: str) -> LocalAnswer:
-    """What transformers' greedy answer to one order says."""
+def local_answers(judge: SmallJudge, groups: list[Group]) -> list[tuple[LocalAnswer, LocalAnswer]]:
+    """What transformers' greedy answers to both orders of each pair say."""
     tokenizer = AutoTokenizer.from_pretrained(judge.model)
     model = AutoModelForCausalLM.from_pretrained(judge.model, dtype=torch.float32)
-    chat = [{"role": "user", "content": question(prompt, first, second, judge.template)}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=False, return_tensors="pt"
-    )
-    generated = model.generate(
-        ids, max_new_tokens=16, do_sample=False, output_scores=True, return_dict_in_generate=True
-    )
-    answer = generated.sequences[0, ids.shape[1] :].tolist()
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "ABC"]
-    (place,) = (number for number, token in enumerate(answer) if token in letters)
-    logprobs = generated.scores[place][0].log_softmax(-1)
-    first_wins, second_wins, ties = (exp(logprobs[letter].item()) for letter in letters)
-    preferred = (first_wins + ties / 2) / (first_wins + second_wins + ties)
-    return LocalAnswer("ABC"[letters.index(answer[place])], preferred)
 
+    def answer(prompt: str, first: str, second: str) -> LocalAnswer:
+        chat = [{"role": "user", "content": question(prompt, first, second, judge.template)}]
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+        )
+        settings = {"output_scores": True, "return_dict_in_generate": True}
+        generated = model.generate(ids, max_new_tokens=16, do_sample=False, **settings)
+        tokens = generated.sequences[0, ids.shape[1] :].tolist()
+        (place,) = (number for number, token in enumerate(tokens) if token in letters)
+        logprobs = generated.scores[place][0].log_softmax(-1)
+        first_wins, second_wins, ties = (exp(logprobs[letter].item()) for letter in letters)
+        preferred = (first_wins + ties / 2) / (first_wins + second_wins + ties)
+        return LocalAnswer("ABC"[letters.index(tokens[place])], preferred)
 
-def both_orders(judge: SmallJudge, group: Group) -> tuple[LocalAnswer, LocalAnswer]:
-    first, second = (response.text for response in group.responses)
-    prompt = group.prompt.text
-    return local_answer(judge, prompt, first, second), local_answer(judge, prompt, second, first)
+    pairs = [
+        (prompt.text, *(response.text for response in responses)) for prompt, responses in groups
+    ]
+    return [(answer(p, one, two), answer(p, two, one)) for p, one, two in pairs]
 
 
 def asking(judge: SmallJudge, proxy: Proxy) -> EndpointComparisons:
@@ -183,8 +183,8 @@ def test_probabilities_are_those_of_the_model_in_both_orders(judged):
     groups = groups_of_texts(["a tree", "house"], ["no", "b\ufffd."], ["same", "same"])
     values = asking(*judged).matrix(groups)[:, 0, 1].tolist()
     assert values[2] == 0
-    for group, value in zip(groups[:2], values, strict=False):
-        straight, swapped = both_orders(judged.judge, group)
+    answers = local_answers(judged.judge, groups[:2])
+    for (straight, swapped), value in zip(answers, values[:2], strict=True):
         assert abs(straight.preferred - swapped.preferred) > 1e-3  # more than the tolerance
         expected = (straight.preferred + 1 - swapped.preferred) / 2 - 0.5
         assert value == pytest.approx(expected, abs=1e-5)
@@ -197,8 +197,8 @@ def test_a_server_that_refuses_log_probs_judges_by_its_text(served, tmp_path, ca
     groups = groups_of_texts(["a tree", "house"], ["no", "b\ufffd."], ["", "q;W"])
     points = {("A", "B"): 0.5, ("B", "A"): -0.5}
     expected = [
-        points.get(tuple(answer.letter for answer in both_orders(judge, group)), 0.0)
-        for group in groups
+        points.get((straight.letter, swapped.letter), 0.0)
+        for straight, swapped in local_answers(judge, groups)
     ]
     flags = f"{FLAGS} --max-logprobs 1"
     with RealServer(judge.model, flags, tmp_path / "log") as server, Proxy(server) as proxy:
