@@ -11,6 +11,7 @@ two rivals that read nothing: the longer answer, and the answer of the language 
 import argparse
 import gc
 import json
+import shutil
 import time
 from collections import defaultdict
 from itertools import product
@@ -63,6 +64,8 @@ def play(cell: tuple[str, str, int], model: str, data: Path, folder: Path) -> No
     said = {"log_odds": log_odds(config, data / "held_out.jsonl")}
     said |= {"train_seconds": trained - began, "seconds": time.process_time() - began}
     said_by(folder).write_text(json.dumps(said))
+    for made in ("model", "adapter", "state"):
+        shutil.rmtree(folder / made, ignore_errors=True)
     gc.collect()
 
 
