@@ -1,11 +1,12 @@
-"""Reward models and preference models on AlpacaEval's comparisons, by soft and by hard labels: results/alpaca_eval.json.
+"""Reward models and preference models on AlpacaEval's comparisons: results/alpaca_eval.json.
 
     python scripts/make_alpaca_eval.py --clone CLONE --output_dir runs/alpaca_eval/data
     python -m benchmarks.alpaca_eval --model MODEL
 
-A cell is a kind, its labels and a seed. All train on the same comparisons, and judge the same held-out ones with their soft
-labels; what a cell has said of these stays in its folder, so that a run goes on where it stopped. Beside the models stand
-two rivals that read nothing: the longer answer, and the answer of the language model that won more in training.
+A cell is a kind, its labels (soft or hard) and a seed. All train on the same comparisons, and judge
+the same held-out ones, which have soft labels. What a cell says of these stays in its folder, so
+that a run goes on where it stopped. Two rivals read no text: the longer answer, and the answer of
+the language model that won more in training.
 """
 
 import argparse
@@ -43,10 +44,13 @@ SETTINGS: dict[str, Any] = READING | {
 }
 
 
+Cell = tuple[str, str, int]  # kind, labels, seed
+
+
 # --- training and judging -------------------------------------------------------------------------
 
 
-def play(cell: tuple[str, str, int], model: str, data: Path, folder: Path) -> None:
+def play(cell: Cell, model: str, data: Path, folder: Path) -> None:
     """Trains one cell, and keeps what it says of the held-out comparisons: the log-odds of the chosen answers."""
     kind, labels, seed = cell
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -146,9 +150,9 @@ def winner(records: list[dict[str, Any]], trained_on: list[dict[str, Any]]) -> n
         won[one["rejected_model"]].append(1 - one["probability"])
     shares = {model: np.mean(shares) for model, shares in won.items()}
     names = [(one["chosen_model"], one["rejected_model"]) for one in records]
-    return np.array([
-        shares[a] - shares[b] if a in shares and b in shares else 0.0 for a, b in names
-    ])
+    return np.array(
+        [shares[a] - shares[b] if a in shares and b in shares else 0.0 for a, b in names]
+    )
 
 
 def length_slope(lengths: np.ndarray, probability: np.ndarray) -> float:
@@ -234,47 +238,38 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def record(data: Path, said: dict[tuple[str, str, int], dict[str, Any]]) -> dict[str, Any]:
-    held_out, trained_on = (HeldOut(read(data / "held_out.jsonl")), read(data / "train.jsonl"))
-    kinds = {
-        (kind, labels): [one for cell, one in said.items() if cell[:2] == (kind, labels)]
-        for kind, labels in product(KINDS, LABELS)
-    }
-    kinds = {name: found for name, found in kinds.items() if found}
-    odds = {name: [np.array(one["log_odds"]) for one in found] for name, found in kinds.items()}
-    pairs = {
-        "scores less comparisons, soft labels": ((SCORES, "soft"), (COMPARISONS, "soft")),
-        "scores less comparisons, hard labels": ((SCORES, "hard"), (COMPARISONS, "hard")),
-        "soft less hard labels, scores": ((SCORES, "soft"), (SCORES, "hard")),
-        "soft less hard labels, comparisons": ((COMPARISONS, "soft"), (COMPARISONS, "hard")),
-    }
-    of_length = {
-        f"{', '.join(name)} less the longer answer": (found, [held_out.longer] * len(found))
-        for name, found in odds.items()
-    }
-    compared = {
-        name: (odds[first], odds[second])
-        for name, (first, second) in pairs.items()
-        if first in odds and second in odds
-    }
-    comparisons = {
-        name: {key: value for key, value in paired(held_out, *judges).items()}
-        for name, judges in compared.items()
-    }
-    for name, judges in of_length.items():
-        comparisons[name] = {"accuracy": paired(held_out, *judges)["accuracy"]}
+def record(data: Path, said: dict[Cell, dict[str, Any]]) -> dict[str, Any]:
+    """said: what each cell said of the held-out comparisons."""
+    held_out, trained_on = HeldOut(read(data / "held_out.jsonl")), read(data / "train.jsonl")
+    models: dict[str, list[dict[str, Any]]] = {}
+    for (kind, labels, _), one in said.items():
+        models.setdefault(f"{kind}, {labels}", []).append(one)
     return {
-        "what": "Gemma 3 270M dequantized from Q4_K_M, AlpacaEval's comparisons (CC BY-NC 4.0), on a CPU",
+        "what": "Gemma 3 270M dequantized from Q4_K_M, AlpacaEval's comparisons, on a CPU",
         "settings": SETTINGS,
         "preference_dim": KINDS[COMPARISONS],
         "train": counted(trained_on),
         "held_out": counted(held_out.records),
         "rivals": rivals(held_out, trained_on),
-        "models": {
-            ", ".join(name): described(held_out, found) for name, found in kinds.items()
-        },
-        "paired": comparisons,
+        "models": {name: described(held_out, found) for name, found in models.items()},
+        "paired": compared(held_out, models),
     }
+
+
+def compared(held_out: HeldOut, models: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Kinds and labels beside each other, and each model beside the longer answer."""
+    odds = {name: [np.array(one["log_odds"]) for one in found] for name, found in models.items()}
+    pairs = [(f"{SCORES}, {labels}", f"{COMPARISONS}, {labels}") for labels in LABELS]
+    pairs += [(f"{kind}, soft", f"{kind}, hard") for kind in KINDS]
+    pairs = [(first, second) for first, second in pairs if first in odds and second in odds]
+    found = {
+        f"{first} less {second}": paired(held_out, odds[first], odds[second])
+        for first, second in pairs
+    }
+    for name, of_model in odds.items():
+        beside = paired(held_out, of_model, [held_out.longer] * len(of_model))
+        found[f"{name} less the longer answer"] = {"accuracy": beside["accuracy"]}
+    return found
 
 
 def counted(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""Makes comparisons for reward models of a clone of AlpacaEval (https://github.com/tatsu-lab/alpaca_eval, data under CC
-BY-NC 4.0, for research): two language models' answers to one instruction, and how sure a judge, GPT-4, is of its choice.
+"""Makes comparisons for reward models of a clone of AlpacaEval: two language models' answers to one
+instruction, and how sure a judge, GPT-4, is of its choice. The code of
+https://github.com/tatsu-lab/alpaca_eval is under Apache 2.0; its data are under CC BY-NC 4.0, for
+research alone, and the answers are also under the terms of the models that wrote them.
 
     git clone https://github.com/tatsu-lab/alpaca_eval runs/alpaca_eval/clone
     python scripts/make_alpaca_eval.py --clone runs/alpaca_eval/clone --output_dir runs/alpaca_eval/data
 
-train.jsonl and held_out.jsonl have the fields `chosen`, `rejected` and `probability`, and share no instruction.
-train_hard.jsonl is train.jsonl with the judge's choices alone, without how sure it is.
+train.jsonl and held_out.jsonl have the fields `chosen`, `rejected` and `probability`, and share no
+instruction. train_hard.jsonl is train.jsonl with the judge's choices alone, without how sure it is.
 
-Half of the comparisons are with text-davinci-003 and have hard labels (AlpacaEval 1), half are with gpt4_1106_preview and
-have soft labels (AlpacaEval 2). Short answers alone are taken, and at random: the answers of GPT-4 are long, so that few
-instructions of the second half are left, each of which comes several times, with the answers of other models.
+Half of the comparisons are with text_davinci_003 and have hard labels (AlpacaEval 1), half are with
+gpt4_1106_preview and have soft labels (AlpacaEval 2). Only short answers are taken, at random. Those
+of gpt4_1106_preview are long: few instructions are left in the second half, and each of them comes
+several times, with the answers of different models.
 """
 
 import json
@@ -20,6 +23,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from make_human_preferences import ASSISTANT, HUMAN
+
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, required
 from fastp3o.errors import UserError
@@ -29,20 +34,27 @@ from fastp3o.script import run_script
 JUDGES = "alpaca_eval_gpt4", "weighted_alpaca_eval_gpt4_turbo"
 # Their answers were written to mislead the judge.
 EXCLUDED = "NullModel", "gpt4_gamed"
-HUMAN, ASSISTANT = "\n\nHuman: ", "\n\nAssistant:"
 
 
 class AlpacaEvalConfig(Flags):
     """Where the comparisons come from, how many each set gets, and how long they may be."""
 
-    clone: str = required("Folder of a clone of AlpacaEval, or a bare one. Files that it lacks are counted.")
+    clone: str = required(
+        "Folder of a clone of AlpacaEval, or a bare one. Files that it lacks are counted."
+    )
     output_dir: str = required("Folder for the three JSON Lines files.")
-    comparisons: int = option(448, "Number of comparisons to train on, half of them of each judge.", at_least=2)
-    held_out: int = option(320, "Number of comparisons that are held out, half of them of each judge.", at_least=2)
+    comparisons: int = option(
+        448, "Number of comparisons to train on, half of them of each judge.", at_least=2
+    )
+    held_out: int = option(
+        320, "Number of comparisons that are held out, half of them of each judge.", at_least=2
+    )
     held_out_share: float = option(
         0.4, "Share of the instructions whose comparisons may be held out.", above=0, below=1
     )
-    prompt_characters: int = option(400, "Maximum length of an instruction, in characters.", at_least=1)
+    prompt_characters: int = option(
+        400, "Maximum length of an instruction, in characters.", at_least=1
+    )
     answer_characters: int = option(700, "Maximum length of an answer, in characters.", at_least=1)
     seed: int = option(0, "Seed of the split and of the choice of comparisons.", at_least=0)
 
@@ -63,7 +75,7 @@ class Comparison(NamedTuple):
         if hard and probability > 0.5:
             probability = 1.0
         return {
-            "prompt": f"{HUMAN}{self.instruction}{ASSISTANT}",
+            "prompt": f"{HUMAN} {self.instruction}{ASSISTANT}",
             "chosen": f" {self.answers[better]}",
             "rejected": f" {self.answers[1 - better]}",
             "probability": probability,
@@ -98,7 +110,11 @@ def read(clone: str) -> Iterator[Comparison]:
     if listed is None:
         raise UserError(f"{clone} is not a clone of AlpacaEval: git finds no commit in it")
     wanted = [path for path in listed.split("\0") if path.endswith("/annotations.json")]
-    wanted = [path for path in wanted if path.split("/")[2] in JUDGES and path.split("/")[1] not in EXCLUDED]
+    wanted = [
+        path
+        for path in wanted
+        if path.split("/")[2] in JUDGES and path.split("/")[1] not in EXCLUDED
+    ]
     files = {path: git(clone, "cat-file", "blob", f"HEAD:{path}") for path in wanted}
     lacking = sum(content is None for content in files.values())
     if lacking == len(files):
@@ -108,7 +124,11 @@ def read(clone: str) -> Iterator[Comparison]:
     for path, content in files.items():
         for number, annotation in enumerate(json.loads(content or "[]")):
             one = comparison(annotation, f"{path}, entry {number}")
-            if one and one.judge in JUDGES and (one.instruction, one.judge, one.answers) not in seen:
+            if (
+                one
+                and one.judge in JUDGES
+                and (one.instruction, one.judge, one.answers) not in seen
+            ):
                 seen.add((one.instruction, one.judge, one.answers))
                 yield one
 
@@ -132,7 +152,9 @@ def comparison(annotation: dict[str, Any], where: str) -> Comparison | None:
     if preference is None or not first or not second or first == second:
         return None
     if not (1 <= preference <= 2 or preference == 0):
-        raise UserError(f"{where}: preference is {preference}, expected a number from 1 to 2, or 0 for a tie")
+        raise UserError(
+            f"{where}: preference is {preference}, expected a number from 1 to 2, or 0 for a tie"
+        )
     return Comparison(
         annotation["instruction"].strip(),
         # The folder of a model's results names the judge that was asked for, the annotation the one that answered.
@@ -179,7 +201,9 @@ def drawn(comparisons: list[Comparison], number: int, shuffled: random.Random) -
     by_instruction: dict[str, list[Comparison]] = {}
     for one in shuffled.sample(comparisons, len(comparisons)):
         by_instruction.setdefault(one.instruction, []).append(one)
-    in_turns = (one for turn in zip_longest(*by_instruction.values()) for one in turn if one is not None)
+    in_turns = (
+        one for turn in zip_longest(*by_instruction.values()) for one in turn if one is not None
+    )
     return list(islice(in_turns, number))
 
 
