@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = READING | {
 
 
 Cell = tuple[str, str, int]  # kind, labels, seed
+Said = dict[str, Any]  # log_odds of the held-out comparisons, and seconds of the processor
 
 
 # --- training and judging -------------------------------------------------------------------------
@@ -187,13 +188,14 @@ def entropy(probability: np.ndarray) -> np.ndarray:
     return -(inside * np.log(inside) + (1 - inside) * np.log(1 - inside))
 
 
-def described(held_out: HeldOut, said: list[dict[str, Any]]) -> dict[str, Any]:
-    """A kind with its labels, over its seeds: each comparison counts with their mean."""
+def described(held_out: HeldOut, seeds: dict[int, Said]) -> dict[str, Any]:
+    """A kind with its labels: each comparison counts with its mean over seeds."""
+    said = list(seeds.values())
     log_odds = [np.array(one["log_odds"]) for one in said]
     right = np.mean([held_out.right(one) for one in log_odds], 0)
     losses = np.mean([held_out.log_loss(one) for one in log_odds], 0)
     return {
-        "seeds": len(said),
+        "seeds": list(seeds),
         **held_out.accuracies(right),
         "accuracy by seed": [rounded(held_out.right(one).mean()) for one in log_odds],
         "log_loss": held_out.interval(losses),
@@ -238,12 +240,12 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def record(data: Path, said: dict[Cell, dict[str, Any]]) -> dict[str, Any]:
+def record(data: Path, said: dict[Cell, Said]) -> dict[str, Any]:
     """said: what each cell said of the held-out comparisons."""
     held_out, trained_on = HeldOut(read(data / "held_out.jsonl")), read(data / "train.jsonl")
-    models: dict[str, list[dict[str, Any]]] = {}
-    for (kind, labels, _), one in said.items():
-        models.setdefault(f"{kind}, {labels}", []).append(one)
+    models: dict[str, dict[int, Said]] = {}
+    for (kind, labels, seed), one in said.items():
+        models.setdefault(f"{kind}, {labels}", {})[seed] = one
     return {
         "what": "Gemma 3 270M dequantized from Q4_K_M, AlpacaEval's comparisons, on a CPU",
         "settings": SETTINGS,
@@ -251,23 +253,29 @@ def record(data: Path, said: dict[Cell, dict[str, Any]]) -> dict[str, Any]:
         "train": counted(trained_on),
         "held_out": counted(held_out.records),
         "rivals": rivals(held_out, trained_on),
-        "models": {name: described(held_out, found) for name, found in models.items()},
+        "models": {name: described(held_out, seeds) for name, seeds in models.items()},
         "paired": compared(held_out, models),
     }
 
 
-def compared(held_out: HeldOut, models: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Kinds and labels beside each other, and each model beside the longer answer."""
-    odds = {name: [np.array(one["log_odds"]) for one in found] for name, found in models.items()}
+def compared(held_out: HeldOut, models: dict[str, dict[int, Said]]) -> dict[str, Any]:
+    """Kinds and labels beside each other, on the seeds that both have, and each model beside the
+    longer answer.
+    """
     pairs = [(f"{SCORES}, {labels}", f"{COMPARISONS}, {labels}") for labels in LABELS]
     pairs += [(f"{kind}, soft", f"{kind}, hard") for kind in KINDS]
-    pairs = [(first, second) for first, second in pairs if first in odds and second in odds]
-    found = {
-        f"{first} less {second}": paired(held_out, odds[first], odds[second])
-        for first, second in pairs
-    }
-    for name, of_model in odds.items():
-        beside = paired(held_out, of_model, [held_out.longer] * len(of_model))
+    found = {}
+    for first, second in pairs:
+        shared = sorted(models.get(first, {}).keys() & models.get(second, {}).keys())
+        if shared:
+            judges = [
+                [np.array(models[name][seed]["log_odds"]) for seed in shared]
+                for name in (first, second)
+            ]
+            found[f"{first} less {second}"] = {"seeds": shared, **paired(held_out, *judges)}
+    for name, seeds in models.items():
+        judge = [np.array(one["log_odds"]) for one in seeds.values()]
+        beside = paired(held_out, judge, [held_out.longer] * len(judge))
         found[f"{name} less the longer answer"] = {"accuracy": beside["accuracy"]}
     return found
 
@@ -301,8 +309,9 @@ def main() -> None:
     parser.add_argument("--only_record", action="store_true", help="Of the cells there are.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    said = {}
-    for seed, labels, kind in product(asked.seeds, LABELS, KINDS):
+    said: dict[Cell, Said] = {}
+    # A study that is cut off has all seeds of soft labels first.
+    for labels, seed, kind in product(LABELS, asked.seeds, KINDS):
         folder = asked.runs / f"{kind}-{labels}-{seed}"
         if not said_by(folder).exists() and not asked.only_record:
             play((kind, labels, seed), asked.model, asked.data, folder)

@@ -108,17 +108,19 @@ def test_rivals_take_the_longer_answer_and_the_model_that_won_more():
     assert found["the judge itself"]["accuracy"]["mean"] >= accuracy
 
 
-def test_kinds_are_compared_by_the_same_labels_and_labels_by_the_same_kind():
+def test_kinds_are_compared_by_the_same_labels_and_labels_by_the_same_kind_on_shared_seeds():
     held_out = HeldOut(comparisons(30))
     names = ("scores, soft", "comparisons, soft", "scores, hard", "comparisons, hard")
-    models = {name: [{"log_odds": odds(30, seed).tolist()}] for seed, name in enumerate(names)}
-    found = compared(held_out, models)
-    assert {name for name in found if "longer" not in name} == {
-        "scores, soft less comparisons, soft",
-        "scores, hard less comparisons, hard",
-        "scores, soft less scores, hard",
-        "comparisons, soft less comparisons, hard",
+    models = {
+        name: {seed: {"log_odds": odds(30, 10 * place + seed).tolist()} for seed in seeds}
+        for place, (name, seeds) in enumerate(zip(names, ((0, 1), (1, 2), (0,), (3,)), strict=True))
     }
-    first, second = (held_out.right(np.array(models[name][0]["log_odds"])) for name in names[:2])
+    found = compared(held_out, models)
+    assert {name: one["seeds"] for name, one in found.items() if "longer" not in name} == {
+        "scores, soft less comparisons, soft": [1],
+        "scores, soft less scores, hard": [0],
+    }
+    assert sum("longer" in name for name in found) == 4
+    first, second = (held_out.right(np.array(models[name][1]["log_odds"])) for name in names[:2])
     difference = found["scores, soft less comparisons, soft"]["accuracy"]["mean"]
     assert difference == pytest.approx((first - second).mean(), abs=1e-3)
