@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 
+from benchmarks.frozen_states import FrozenStates
 from benchmarks.records import RESULTS
 from fastp3o.data.loading import load_rankings
 from fastp3o.evaluation.calibration import calibration_error
@@ -32,6 +33,7 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.models.tokenizer import load_tokenizer
 from fastp3o.training import reward_model
 from fastp3o.training.config import RewardModelConfig
+from fastp3o.training.supervised import train_supervised
 
 RECORD = RESULTS / "alpaca_eval.json"
 SCORES, COMPARISONS = "scores", "comparisons"
@@ -39,7 +41,7 @@ KINDS = {SCORES: 0, COMPARISONS: 4}  # name -> --preference_dim
 LABELS = {"soft": "train.jsonl", "hard": "train_hard.jsonl"}
 READING: dict[str, Any] = {"max_prompt_tokens": 224, "max_response_tokens": 320}
 SETTINGS: dict[str, Any] = READING | {
-    **{"epochs": 1, "batch_size": 16, "trainable_layers": 4, "learning_rate": 5e-5},
+    **{"epochs": 1, "batch_size": 16, "trainable_layers": 1, "learning_rate": 1e-4},
     **{
         "precision": "fp32",
         "tokens_per_row": 1024,
@@ -57,7 +59,7 @@ Said = dict[str, Any]  # log_odds of the held-out comparisons, and seconds of th
 # --- training and judging -------------------------------------------------------------------------
 
 
-def play(cell: Cell, model: str, data: Path, folder: Path) -> None:
+def play(cell: Cell, model: str, data: Path, folder: Path, states: FrozenStates) -> None:
     """Trains one cell, and keeps what it says of the held-out comparisons: the log-odds of the chosen answers."""
     kind, labels, seed = cell
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -70,9 +72,12 @@ def play(cell: Cell, model: str, data: Path, folder: Path) -> None:
         seed=seed,
         **SETTINGS,
     )
-    reward_model.train(config)
+    task = task_of(config)
+    load = task.load_model
+    task.load_model = lambda *given, **options: states.used_by(load(*given, **options))
+    train_supervised(task, None)
     trained = time.process_time()
-    said = {"log_odds": log_odds(config, data / "held_out.jsonl")}
+    said = {"log_odds": log_odds(config, data / "held_out.jsonl", states)}
     said |= {"train_seconds": trained - began, "seconds": time.process_time() - began}
     said_by(folder).write_text(json.dumps(said))
     for made in ("model", "adapter", "state"):
@@ -84,12 +89,28 @@ def said_by(folder: Path) -> Path:
     return folder / "held_out.json"
 
 
-@torch.no_grad()
-def log_odds(config: RewardModelConfig, held_out: Path) -> list[float]:
-    """log P(chosen) − log P(rejected) by the finished model, in the order of the file."""
+def task_of(config: RewardModelConfig) -> reward_model.RewardModeling:
+    """What `fastp3o reward` trains with this configuration."""
     kind = reward_model.PreferenceModeling if config.preference_dim else reward_model.RewardModeling
-    task, name = kind(config), str(Path(config.output_dir) / "model")
-    model = load_reward_model(name, vector_size=config.preference_dim).eval()
+    return kind(config)
+
+
+def frozen_states(model: str, data: Path, path: Path) -> FrozenStates:
+    """Of all comparisons below the layers that train."""
+    states = FrozenStates(path, SETTINGS["trainable_layers"])
+    config = RewardModelConfig(model=model, train_data="", output_dir=str(path.parent), **SETTINGS)
+    loaded = states.used_by(load_reward_model(model, new_head=True).eval())
+    for name in ("train", "held_out"):
+        examples, _ = load_rankings(str(data / f"{name}.jsonl"), load_tokenizer(model), **READING)
+        states.compute(loaded, task_of(config).pack(examples[:]))
+    return states
+
+
+@torch.no_grad()
+def log_odds(config: RewardModelConfig, held_out: Path, states: FrozenStates) -> list[float]:
+    """log P(chosen) − log P(rejected) by the finished model, in the order of the file."""
+    task, name = task_of(config), str(Path(config.output_dir) / "model")
+    model = states.used_by(load_reward_model(name, vector_size=config.preference_dim).eval())
     examples, _ = load_rankings(str(held_out), load_tokenizer(name), **READING)
     found = np.full(len(examples), np.nan)
     for row in task.pack(examples[:]):
@@ -316,11 +337,14 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     said: dict[Cell, Said] = {}
+    states = None
+    asked.runs.mkdir(parents=True, exist_ok=True)
     # A study that is cut off has all seeds of soft labels first.
     for labels, seed, kind in product(LABELS, asked.seeds, KINDS):
         folder = asked.runs / f"{kind}-{labels}-{seed}"
         if not said_by(folder).exists() and not asked.only_record:
-            play((kind, labels, seed), asked.model, asked.data, folder)
+            states = states or frozen_states(asked.model, asked.data, asked.runs / "states.pt")
+            play((kind, labels, seed), asked.model, asked.data, folder, states)
         if said_by(folder).exists():
             said[kind, labels, seed] = json.loads(said_by(folder).read_text())
     RECORD.write_text(json.dumps(record(asked.data, said), indent=1) + "\n")
