@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import PackedRow, Segments
 
-SAVED_EVERY = 16  # rows
+SAVED_EVERY = 8  # rows
 
 
 class FrozenStates:

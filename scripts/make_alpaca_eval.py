@@ -44,18 +44,18 @@ class AlpacaEvalConfig(Flags):
     )
     output_dir: str = required("Folder for the three JSON Lines files.")
     comparisons: int = option(
-        448, "Number of comparisons to train on, half of them of each judge.", at_least=2
+        320, "Number of comparisons to train on, half of them of each judge.", at_least=2
     )
     held_out: int = option(
-        320, "Number of comparisons that are held out, half of them of each judge.", at_least=2
+        256, "Number of comparisons that are held out, half of them of each judge.", at_least=2
     )
     held_out_share: float = option(
         0.4, "Share of the instructions whose comparisons may be held out.", above=0, below=1
     )
     prompt_characters: int = option(
-        400, "Maximum length of an instruction, in characters.", at_least=1
+        250, "Maximum length of an instruction, in characters.", at_least=1
     )
-    answer_characters: int = option(700, "Maximum length of an answer, in characters.", at_least=1)
+    answer_characters: int = option(450, "Maximum length of an answer, in characters.", at_least=1)
     seed: int = option(0, "Seed of the split and of the choice of comparisons.", at_least=0)
 
 
