@@ -77,7 +77,7 @@ def play(cell: Cell, model: str, data: Path, folder: Path, states: FrozenStates)
     task.load_model = lambda *given, **options: states.used_by(load(*given, **options))
     train_supervised(task, None)
     trained = time.process_time()
-    said = {"log_odds": log_odds(config, data / "held_out.jsonl", states)}
+    said: Said = {"log_odds": log_odds(config, data / "held_out.jsonl", states)}
     said |= {"train_seconds": trained - began, "seconds": time.process_time() - began}
     said_by(folder).write_text(json.dumps(said))
     for made in ("model", "adapter", "state"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import PackedRow, Segments
@@ -63,7 +63,7 @@ class FrozenStates:
         return hidden
 
     @torch.no_grad()
-    def compute(self, model: nn.Module, rows: Iterable[PackedRow]) -> None:
+    def compute(self, model: PackedModel, rows: Iterable[PackedRow]) -> None:
         """Keeps the states of these rows, and saves them now and then."""
         for number, row in enumerate(rows, 1):
             before = len(self.kept)
