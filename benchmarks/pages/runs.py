@@ -137,6 +137,36 @@ def human_kinds(records: Records) -> str:
     return f"{scores} by scores and {comparisons} by comparisons"
 
 
+def alpaca_eval(records: Records) -> str:
+    """Reward models and preference models beside what reads no text, on held-out comparisons."""
+    record = records["alpaca_eval.json"]
+    lines = [["", "accuracy", "where the shorter answer was chosen", "log loss"]]
+    for name, one in (record["models"] | record["rivals"]).items():
+        shorter = one["accuracy where the shorter answer was chosen"]
+        loss = interval(one["log_loss"]) if "log_loss" in one else ""
+        lines.append([name, interval(one["accuracy"]), interval(shorter), loss])
+    return markdown(lines)
+
+
+def alpaca_eval_kinds(records: Records) -> str:
+    """Accuracy by scores less accuracy by comparisons, on the same comparisons."""
+    pair = records["alpaca_eval.json"]["paired"]["scores, soft less comparisons, soft"]
+    return interval(pair["accuracy"])
+
+
+def alpaca_eval_length(records: Records) -> str:
+    """Accuracy of both kinds less that of the longer answer."""
+    pairs = records["alpaca_eval.json"]["paired"]
+    kinds = ("scores, soft", "comparisons, soft")
+    return " and ".join(
+        interval(pairs[f"{kind} less the longer answer"]["accuracy"]) for kind in kinds
+    )
+
+
+def interval(mean: dict[str, float]) -> str:
+    return f"{mean['mean']:.2f} ± {mean['half']:.2f}"
+
+
 def human_offsets(records: Records) -> str:
     offsets = records["human_preferences.json"]["offsets"]
     return " and ".join(

@@ -48,7 +48,12 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "precision": runs.precision,
         "lengths": runs.rounding_by_length,
     },
-    "fastp3o/training/README.md": {"human kinds": runs.human_kinds},
+    "fastp3o/training/README.md": {
+        "human kinds": runs.human_kinds,
+        "alpaca_eval": runs.alpaca_eval,
+        "alpaca_eval kinds": runs.alpaca_eval_kinds,
+        "alpaca_eval length": runs.alpaca_eval_length,
+    },
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,
