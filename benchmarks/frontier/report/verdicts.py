@@ -5,7 +5,7 @@ measured.
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import arithmetic, circles, kl_coefs, measures, stale
+from benchmarks.frontier.report import arithmetic, bands, circles, kl_coefs, measures, stale
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -35,6 +35,8 @@ def write(study: Study) -> None:
     write_between(README, "circles", markdown(circles.table()))
     write_between(README, "differences of circles", markdown(circles.differences()))
     write_between(README, "reward models of circles", markdown(circles.reward_models()))
+    write_between(README, "bands", markdown(bands.table()))
+    write_between(README, "bands of a real model", markdown(bands.real_table()))
 
 
 def verdicts(study: Study) -> list[Verdict]:

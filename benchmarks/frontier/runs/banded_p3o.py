@@ -83,9 +83,10 @@ def banded_p3o(
     band = clip_range * ((lengths[:, first] + lengths[:, second]) / (2 * length)) ** growth
     unclipped, clipped = weights * moved, weights * moved.clamp(-band, band)
     sizes, left = weights.abs(), clipped.detach() <= unclipped.detach()
-    shares = (sizes * left).sum(1) / sizes.sum(1).clamp(min=torch.finfo(sizes.dtype).tiny)
+    # Rewards that are equal have no gradient to lose.
+    lost = (sizes * ~left).sum(1) / sizes.sum(1).clamp(min=torch.finfo(sizes.dtype).tiny)
     metrics = {
         "clip_fraction": (moved.detach().abs() > band).to(sizes.dtype).mean(1).sum(),
-        "gradient_left": shares.sum(),
+        "gradient_left": (1 - lost).sum(),
     }
     return torch.maximum(unclipped, clipped).mean(1).sum() / 2, metrics

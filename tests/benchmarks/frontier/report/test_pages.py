@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier.report import arithmetic, circles, kl_coefs, readme_plot, verdicts
+from benchmarks.frontier.report import arithmetic, bands, circles, kl_coefs, readme_plot, verdicts
 from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.records import load
@@ -32,6 +32,7 @@ def test_the_studys_tables_are_what_the_runs_give(study):
         "reward models of circles": circles.reward_models(),
         "differences of circles": circles.differences(),
     }
+    tables |= {"bands": bands.table(), "bands of a real model": bands.real_table()}
     for name, table in tables.items():
         assert between_markers(page, name, markdown(table)) == page, (
             "run: python -m benchmarks.frontier.report"
