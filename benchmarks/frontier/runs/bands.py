@@ -73,7 +73,7 @@ JUDGES = {
         (4, 7, 15),
         0.0,
         arithmetic.LENGTHS
-        | {"learning_rate": 1e-4, "updates": 40, "inner_epochs": 2, "eval_at": "20"}
+        | {"learning_rate": 1e-4, "updates": 24, "inner_epochs": 2}
         | {"prompts_per_update": 8, "prompts_per_minibatch": 2, "responses_per_prompt": 4}
         | {"tokens_per_row": 2048, "eval_responses_per_prompt": 2, "eval_batch_size": 128},
         arithmetic.make,
@@ -84,10 +84,10 @@ JUDGES = {
         (0, 1, 2),
         0.0,
         {"max_prompt_tokens": 16, "max_response_tokens": 17, "tokens_per_row": 4096}
-        | {"learning_rate": 1e-3, "warmup_steps": 8, "updates": 60, "inner_epochs": 1}
+        | {"learning_rate": 1e-3, "warmup_steps": 8, "updates": 40, "inner_epochs": 1}
         | {"prompts_per_update": 32, "prompts_per_minibatch": 16, "responses_per_prompt": 8}
         | {"environment": f"{GAME}:Guess", "stop_strings": '["\\n"]', "max_turns": 4}
-        | {"max_turn_tokens": 3, "eval_at": "20", "eval_responses_per_prompt": 8},
+        | {"max_turn_tokens": 3, "eval_responses_per_prompt": 8},
         None,
         lambda seed: {"reward": "environment"},
     ),
