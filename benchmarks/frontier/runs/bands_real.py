@@ -95,6 +95,7 @@ def main() -> None:
     missing = [step for step in STEPS if step not in {line["step"] for line in recorded()}]
     if not missing:
         return
+    began = time.process_time()
     groups = sampled(asked.model)
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).eval()
     rewards = torch.randn(len(PROMPTS), RESPONSES, generator=torch.Generator().manual_seed(0))
@@ -111,7 +112,7 @@ def main() -> None:
             **{"lengths": [len(one.ids) for group in groups for one in group.responses]},
             **{"rewards": [[float(f"{value:.6g}") for value in row] for row in rewards.tolist()]},
             "log_ratios": [[float(f"{value:.5g}") for value in row] for row in log_ratios.tolist()],
-            "seconds": round(time.process_time(), 1),
+            "seconds": round(time.process_time() - began, 1),
         }
         with RECORD.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
