@@ -67,7 +67,8 @@ def real_table() -> list[list[str]]:
     rows = [
         ["step", "log-ratio of 16, 128 tokens", "arm", *(f"{a} and {b} tokens" for a, b in PAIRS)]
     ]
-    for line in sorted(bands_real.recorded(), key=lambda line: line["step"]):
+    lines = {line["step"]: line for line in bands_real.recorded()}
+    for line in (lines[step] for step in bands_real.STEPS if step in lines):
         log_ratios = torch.tensor(line["log_ratios"], dtype=torch.float64)
         sizes = log_ratios.square().mean(0).sqrt()[[0, -1]].tolist()
         for arm in ARMS:

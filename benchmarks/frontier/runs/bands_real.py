@@ -33,7 +33,7 @@ PROMPTS = (
 )
 RESPONSES, TOKENS = 4, 128
 LENGTHS = (16, 32, 64, 128)
-STEPS = (1e-6, 1e-5, 3e-5, 1e-4)  # learning rates
+STEPS = (1e-8, 1e-7, 1e-6, 1e-5)  # learning rates
 EPSILON = 1e-8  # of Adam
 
 
