@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.frontier.report import (
     arithmetic,
+    bands,
     circles,
     kl_coefs,
     measures,
@@ -49,6 +50,8 @@ def page_tables(study: Study) -> dict[str, list[list[str]]]:
         "circles": circles.table(),
         "differences of circles": circles.differences(),
         "reward models of circles": circles.reward_models(),
+        "bands": bands.table(),
+        "bands of a real model": bands.real_table(),
         "human preferences": real_model.table("human_preferences"),
         "differences of human preferences": real_model.differences("human_preferences"),
         "film reviews": real_model.table("film_reviews"),
