@@ -140,11 +140,12 @@ def human_kinds(records: Records) -> str:
 def alpaca_eval(records: Records) -> str:
     """Reward models and preference models beside what reads no text, on held-out comparisons."""
     record = records["alpaca_eval.json"]
-    lines = [["", "accuracy", "where the shorter answer was chosen", "log loss"]]
+    lines = [["", "seeds", "accuracy", "where the shorter answer was chosen", "log loss"]]
     for name, one in (record["models"] | record["rivals"]).items():
         shorter = one["accuracy where the shorter answer was chosen"]
         loss = interval(one["log_loss"]) if "log_loss" in one else ""
-        lines.append([name, interval(one["accuracy"]), interval(shorter), loss])
+        seeds = str(len(one["seeds"])) if "seeds" in one else ""
+        lines.append([name, seeds, interval(one["accuracy"]), interval(shorter), loss])
     return markdown(lines)
 
 
