@@ -6,7 +6,7 @@ higher score is the better one, and the observation is whether it is; by soft la
 raters who say so. A preference model's log-odds take the place of r_w − r_l.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,24 +15,32 @@ from fastp3o.evaluation.interval import share_interval
 BINS = 10  # of equal width, from 1/2 to 1
 
 
-def judged(pairs: Sequence[tuple[int, float, float]]) -> dict[str, float]:
+def judged(pairs: Sequence[tuple[int, float, float]], prompt_of: Sequence[int]) -> dict[str, float]:
     """The accuracy's 95% interval, and the calibration error; empty if a difference is not finite.
-    pairs: each one's prompt number, r_w − r_l, and the labels' probability that the better response
-    is better. Accuracy is the share of pairs with the better response ahead, equal scores counting
-    a half, averaged over prompts, as is the interval.
+    pairs: each one's record, r_w − r_l, and the labels' probability that the better response is
+    better. prompt_of: a number for the prompt of each record. Accuracy is the share of pairs with
+    the better response ahead, equal scores counting a half, averaged over records. Its interval is
+    over prompts, since records of one prompt say less than as many of others.
     """
     values = np.array([difference for _, difference, _ in pairs])
     if not np.isfinite(values).all():
         return {}
     right = 0.5 + np.sign(values) * (np.array([probability for *_, probability in pairs]) - 0.5)
-    _, prompts = np.unique([number for number, *_ in pairs], return_inverse=True)
-    shares = np.bincount(prompts, right) / np.bincount(prompts)
-    low, high = share_interval(shares, np.ones(len(shares)))
+    records, of_pair = np.unique([number for number, *_ in pairs], return_inverse=True)
+    shares = np.bincount(of_pair, right) / np.bincount(of_pair)
+    _, of_record = np.unique([prompt_of[record] for record in records], return_inverse=True)
+    low, high = share_interval(np.bincount(of_record, shares), np.bincount(of_record))
     return {
         "accuracy_low": low,
         "accuracy_high": high,
         "calibration_error": calibration_error(values, right),
     }
+
+
+def numbered(prompts: Iterable[Sequence[int]]) -> list[int]:
+    """A number for each prompt of token ids, the same for the same ids."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompts]
 
 
 def calibration_error(differences: np.ndarray, right: np.ndarray) -> float:

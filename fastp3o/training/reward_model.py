@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.data.loading import load_rankings
-from fastp3o.evaluation.calibration import judged
+from fastp3o.evaluation.calibration import judged, numbered
 from fastp3o.evaluation.circular import Compared, circular_triples
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import scores, vectors
@@ -123,11 +123,11 @@ class RewardModeling(SupervisedTask[RankedRow]):
         means = self.means(rows, losses)
         pairs: list[tuple[int, float, float]] = []
         for outputs, row in zip(row_outputs, rows, strict=True):
-            prompts = (numbers[group] for group in row.group_of_pair.tolist())
+            records = (numbers[group] for group in row.group_of_pair.tolist())
             ahead = self.log_odds(outputs[row.better], outputs[row.worse]).tolist()
-            pairs += zip(prompts, ahead, row.probabilities.tolist(), strict=True)
+            pairs += zip(records, ahead, row.probabilities.tolist(), strict=True)
         pairs = self.context.share.gather(pairs)
-        means |= on_main_process(accelerator, lambda: judged(pairs))
+        means |= on_main_process(accelerator, lambda: judged(pairs, numbered(data["prompt_ids"])))
         return means | self.further(examples, rows, row_outputs)
 
     def further(
