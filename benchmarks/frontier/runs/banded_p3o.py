@@ -20,6 +20,8 @@ with `per root` and L0 / L with `means`, so in pairs of unequal lengths the shor
 more. The expected gradient is no longer that of the reward.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT
 
 LENGTH = 16.0  # L0, in tokens: about that of the languages on which ε = 0.2 was found good
 # Arm -> settings of `banded_p3o`: exponents of the band's growth and of the log-ratios' division.
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "root band": {"growth": 0.5},
     "per root": {"division": 0.5},
@@ -68,7 +70,8 @@ def banded_p3o(
         The loss, 0-d, and the metrics `clip_fraction`, pairs outside of their band, and
         `gradient_left`, the share of Σ |q c| whose pairs still have a gradient.
     """
-    first, second = torch.triu_indices(*2 * [rewards.shape[1]], offset=1, device=rewards.device)
+    K = rewards.shape[1]
+    first, second = torch.triu_indices(K, K, offset=1, device=rewards.device)
     lengths = groups.lengths.clamp(min=1).to(groups.logprobs.dtype)
     log_ratios = (groups.logprobs - old) * (length / lengths) ** division
     moved = log_ratios[:, first] - log_ratios[:, second]

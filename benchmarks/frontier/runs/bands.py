@@ -124,7 +124,7 @@ def play(name: str, arm: str, seed: int, runs: Path, game: Path) -> dict[str, An
     return line
 
 
-def files(start: Path) -> dict[str, str]:
+def files(start: Path) -> dict[str, Any]:
     policy = str(start / "policy")
     data = {"prompts": "prompts.train", "eval_prompts": "prompts.eval"}
     return {name: str(start / f"{file}.jsonl") for name, file in data.items()} | {
@@ -132,7 +132,7 @@ def files(start: Path) -> dict[str, str]:
     }
 
 
-def files_of_game(game: Path) -> dict[str, str]:
+def files_of_game(game: Path) -> dict[str, Any]:
     policy = str(game / "sft" / "model")
     return {
         **{"model": policy, "reference": policy},

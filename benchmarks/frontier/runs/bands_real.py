@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.models.loading import load_policy
@@ -45,16 +45,16 @@ def sampled(model: str) -> list[Group]:
     return sampler(prompts, RESPONSES, 0)
 
 
-def token_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> Tensor:
+def token_logprobs(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
     """[n] of the response's tokens."""
-    hidden = model.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
-    logits = model.lm_head(hidden[len(prompt) - 1 : -1]).float()
+    hidden = model.base_model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
+    logits = model.get_output_embeddings()(hidden[len(prompt) - 1 : -1]).float()
     labels = torch.tensor(response)
     return logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(1)
 
 
 @torch.no_grad()
-def sums(model: torch.nn.Module, groups: list[Group]) -> Tensor:
+def sums(model: PreTrainedModel, groups: list[Group]) -> Tensor:
     """[responses, LENGTHS]: log-probabilities of beginnings, fp64."""
     rows = []
     for group in groups:
@@ -64,7 +64,7 @@ def sums(model: torch.nn.Module, groups: list[Group]) -> Tensor:
     return torch.stack(rows)
 
 
-def gradient_step(model: torch.nn.Module, groups: list[Group], rewards: Tensor) -> list[Tensor]:
+def gradient_step(model: PreTrainedModel, groups: list[Group], rewards: Tensor) -> list[Tensor]:
     """What Adam's first step adds to each weight at a learning rate of 1. At the old policy joint
     P3O's gradient is that of −(r − mean) log π, up to a factor.
     """
@@ -75,6 +75,7 @@ def gradient_step(model: torch.nn.Module, groups: list[Group], rewards: Tensor) 
             (-advantage * logprob / rewards.numel()).backward()
     steps = []
     for weight in model.parameters():
+        assert weight.grad is not None
         steps.append(-weight.grad / (weight.grad.abs() + EPSILON))
         weight.grad = None
     return steps

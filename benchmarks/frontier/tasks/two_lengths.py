@@ -114,6 +114,13 @@ def make(folder: Path, seed: int) -> None:
     tokenizer = synthetic.make_tokenizer()
     tokenizer.save_pretrained(folder / "init")
     synthetic.make_model(tokenizer, seed).save_pretrained(folder / "init")
-    files = {"train_data": str(folder / "sft.jsonl"), "output_dir": str(folder / "sft")}
-    sft.train(SFTConfig(model=str(folder / "init"), seed=seed, **files, **SFT))
+    sft.train(
+        SFTConfig(
+            model=str(folder / "init"),
+            output_dir=str(folder / "sft"),
+            train_data=str(folder / "sft.jsonl"),
+            seed=seed,
+            **SFT,
+        )
+    )
     (folder / "sft" / "model").rename(folder / "policy")
