@@ -41,14 +41,15 @@ KINDS = {SCORES: 0, COMPARISONS: 4}  # name -> --preference_dim
 LABELS = {"soft": "train.jsonl", "hard": "train_hard.jsonl"}
 READING: dict[str, Any] = {"max_prompt_tokens": 224, "max_response_tokens": 320}
 SETTINGS: dict[str, Any] = READING | {
-    **{"epochs": 1, "batch_size": 16, "trainable_layers": 1, "learning_rate": 1e-4},
-    **{
-        "precision": "fp32",
-        "tokens_per_row": 1024,
-        "report_to": "none",
-        "save_minutes": 0.0,
-        "overwrite": True,
-    },
+    "epochs": 1,
+    "batch_size": 16,
+    "trainable_layers": 1,
+    "learning_rate": 1e-4,
+    "precision": "fp32",
+    "tokens_per_row": 1024,
+    "report_to": "none",
+    "save_minutes": 0.0,
+    "overwrite": True,
 }
 
 

@@ -53,8 +53,14 @@ def two_lengths_rewards(seed: int) -> dict[str, Any]:
 
 
 COMMON: dict[str, Any] = {
-    **{"reward_scaling": "none", "reward_clip": 0.0, "precision": "fp32", "report_to": "none"},
-    **{"samples_every": 0, "log_rollouts": 0, "save_minutes": 0.0, "overwrite": True},
+    "reward_scaling": "none",
+    "reward_clip": 0.0,
+    "precision": "fp32",
+    "report_to": "none",
+    "samples_every": 0,
+    "log_rollouts": 0,
+    "save_minutes": 0.0,
+    "overwrite": True,
 }
 JUDGES = {
     # Rate, β and sizes are those of joint P3O on the study's languages.
@@ -115,10 +121,14 @@ def play(name: str, arm: str, seed: int, runs: Path, game: Path) -> dict[str, An
         )
         train(config, objective=partial(banded_p3o, kl_coef=judge.kl_coef, **ARMS[arm]))
     line = {
-        **{"judge": name, "arm": arm, "seed": seed},
-        **{"learning_rate": config.learning_rate, "updates": config.updates},
-        **{"seconds": round(time.process_time() - began, 1)},
-        **{"evaluations": evaluations(output), "course": course(output)},
+        "judge": name,
+        "arm": arm,
+        "seed": seed,
+        "learning_rate": config.learning_rate,
+        "updates": config.updates,
+        "seconds": round(time.process_time() - began, 1),
+        "evaluations": evaluations(output),
+        "course": course(output),
     }
     shutil.rmtree(output)
     return line
@@ -128,15 +138,18 @@ def files(start: Path) -> dict[str, Any]:
     policy = str(start / "policy")
     data = {"prompts": "prompts.train", "eval_prompts": "prompts.eval"}
     return {name: str(start / f"{file}.jsonl") for name, file in data.items()} | {
-        **{"model": policy, "reference": policy}
+        "model": policy,
+        "reference": policy,
     }
 
 
 def files_of_game(game: Path) -> dict[str, Any]:
     policy = str(game / "sft" / "model")
     return {
-        **{"model": policy, "reference": policy},
-        **{"prompts": str(game / "starts.jsonl"), "eval_prompts": str(game / "new_starts.jsonl")},
+        "model": policy,
+        "reference": policy,
+        "prompts": str(game / "starts.jsonl"),
+        "eval_prompts": str(game / "new_starts.jsonl"),
     }
 
 

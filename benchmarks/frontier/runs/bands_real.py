@@ -109,9 +109,10 @@ def main() -> None:
         moved = step
         log_ratios = sums(model, groups) - before
         line = {
-            **{"model": Path(asked.model).name, "step": step},
-            **{"lengths": [len(one.ids) for group in groups for one in group.responses]},
-            **{"rewards": [[float(f"{value:.6g}") for value in row] for row in rewards.tolist()]},
+            "model": Path(asked.model).name,
+            "step": step,
+            "lengths": [len(one.ids) for group in groups for one in group.responses],
+            "rewards": [[float(f"{value:.6g}") for value in row] for row in rewards.tolist()],
             "log_ratios": [[float(f"{value:.5g}") for value in row] for row in log_ratios.tolist()],
             "seconds": round(time.process_time() - began, 1),
         }
