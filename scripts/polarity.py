@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, required
@@ -38,10 +36,10 @@ class PolarityConfig(Flags):
 
 
 class Reviews(NamedTuple):
-    """texts: N prompts with their reviews. positive: [N] fp64, 1 or 0."""
+    """N prompts with their reviews, and whether each is positive."""
 
     texts: list[str]
-    positive: torch.Tensor
+    positive: list[bool]
 
 
 def polarity(prompts: list[str], responses: list[str]) -> list[float]:
@@ -97,13 +95,16 @@ def read(path: str) -> Reviews:
     if not records:
         raise UserError(f"{path} has no pair")
     texts = [one["prompt"] + one[label] for label in ("chosen", "rejected") for one in records]
-    return Reviews(texts, torch.arange(len(texts)).lt(len(records)).double())
+    return Reviews(texts, [place < len(records) for place in range(len(texts))])
 
 
 def fitted(reviews: Reviews, config: PolarityConfig) -> dict[str, float]:
     """Weights of a logistic regression, without a constant: there are as many positive reviews as
     negative ones.
     """
+    import torch
+    import torch.nn.functional as F
+
     every = [features(text) for text in reviews.texts]
     places = {feature: place for place, feature in enumerate(dict.fromkeys(chain(*every)))}
     bags = torch.tensor([places[feature] for feature in chain(*every)])
@@ -111,13 +112,14 @@ def fitted(reviews: Reviews, config: PolarityConfig) -> dict[str, float]:
     starts = torch.tensor([0, *accumulate(lengths[:-1])])
     shares = torch.tensor(lengths, dtype=torch.float64).rsqrt()
     shares = shares.repeat_interleave(torch.tensor(lengths))
+    positive = torch.tensor(reviews.positive, dtype=torch.float64)
     weights = torch.zeros(len(places), 1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         logits = F.embedding_bag(bags, weights, starts, mode="sum", per_sample_weights=shares)
-        error = F.binary_cross_entropy_with_logits(logits.squeeze(1), reviews.positive)
+        error = F.binary_cross_entropy_with_logits(logits.squeeze(1), positive)
         total = error + config.l2 / 2 * weights.square().sum()
         total.backward()
         return total

@@ -34,9 +34,8 @@ def odds(number: int, seed: int = 1) -> np.ndarray:
 def test_with_one_comparison_an_instruction_the_interval_is_that_of_evaluations():
     records = comparisons(60)
     held_out, log_odds = HeldOut(records), odds(60)
-    expected = judged(
-        [(n, one, records[n]["probability"]) for n, one in enumerate(log_odds.tolist())]
-    )
+    pairs = [(n, one, records[n]["probability"]) for n, one in enumerate(log_odds.tolist())]
+    expected = judged(pairs, range(60))
     found = held_out.interval(held_out.right(log_odds))
     low, high = found["mean"] - found["half"], found["mean"] + found["half"]
     ends = expected["accuracy_low"], expected["accuracy_high"]

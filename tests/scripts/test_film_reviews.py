@@ -171,7 +171,7 @@ def test_fitted_weights_are_where_the_gradient_of_the_regression_vanishes(gold, 
     for row, text in zip(x, found.texts, strict=True):
         has = [name in gold.features(text) for name in names]
         row[has] = sum(has) ** -0.5
-    w, y = np.array([weights[name] for name in names]), found.positive.numpy()
+    w, y = np.array([weights[name] for name in names]), np.array(found.positive, float)
     gradient = x.T @ (1 / (1 + np.exp(-x @ w)) - y) / len(y) + l2 * w
     assert np.abs(gradient).max() < 1e-5
     assert np.abs(w).max() > 0.1

@@ -25,8 +25,9 @@ HEAVY = {
     "transformers",
 }
 PROGRAM = """
-import runpy, sys
+import os, runpy, sys
 sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])  # as `python FILE` does
 try:
     if sys.argv[0] == "fastp3o" and len(sys.argv) > 1:
         import fastp3o.__main__
