@@ -8,6 +8,7 @@ from benchmarks.frontier.report.measures import estimate, number, rate
 from benchmarks.frontier.runs import bands, bands_real
 from benchmarks.frontier.runs.banded_p3o import ARMS, banded_p3o
 from benchmarks.frontier.runs.bands import JUDGES
+from benchmarks.frontier.runs.records import lines_of
 from fastp3o.evaluation.matched_kl import Seed, interval, paired_difference
 from fastp3o_kernels import Groups
 
@@ -34,7 +35,7 @@ def table() -> list[list[str]]:
     """A line a judge and arm that has run: means over seeds. Header first."""
     rows = [["judge", "result", "arm", "pairs outside", "gradient left", "its mean", "less fixed"]]
     for judge, name in ENDS.items():
-        lines = [line for line in bands.recorded() if line["judge"] == judge]
+        lines = [line for line in lines_of(bands.RECORD) if line["judge"] == judge]
         for arm in ARMS:
             own = [line for line in lines if line["arm"] == arm]
             if own:
@@ -67,7 +68,7 @@ def real_table() -> list[list[str]]:
     rows = [
         ["step", "log-ratio of 16, 128 tokens", "arm", *(f"{a} and {b} tokens" for a, b in PAIRS)]
     ]
-    lines = {line["step"]: line for line in bands_real.recorded()}
+    lines = {line["step"]: line for line in lines_of(bands_real.RECORD)}
     for line in (lines[step] for step in bands_real.STEPS if step in lines):
         log_ratios = torch.tensor(line["log_ratios"], dtype=torch.float64)
         sizes = log_ratios.square().mean(0).sqrt()[[0, -1]].tolist()

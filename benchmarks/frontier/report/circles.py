@@ -8,11 +8,12 @@ from benchmarks.frontier.runs.circles import (
     ARMS,
     AVERAGED,
     DEGREES,
+    RECORD,
     SLOW,
     START,
     averaged_name,
-    recorded,
 )
+from benchmarks.frontier.runs.records import lines_of
 from fastp3o.evaluation.matched_kl import Seed, paired_difference
 
 Line = dict[str, Any]
@@ -44,7 +45,7 @@ def table() -> list[list[str]]:
         ]
     ]
     for degree in sorted(DEGREES):
-        lines = [line for line in recorded() if line["degree"] == degree]
+        lines = [line for line in lines_of(RECORD) if line["degree"] == degree]
         for name in (START, *ARMS, *map(averaged_name, AVERAGED)) if lines else ():
             moved = f"{mean(lines, kl, name):.1f}" if name in ARMS else NOT_MEASURED
             measures = (against_start, against_scores, worst_case, largest_style)
@@ -59,7 +60,7 @@ def differences() -> list[list[str]]:
     """
     rows = [["circles", "policies", "worst case", "win rate against the start"]]
     for degree in sorted(DEGREES):
-        lines = [line for line in recorded() if line["degree"] == degree]
+        lines = [line for line in lines_of(RECORD) if line["degree"] == degree]
         for first, second in COMPARED if lines else ():
             measures = [
                 estimate(
@@ -109,7 +110,7 @@ def reward_models() -> list[list[str]]:
     """A line a degree that has run: the held-out accuracy of both kinds. Header first."""
     rows = [["circles", "languages", "accuracy of scores", "of comparisons", "of the truth"]]
     for degree in sorted(DEGREES):
-        lines = [line for line in recorded() if line["degree"] == degree]
+        lines = [line for line in lines_of(RECORD) if line["degree"] == degree]
         if lines:
             of_kinds = [mean(lines, accuracy, kind) for kind in ("scores", "comparisons")]
             agreed = sum(line["raters_agree"] for line in lines) / len(lines)

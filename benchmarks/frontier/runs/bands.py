@@ -19,6 +19,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from benchmarks.frontier.runs.banded_p3o import ARMS, banded_p3o
+from benchmarks.frontier.runs.records import add_line, lines_of
 from benchmarks.frontier.tasks import arithmetic, two_lengths
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o import FunctionConfig, train
@@ -171,11 +172,6 @@ def course(output: Path) -> dict[str, list[float]]:
     }
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The lines of the record."""
-    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,11 +190,10 @@ def main() -> None:
     for name in asked.judges:
         seeds = [seed for seed in JUDGES[name].seeds if not asked.seeds or seed in asked.seeds]
         for seed, arm in product(seeds, ARMS):
-            done = {(line["judge"], line["seed"], line["arm"]) for line in recorded()}
+            done = {(line["judge"], line["seed"], line["arm"]) for line in lines_of(RECORD)}
             if (name, seed, arm) not in done:
                 line = play(name, arm, seed, asked.runs, asked.game)
-                with RECORD.open("a") as file:
-                    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                add_line(RECORD, line)
 
 
 if __name__ == "__main__":

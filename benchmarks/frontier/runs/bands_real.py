@@ -10,15 +10,14 @@ first 16, 32, 64 and 128 tokens, plain PyTorch in fp32, are the record; bands ar
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.frontier.runs.records import add_line, lines_of
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.models.loading import load_policy
 from fastp3o.models.tokenizer import load_tokenizer
@@ -81,11 +80,6 @@ def gradient_step(model: PreTrainedModel, groups: list[Group], rewards: Tensor) 
     return steps
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The lines of the record."""
-    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -93,7 +87,7 @@ def main() -> None:
     parser.add_argument("--model", default=".real/gemma", help="Folder of a model.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    missing = [step for step in STEPS if step not in {line["step"] for line in recorded()}]
+    missing = [step for step in STEPS if step not in {line["step"] for line in lines_of(RECORD)}]
     if not missing:
         return
     began = time.process_time()
@@ -116,8 +110,7 @@ def main() -> None:
             "log_ratios": [[float(f"{value:.5g}") for value in row] for row in log_ratios.tolist()],
             "seconds": round(time.process_time() - began, 1),
         }
-        with RECORD.open("a") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        add_line(RECORD, line)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
+from benchmarks.frontier.runs.records import add_line, lines_of
 from benchmarks.frontier.tasks import circles
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.data.loading import load_prompts
@@ -206,11 +207,6 @@ def sampled(raters: circles.Raters, policy: Path, start: Path) -> np.ndarray:
     return raters.features(*texts(groups)).reshape(len(groups), SAMPLED, -1)
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The lines of the record."""
-    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,10 +221,9 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     for seed, degree in product(asked.seeds, asked.degrees):
-        if (seed, degree) not in {(line["seed"], line["degree"]) for line in recorded()}:
+        if (seed, degree) not in {(line["seed"], line["degree"]) for line in lines_of(RECORD)}:
             line = play(seed, degree, asked.runs)
-            with RECORD.open("a") as file:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            add_line(RECORD, line)
 
 
 if __name__ == "__main__":

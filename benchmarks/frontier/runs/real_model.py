@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import Tensor
 
+from benchmarks.frontier.runs.records import add_line, lines_of
 from benchmarks.frontier.tasks.task import RESULTS
 from fastp3o.data.loading import load_prompts
 from fastp3o.evaluation.evaluate import EVALUATION, Evaluation
@@ -252,8 +253,7 @@ def record_of(task: str) -> Path:
 
 def recorded(task: str) -> list[dict[str, Any]]:
     """The lines of a task's record."""
-    record = record_of(task)
-    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return lines_of(record_of(task))
 
 
 def main() -> None:
@@ -283,8 +283,7 @@ def main() -> None:
             line = (
                 start_line(inputs, seed) if arm == START else play(inputs, seed, kl_coef, arm, runs)
             )
-            with record_of(asked.task).open("a") as file:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            add_line(record_of(asked.task), line)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recorded runs in two pandas frames."""
+"""The recorded runs in two pandas frames, and records of a line a run."""
 
 import json
 from collections.abc import Iterable
@@ -70,3 +70,13 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     return Records(
         runs.join(last[["kl", "objective"]].add_prefix("final_"), on="name"), evaluations
     )
+
+
+def lines_of(record: Path) -> list[dict[str, Any]]:
+    """The lines of a record, none if it does not exist yet."""
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def add_line(record: Path, line: dict[str, Any]) -> None:
+    with record.open("a") as file:
+        file.write(json.dumps(line, separators=(",", ":")) + "\n")

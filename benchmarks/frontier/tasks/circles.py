@@ -13,7 +13,6 @@ the words' own classes, which it says little of, were not found (`benchmarks/NOT
 """
 
 import re
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,6 @@ import torch
 
 from benchmarks.frontier.tasks import synthetic
 from benchmarks.frontier.tasks.language import CLASSES, WORDS, Language, parsed, text_of, words_in
-from fastp3o.training import sft
-from fastp3o.training.sft import SFTConfig
 
 SCALE = 1.5
 PLACES = 3
@@ -109,31 +106,10 @@ def make_policy(folder: Path, seed: int) -> None:
     prompt comes twice.
     """
     raters, rng = Raters(seed, 0.0), np.random.default_rng([seed, 4])
-    prompts = iter(raters.language.prompts(sum(SIZES.values()), rng))
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, size in SIZES.items():
-        chosen = list(islice(prompts, size))
-        records = [{"prompt": prompt} for prompt in chosen]
-        if part == "sft":
-            labels = raters.responses(chosen, rng)
-            records = [
-                record | {"label": label} for record, label in zip(records, labels, strict=True)
-            ]
-        synthetic.write_jsonl(folder / f"{part}.jsonl", records)
-    init, output = folder / "init", folder / "sft"
-    tokenizer = synthetic.make_tokenizer()
-    tokenizer.save_pretrained(init)
-    synthetic.make_model(tokenizer, seed).save_pretrained(init)
-    sft.train(
-        SFTConfig(
-            model=str(init),
-            output_dir=str(output),
-            train_data=str(folder / "sft.jsonl"),
-            seed=seed,
-            **SFT,
-        )
+    parts = synthetic.divided(raters.language.prompts(sum(SIZES.values()), rng), SIZES)
+    synthetic.make_imitator(
+        folder, seed, parts, lambda prompts: raters.responses(prompts, rng), SFT
     )
-    (output / "model").rename(folder / "policy")
 
 
 def make_pairs(folder: Path, start: Path, seed: int, degree: float) -> float:

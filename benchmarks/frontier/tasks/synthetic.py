@@ -1,7 +1,7 @@
 """Data of a language for all three stages, and an untrained model with only its words."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.frontier.tasks.language import MAX_TOKENS, VOCABULARY, Language
+from fastp3o.training import sft
+from fastp3o.training.sft import SFTConfig
 
 DEMONSTRATIONS = 16_000
 TRAIN_PAIRS, EVAL_PAIRS = 22_000, 1_000
@@ -120,3 +122,43 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, inner: int = 152) 
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+
+
+def make_imitator(
+    folder: Path,
+    seed: int,
+    parts: Mapping[str, Sequence[str]],
+    respond: Callable[[list[str]], list[str]],
+    settings: Mapping[str, Any],
+) -> None:
+    """Writes prompts and, in policy/, a small model that imitates the responses to those of `sft`.
+
+    parts: the prompts of each file. respond: one response to each prompt. settings: further options
+    of the fine-tuning.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, prompts in parts.items():
+        records = [{"prompt": prompt} for prompt in prompts]
+        if part == "sft":
+            said = respond(list(prompts))
+            records = [one | {"label": label} for one, label in zip(records, said, strict=True)]
+        write_jsonl(folder / f"{part}.jsonl", records)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "init")
+    make_model(tokenizer, seed).save_pretrained(folder / "init")
+    sft.train(
+        SFTConfig(
+            model=str(folder / "init"),
+            output_dir=str(folder / "sft"),
+            train_data=str(folder / "sft.jsonl"),
+            seed=seed,
+            **settings,
+        )
+    )
+    (folder / "sft" / "model").rename(folder / "policy")
+
+
+def divided(prompts: Iterable[str], sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """The prompts in order, so many to each name."""
+    rest = iter(prompts)
+    return {name: list(islice(rest, size)) for name, size in sizes.items()}

@@ -9,7 +9,6 @@ what the kind's share lacks of a half: a response is graded among those of its l
 length pays. With the utility alone, or without the balance, policies are short within ten updates.
 """
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch import Tensor
 from benchmarks.frontier.tasks import synthetic
 from benchmarks.frontier.tasks.language import CLASSES, WORDS, Language, parsed, text_of, words_in
 from fastp3o.rollouts.groups import Group, texts
-from fastp3o.training import sft
-from fastp3o.training.sft import SFTConfig
 
 SHORT, LONG = (5, 7), (23, 27)  # words, least and most
 BETWEEN = 15
@@ -102,25 +99,5 @@ def worth(weights: np.ndarray, words: list[int]) -> float:
 def make(folder: Path, seed: int) -> None:
     """Writes prompts and, in policy/, a model that imitates the language; no prompt occurs twice."""
     task, rng = TwoLengths(seed), np.random.default_rng([seed, 7])
-    prompts = iter(task.language.prompts(sum(SIZES.values()), rng))
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, size in SIZES.items():
-        chosen = list(islice(prompts, size))
-        records = [{"prompt": prompt} for prompt in chosen]
-        if part == "sft":
-            said = task.responses(chosen, rng)
-            records = [one | {"label": label} for one, label in zip(records, said, strict=True)]
-        synthetic.write_jsonl(folder / f"{part}.jsonl", records)
-    tokenizer = synthetic.make_tokenizer()
-    tokenizer.save_pretrained(folder / "init")
-    synthetic.make_model(tokenizer, seed).save_pretrained(folder / "init")
-    sft.train(
-        SFTConfig(
-            model=str(folder / "init"),
-            output_dir=str(folder / "sft"),
-            train_data=str(folder / "sft.jsonl"),
-            seed=seed,
-            **SFT,
-        )
-    )
-    (folder / "sft" / "model").rename(folder / "policy")
+    parts = synthetic.divided(task.language.prompts(sum(SIZES.values()), rng), SIZES)
+    synthetic.make_imitator(folder, seed, parts, lambda prompts: task.responses(prompts, rng), SFT)

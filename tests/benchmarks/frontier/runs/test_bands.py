@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.frontier.report import bands as report
 from benchmarks.frontier.runs import bands, bands_real
+from benchmarks.frontier.runs.records import lines_of
 from benchmarks.frontier.tasks.synthetic import make_model, make_tokenizer, write_jsonl
 
 
@@ -48,7 +49,7 @@ def test_a_step_on_a_model_moves_responses_as_their_rewards_say(policy, tmp_path
     monkeypatch.setattr(bands_real, "STEPS", (1e-5, 1e-3))
     monkeypatch.setattr("sys.argv", ["bands_real", "--model", str(policy)])
     bands_real.main()
-    lines = bands_real.recorded()
+    lines = lines_of(bands_real.RECORD)
     assert [line["step"] for line in lines] == [1e-5, 1e-3]
     rewards = torch.tensor(lines[0]["rewards"])
     whole = [torch.tensor(line["log_ratios"])[:, 1].view(2, 4) for line in lines]
@@ -56,7 +57,7 @@ def test_a_step_on_a_model_moves_responses_as_their_rewards_say(policy, tmp_path
     assert gains[0] > 0
     assert 50 * gains[0] < gains[1] < 200 * gains[0]
     bands_real.main()
-    assert len(bands_real.recorded()) == 2
+    assert len(lines_of(bands_real.RECORD)) == 2
 
 
 def test_shares_of_a_real_model_are_those_of_all_ordered_pairs():
