@@ -39,4 +39,4 @@ policy "P3O, from four endings of each sentence and the differences of their rew
 echo "== Result: how often the gold prefers a sentence after P3O to one before, from beginnings that no stage has seen"
 judged polarity:polarity "$DATA/prompts.jsonl" --limit 96 "${sentences[@]}"
 grep -h '^after' "$RUN/logs/reward.txt" | sed 's/^/reward model: /'
-echo "Praise is cheap: read $RUN/p3o/samples.jsonl for what the policy praises, and whether it still says anything"
+echo "Praise is cheap: fastp3o rollouts $RUN/p3o shows what the policy praises, and whether it still says anything"

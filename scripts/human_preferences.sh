@@ -35,4 +35,4 @@ policy "P3O, from four answers to each prompt and the differences of their rewar
 echo "== Result: how often the judge prefers an answer after P3O to one before, on prompts that no stage has seen"
 judged "$RUN/judge/model" "$DATA/held_out.jsonl" "${answers[@]}"
 grep -h '^after' "$RUN"/logs/{reward,judge}.txt | sed 's/^/reward models: /'
-echo "Rewards of a small model of human taste are soon exploited: read $RUN/p3o/samples.jsonl before you believe them"
+echo "Rewards of a small model of human taste are soon exploited: look at fastp3o rollouts $RUN/p3o before you believe them"

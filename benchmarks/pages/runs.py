@@ -93,26 +93,37 @@ def exploited(records: Records) -> str:
     return markdown(lines)
 
 
-def human_preferences(records: Records) -> str:
-    lines = [
-        [
-            "update",
-            "its reward model",
-            "the judge",
-            "response, tokens",
-            "without an end",
-            "KL, nats",
+def real_task(name: str) -> Section:
+    """P3O's evaluations on a real model. name: of a record."""
+
+    def table(records: Records) -> str:
+        lines = [
+            [
+                "update",
+                "its reward model",
+                "the judge",
+                "response, tokens",
+                "without an end",
+                "KL, nats",
+            ]
         ]
-    ]
-    for one in records["human_preferences.json"]["p3o"]:
-        figures = [f"{one['reward']:.2f}", f"{one['gold']:.2f}", f"{one['response_length']:.1f}"]
-        lines.append([str(one["step"]), *figures, f"{one['missing_eos']:.0%}", f"{one['kl']:.1f}"])
-    return markdown(lines)
+        for one in records[name]["p3o"]:
+            scores = [f"{one['reward']:.2f}", f"{one['gold']:.2f}"]
+            ends = [f"{one['response_length']:.1f}", f"{one['missing_eos']:.0%}"]
+            lines.append([str(one["step"]), *scores, *ends, f"{one['kl']:.1f}"])
+        return markdown(lines)
+
+    return table
 
 
-def human_win_rate(records: Records) -> str:
-    rate = records["human_preferences.json"]["win_rate_by_judge"]
-    return f"{rate['win_rate']:.0%} [{rate['low']:.0%}, {rate['high']:.0%}]"
+def judged_rate(name: str) -> Section:
+    """How often the judge prefers a response after P3O. name: of a record."""
+
+    def share(records: Records) -> str:
+        rate = records[name]["win_rate_by_judge"]
+        return f"{rate['win_rate']:.0%} [{rate['low']:.0%}, {rate['high']:.0%}]"
+
+    return share
 
 
 def accuracies(name: str) -> Section:

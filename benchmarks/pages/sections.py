@@ -37,7 +37,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "README.md": {
         "memory": front.memory,
         "gpu": front.limit,
-        "human win rate": runs.human_win_rate,
+        "human win rate": runs.judged_rate("human_preferences.json"),
     },
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
@@ -57,10 +57,12 @@ SECTIONS: dict[str, dict[str, Section]] = {
     "scripts/README.md": {
         "seeds": runs.seeds,
         "exploited": runs.exploited,
-        "human": runs.human_preferences,
-        "human win rate": runs.human_win_rate,
+        "human": runs.real_task("human_preferences.json"),
+        "human win rate": runs.judged_rate("human_preferences.json"),
         "human accuracies": runs.accuracies("human_preferences.json"),
         "human offsets": runs.human_offsets,
+        "films": runs.real_task("film_reviews.json"),
+        "films win rate": runs.judged_rate("film_reviews.json"),
         "films accuracies": runs.accuracies("film_reviews.json"),
         "game": runs.game,
         "critic": runs.game_lead(runs.PPO, "P3O"),

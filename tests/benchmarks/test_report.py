@@ -185,6 +185,8 @@ SOURCES = {
     "human accuracies": ["human_preferences.json"],
     "human offsets": ["human_preferences.json"],
     "human kinds": ["human_preferences.json"],
+    "films": ["film_reviews.json"],
+    "films win rate": ["film_reviews.json"],
     "films accuracies": ["film_reviews.json"],
     "alpaca_eval": ["alpaca_eval.json"],
     "alpaca_eval kinds": ["alpaca_eval.json"],
