@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "memory": front.memory,
         "gpu": front.limit,
         "human win rate": runs.judged_rate("human_preferences.json"),
+        "films win rate": runs.judged_rate("film_reviews.json"),
     },
     "fastp3o/integrations/README.md": {"in trl": front.in_trl},
     "fastp3o/objectives/README.md": {"trpo": runs.trpo},
