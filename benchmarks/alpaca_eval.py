@@ -61,7 +61,9 @@ Said = dict[str, Any]  # log_odds of the held-out comparisons, and seconds of th
 
 
 def play(cell: Cell, model: str, data: Path, folder: Path, states: FrozenStates) -> None:
-    """Trains one cell, and keeps what it says of the held-out comparisons: the log-odds of the chosen answers."""
+    """Trains one cell, and keeps what it says of the held-out comparisons: the log-odds of the
+    chosen answers.
+    """
     kind, labels, seed = cell
     AcceleratorState._reset_state(reset_partial_state=True)
     began = time.process_time()
@@ -124,7 +126,9 @@ def log_odds(config: RewardModelConfig, held_out: Path, states: FrozenStates) ->
 
 
 class HeldOut:
-    """The held-out comparisons, N of them. probability: the judge's, that the chosen answer is better, at least ½."""
+    """The held-out comparisons, N of them. probability: the judge's, that the chosen answer is
+    better, at least ½.
+    """
 
     def __init__(self, records: list[dict[str, Any]]):
         self.records = records
@@ -138,8 +142,8 @@ class HeldOut:
         return 0.5 + np.sign(log_odds) * (self.probability - 0.5)
 
     def interval(self, values: np.ndarray, of: np.ndarray | None = None) -> dict[str, float]:
-        """The mean of values [N], of these comparisons, and half of its 95% interval. Comparisons of one instruction
-        depend on each other: the interval is one over instructions.
+        """The mean of values [N], of these comparisons, and half of its 95% interval. Comparisons
+        of one instruction depend on each other: the interval is one over instructions.
         """
         kept = np.arange(len(values)) if of is None else np.flatnonzero(of)
         _, instructions = np.unique(self.instruction[kept], return_inverse=True)
@@ -170,8 +174,8 @@ def longer(records: list[dict[str, Any]]) -> np.ndarray:
 
 
 def winner(records: list[dict[str, Any]], trained_on: list[dict[str, Any]]) -> np.ndarray:
-    """By how much the language model of the chosen answer has won more of the comparisons to train on; 0 if one of the
-    two is not in them.
+    """By how much the language model of the chosen answer has won more of the comparisons to train
+    on; 0 if one of the two is not in them.
     """
     won = defaultdict(list)
     for one in trained_on:
@@ -241,9 +245,10 @@ def described(held_out: HeldOut, seeds: dict[int, Said]) -> dict[str, Any]:
 
 
 def paired(held_out: HeldOut, first: list[np.ndarray], second: list[np.ndarray]) -> dict[str, Any]:
-    """Two judges of the same held-out comparisons: the difference of their accuracies and log losses, the first one's
-    less the second one's, with its interval, and of each seed the comparisons about which only one of them is right,
-    with the p of McNemar's exact test, which takes comparisons for independent.
+    """Two judges of the same held-out comparisons: the difference of their accuracies and log
+    losses, the first one's less the second one's, with its interval, and of each seed the
+    comparisons about which only one of them is right, with the p of McNemar's exact test, which
+    takes comparisons for independent.
     """
     rights = [np.mean([held_out.right(one) for one in judge], 0) for judge in (first, second)]
     losses = [np.mean([held_out.log_loss(one) for one in judge], 0) for judge in (first, second)]
